@@ -30,7 +30,9 @@ GROUPS = {
     },
     "Distributed training": {
         "ddp": "data parallel training (DDP)",
+        "zero": "divided optimizer state (ZeRO-1 and 2)",
         "fsdp": "sharded training (FSDP2)",
+        "pipeline": "pipeline parallelism",
         "tensor_parallel": "tensor parallelism",
     },
     "Training": {

@@ -14,7 +14,7 @@ from torch import nn
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -38,6 +38,12 @@ class Env:
     "The processes as torch's device mesh."
     store: Store | None = None
     "The key-value store of all processes."
+    parts: ProcessGroup | None = None
+    "The ranks that hold the gradients of different parameters each: the norm of all gradients is taken over them."
+    shared: Sequence[nn.Parameter] = ()
+    "Parameters that all of `parts` hold: they count once."
+    is_divided: bool = False
+    "Whether ranks hold different whole tensors of the state: a checkpoint then collects who holds which."
     inference_mode: bool = True
     "Whether evaluation may run under `torch.inference_mode`; sharded parameters do not support it."
 
@@ -49,6 +55,15 @@ class Env:
     def is_main(self) -> bool:
         """Whether this process writes the logs."""
         return self.rank == 0
+
+    @property
+    def seed_rank(self) -> int:
+        """The number that tells this rank's random numbers from those of others."""
+        return self.data_rank
+
+    def holds(self, path: tuple[str | int, ...]) -> bool:
+        """Whether this rank keeps the tensor at a path of a checkpoint; it does not read the others."""
+        return True
 
     def place(self, task: nn.Module) -> None:
         """Bring the task to the device, in place."""

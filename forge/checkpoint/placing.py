@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def placed_like(live: Mapping[str, Any]) -> Place:
+def placed_like(live: Mapping[str, Any], holds: Callable[[Keys], bool] = lambda path: True) -> Place:
     """Return a `place` for `StoredCheckpoint.load` that makes DTensors with the meshes and placements of `live`.
 
     `live` are a task's tensors by name (`task.state_dict()`, say). A stored tensor matches one if it has its shape and
     its path ends in the name (`model.<name>`, `plugins.ema.weights.<name>`) or in the name and one more key (an
-    optimizer's `state.<name>.exp_avg`), or if it is tied to an earlier match. All others are loaded whole, on the CPU.
+    optimizer's `state.<name>.exp_avg`), or if it is tied to an earlier match. All others are loaded whole, on the
+    CPU. A tensor at a path that this rank does not hold is not read: it has its shape and no values.
     """
     known = {name: tensor for name, tensor in live.items() if sharding.is_distributed(tensor)}
     done: dict[str, Tensor] = {}
 
     def place(path: Keys, info: TensorInfo, read: Read) -> Tensor:
+        if not holds(path):
+            return torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
         if info.place in done:
             return done[info.place]
         for key in reversed(path[-2:]):

@@ -1,7 +1,8 @@
 """Decide which rank writes which tensors, so that all ranks write at once and nothing is written twice.
 
 The assignment follows from the tree and the rank numbers, without communication: each shard of a DTensor goes to the
-least loaded rank that holds it, and whole tensors are distributed by size.
+least loaded rank that holds it, and whole tensors are distributed by size. A tensor that only some ranks hold
+(`Holders`) is written by one of them; the others have a tensor of its shape without values.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -29,6 +31,30 @@ Named = dict[str, dict[str, Tensor]]
 
 Run = tuple[int, int]
 """Consecutive entries along one dimension: the first, and their number."""
+
+
+MARK = "_forge_held"
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Which ranks hold a tensor that others do not: the parameters of a pipeline's stage, say."""
+
+    ranks: tuple[int, ...]
+    place: str
+    "A key of its memory, equal on all ranks, and equal for tensors that share it."
+
+
+def held_by(tensor: Tensor) -> Holders | None:
+    """Return which ranks hold a tensor, or None if all do."""
+    return getattr(tensor, MARK, None)
+
+
+def mark_held(tensor: Tensor, held: Holders) -> Tensor:
+    """Return an alias of a tensor, with the note that only these ranks hold it."""
+    alias = tensor.detach()
+    setattr(alias, MARK, held)
+    return alias
 
 
 def is_distributed(tensor: Any) -> TypeGuard[DTensor]:
@@ -57,6 +83,9 @@ def obstacle(tensor: DTensor) -> str | None:
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key of a tensor's memory, equal for tensors that share it. A shard may be empty, its storage is not."""
+    held = held_by(tensor)
+    if held is not None:
+        return (held.place, tensor.dtype, tensor.shape, tensor.stride())
     if not is_distributed(tensor):
         memory = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
     else:
@@ -104,20 +133,35 @@ def layout(tensors: Named) -> str:
 
 
 def _deal(tensors: Named, world: int) -> dict[tuple[str, str], int]:
-    """Assign whole tensors to ranks: the largest first, each to the least loaded rank."""
-    sizes = {
-        (file, name): tensor.nbytes
+    """Assign whole tensors to ranks: first those that few ranks hold, then the others, the largest first, each to the
+    least loaded rank that holds it."""
+    whole = {
+        (file, name): tensor
         for file, named in tensors.items()
         for name, tensor in named.items()
         if not is_distributed(tensor)
     }
-    loads = [(0, rank) for rank in range(world)]
-    dealt = {}
-    for key in sorted(sizes, key=lambda key: -sizes[key]):
-        load, rank = loads[0]
-        dealt[key] = rank
-        heapq.heapreplace(loads, (load + sizes[key], rank))
+    sizes = {key: tensor.nbytes for key, tensor in whole.items()}
+    largest_first = sorted(sizes, key=lambda key: -sizes[key])
+    held = {key: found.ranks for key, tensor in whole.items() if (found := held_by(tensor)) is not None}
+    loads, dealt = _deal_held([key for key in largest_first if key in held], held, sizes, world)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for key in largest_first:
+        if key not in held:
+            load, rank = heap[0]
+            dealt[key] = rank
+            heapq.heapreplace(heap, (load + sizes[key], rank))
     return dealt
+
+
+def _deal_held(keys: Sequence[Any], held: dict[Any, tuple[int, ...]], sizes: dict[Any, int], world: int) -> Any:
+    """Return the bytes of each rank, and the rank that writes each tensor of those that only some ranks hold."""
+    loads, dealt = [0] * world, {}
+    for key in keys:
+        dealt[key] = min(held[key], key=lambda rank: (loads[rank], rank))
+        loads[dealt[key]] += sizes[key]
+    return loads, dealt
 
 
 def _is_ours(tensor: DTensor, replicas: dict[tuple[Any, ...], list[int]]) -> bool:

@@ -220,7 +220,7 @@ def _check_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> None:
         why = f"is a {_name_of(type(tensor))}; only plain tensors can be saved"
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         why = "is a sparse, quantized or nested tensor; save its parts"
-    elif tensor.is_meta:
+    elif tensor.is_meta and sharding.held_by(tensor) is None:
         why = "is on the meta device and holds no data"
     elif not can_store(tensor.dtype):
         why = f"has the dtype {tensor.dtype}, which safetensors cannot hold; view it as uint8"

@@ -221,7 +221,7 @@ def _decoder(recipe: Recipe) -> tuple[Callable[[list[int]], str] | None, str]:
     module = sys.modules.get(type(task).__module__)
     for owner in (task, getattr(task, "tokenizer", None), getattr(task, "processor", None), module):
         for name in DECODERS:
-            found = getattr(owner, name, None)
+            found: Any = getattr(owner, name, None)
             if callable(found):
                 return found, ""
     return None, otherwise

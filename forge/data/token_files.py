@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -80,7 +80,7 @@ def as_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     if hasattr(tokenizer, "encode") and not isinstance(tokenizer, (str, type)):  # sentencepiece, one's own
         return tokenizer.encode
     if callable(tokenizer):
-        return tokenizer
+        return cast(Callable[[str], Sequence[int]], tokenizer)
     raise DataError(
         f"tokenize_to_memmap: a {type(tokenizer).__name__} is no tokenizer. Pass a function from a text to numbers, or "
         "an object with encode."

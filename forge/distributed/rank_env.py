@@ -109,8 +109,11 @@ class DistributedEnv(Env):
         named |= dict(module.named_buffers())
         plain = [tensor.detach() for tensor in named.values() if type(tensor) in (Tensor, nn.Parameter)]
         if self.world > 1 and plain:
-            group = dist.distributed_c10d._get_default_group()
-            dist._broadcast_coalesced(group, plain, 250 * 2**20, 0)
+            self.copy_from(0, plain)
+
+    def copy_from(self, rank: int, tensors: list[Tensor]) -> None:
+        """Copy one rank's tensors to every rank, in place, in a few messages."""
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, rank)
 
     def no_timeout(self) -> AbstractContextManager[None]:
         return nullcontext() if self.heartbeat is None else self.heartbeat.no_timeout()

@@ -243,7 +243,7 @@ class Session:
     def _begin(self) -> None:
         """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
         trainer, env = self.trainer, self.trainer.env
-        seed_rank(trainer.seed, env.data_rank)
+        seed_rank(trainer.seed, env.seed_rank)
         trainer.at_boundary = True
         if self.checkpoint is not None:
             with env.no_timeout():

@@ -127,10 +127,12 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes, Number, type(None))):
         return None
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
-        keys = value.keys() if callable(value.keys) else value.keys
+        named: Any = value.keys
+        keys = named() if callable(named) else named
         return [(str(key), value[key]) for key in keys]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
+        fields: Any = getattr(value, "_fields")  # noqa: B009
+        return list(zip(fields, value, strict=True))
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, (str, bytes, Number)) for item in value):
             return None  # texts or numbers: one leaf

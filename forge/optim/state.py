@@ -89,7 +89,7 @@ def load(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Module) -> N
             optimizers.kept.append(option)
         entry.given = there.get("given") or entry.given
         known = _known(entry, names)
-        wanted = _laid_out(known.read(there["optimizer"]), known, there.get("strides"))
+        wanted = _laid_out(_held_here(known.read(there["optimizer"])), known, there.get("strides"))
         _load(entry.optimizer, wanted)
         entry.trial = None
         if entry.has_modes:
@@ -149,6 +149,21 @@ def _load(optimizer: Optimizer, wanted: Any) -> None:
                 f"{type(optimizer).__name__}.load_state_dict does not restore what its state_dict returned: {found} "
                 "differs, so a run with it cannot be resumed exactly. Correct these methods, or use another optimizer."
             )
+
+
+def _held_here(state: Any) -> Any:
+    """Return a state without that of parameters whose state other ranks hold: it has no values here."""
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return state
+    return {**state, "state": {key: value for key, value in state["state"].items() if not _is_elsewhere(value)}}
+
+
+def _is_elsewhere(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_elsewhere, value.values()))
+    return (
+        any(map(_is_elsewhere, value)) if type(value) in (list, tuple) else isinstance(value, Tensor) and value.is_meta
+    )
 
 
 def is_standard(optimizer: Any) -> bool:

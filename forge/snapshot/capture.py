@@ -13,6 +13,7 @@ from forge.contract.plugin import Plugin, plugin_options
 from forge.env import move
 from forge.rng import RNGState
 from forge.snapshot import hidden
+from forge.snapshot.divided import together
 from forge.snapshot.fingerprint import fingerprint, surroundings
 from forge.snapshot.finite import refuse_non_finite
 
@@ -37,9 +38,12 @@ def capture(trainer: Run) -> dict[str, Any]:
     model, plugins = weights_to_save(trainer), plugin_states(trainer)
     if "rewind" not in trainer.requests.open:
         refuse_non_finite(trainer, model, plugins)
+    optimizers = trainer.optimizers.state_dict(trainer.task)
+    if env.is_divided:
+        model, optimizers, plugins = together((model, optimizers, plugins), env)
     return {
         "model": model,
-        "optimizers": trainer.optimizers.state_dict(trainer.task),
+        "optimizers": optimizers,
         "rates_used": trainer.optimizers.rates_used,
         "flags": flags(trainer.task),
         "progress": dataclasses.asdict(trainer.progress),

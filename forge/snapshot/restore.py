@@ -42,7 +42,7 @@ def resume(trainer: Run, checkpoint: StoredCheckpoint) -> None:
 
 def load_for(trainer: Run, checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Load a checkpoint for this run: each rank reads only its shards, and hashes its share of the files."""
-    place = placed_like(dict(trainer.task.named_parameters()))
+    place = placed_like(dict(trainer.task.named_parameters()), trainer.env.holds)
     return checkpoint.load(place=place, readers=Readers.of(trainer.env))
 
 
@@ -102,7 +102,7 @@ def restore_rng(trainer: Run, tree: Mapping[str, Any]) -> None:
         RNGState.from_tree(kept[env.rank]).restore(env.device)
         hidden.restore_generators(trainer, kept[env.rank])
     else:
-        seed_all(seed_of(trainer.seed or 0, env.data_rank, trainer.progress.update))
+        seed_all(seed_of(trainer.seed or 0, env.seed_rank, trainer.progress.update))
 
 
 def _check_stack(trainer: Run, tree: Mapping[str, Any], where: str) -> None:

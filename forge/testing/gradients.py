@@ -101,9 +101,9 @@ def _second_order(
     def gradient(*values: Any) -> Outputs:
         outputs = _outputs(call(*values))
         # weights that differ, so that entries do not cancel
-        total = sum((output * _weights(output)).sum() for output in outputs)
+        total: Any = sum((output * _weights(output)).sum() for output in outputs)
         wanted = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-        grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)  # pyright: ignore[reportArgumentType]
+        grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
         return tuple(grad for grad in grads if grad is not None)
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -181,7 +181,7 @@ def _measure(given: Any, workers: int, number: int, seconds: float, held: list[A
     return WorkersProbe(workers, samples / elapsed, cpu, read, queued)
 
 
-def _endless(loader: Any, epoch: int) -> Iterator[Any]:
+def _endless(loader: Any, epoch: int) -> Generator[Any, None, None]:
     """Yield the batches of one epoch after the other."""
     while True:
         if hasattr(loader, "set_epoch"):
@@ -197,7 +197,7 @@ def _endless(loader: Any, epoch: int) -> Iterator[Any]:
 
 def _samples(batch: Any) -> int:
     try:
-        return int(batch_size(batch))
+        return batch_size(batch) or 1
     except ForgeError:
         return 1  # a batch without a size counts as one
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forge_plugins.limit import Limit
     from forge_plugins.mlflow import Mlflow
     from forge_plugins.monitor import Monitor
+    from forge_plugins.pipeline import Pipeline
     from forge_plugins.prefetch import Prefetch
     from forge_plugins.profiler import Profiler
     from forge_plugins.progress import Progress
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from forge_plugins.throughput import Throughput
     from forge_plugins.validate_first import ValidateFirst
     from forge_plugins.wandb import Wandb
+    from forge_plugins.zero import Zero
 
 __all__ = [
     "AMP",
@@ -79,6 +81,7 @@ __all__ = [
     "Limit",
     "Mlflow",
     "Monitor",
+    "Pipeline",
     "Prefetch",
     "Profiler",
     "Progress",
@@ -89,6 +92,7 @@ __all__ = [
     "Throughput",
     "ValidateFirst",
     "Wandb",
+    "Zero",
 ]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from forge.checkpoint import sharding
 from forge.checkpoint.sharding import is_distributed
+from forge.env import Env
 
 __all__ = ["clip_norm_", "is_distributed", "local", "total_norm", "whole"]
 
@@ -30,8 +33,27 @@ def whole(tensor: Tensor) -> Tensor:
     return sharding.whole(tensor).to(local(tensor).device)
 
 
-def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """`get_total_norm` over all ranks, for tensors on several meshes too, as with tensor parallelism."""
+def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | None = None) -> Tensor:
+    """`get_total_norm` over all ranks, for tensors on several meshes too, as with tensor parallelism, and for ranks
+    that hold different tensors (`env.parts`)."""
+    parts = None if env is None else env.parts
+    if env is None or parts is None:
+        return _own_norm(tensors, norm_type)
+    every = list(tensors)
+    same = {id(parameter.grad) for parameter in env.shared}
+    norm, common = (_own_norm([t for t in every if (id(t) in same) is s], norm_type) for s in (False, True))
+    wide = norm.to(env.device, torch.float64)  # a rank without gradients does not know their type
+    if norm_type == math.inf:
+        dist.all_reduce(wide, dist.ReduceOp.MAX, group=parts)
+    else:
+        wide = wide**norm_type
+        dist.all_reduce(wide, group=parts)
+        wide = wide ** (1 / norm_type)
+    wide = torch.linalg.vector_norm(torch.stack([wide, common.to(wide)]), norm_type)
+    return wide.to(every[0].dtype if every else norm.dtype)
+
+
+def _own_norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
     norms: list[Tensor] = [get_total_norm(group, norm_type) for group in _by_mesh(tensors).values()]
     norms = [norm.full_tensor() if is_distributed(norm) else norm for norm in norms]
     if not norms:
@@ -39,12 +61,13 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
-    """`clip_grad_norm_` for parameters on several meshes too; returns the norm over all ranks."""
-    if not parameters or not is_distributed(parameters[0]):
+def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, env: Env | None = None) -> Tensor:
+    """`clip_grad_norm_` for parameters on several meshes or ranks too; returns the norm over all ranks."""
+    is_divided = env is not None and env.parts is not None
+    if not is_divided and (not parameters or not is_distributed(parameters[0])):
         return clip_grad_norm_(parameters, max_norm, norm_type)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm([p.grad for p in trained if p.grad is not None], norm_type)
+    norm = total_norm([p.grad for p in trained if p.grad is not None], norm_type, env)
     for group in _by_mesh(trained).values():
         clip_grads_with_norm_(group, max_norm, norm)
     return norm

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
@@ -58,19 +57,20 @@ class Clip(forge.Plugin):
         config, parameters = self.config, step.parameters()
         prefix = "grad_norm" if step.name is None else f"grad_norm/{step.name}"
         if config.max_norm is not None:
-            norm = clip_norm_(parameters, config.max_norm, config.norm_type)
+            norm = clip_norm_(parameters, config.max_norm, config.norm_type, step.trainer.env)
             if norm.is_cpu:  # a number is cheaper than one more operation
                 before = float(norm)
                 after = min(before, config.max_norm)
             else:
                 before, after = norm, norm.clamp(max=config.max_norm)
         else:
-            before = after = self._norm(parameters)
+            before = after = self._norm(step)
         if config.max_value is not None:
             clip_grad_value_(parameters, config.max_value)
-            after = self._norm(parameters)
+            after = self._norm(step)
         step.record(f"{prefix}/before", before)
         step.record(f"{prefix}/after", after)
 
-    def _norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
-        return total_norm([p.grad for p in parameters if p.grad is not None], self.config.norm_type)
+    def _norm(self, step: forge.Step) -> Tensor:
+        gradients = [p.grad for p in step.parameters() if p.grad is not None]
+        return total_norm(gradients, self.config.norm_type, step.trainer.env)

@@ -79,7 +79,7 @@ class DDP(forge.Plugin):
         for name in ("bucket_mb", "watchdog"):
             value = getattr(self.config, name)
             if value is not None and value <= 0:
-                raise RecipeError(f"ddp.{name} is {value:g}; it must be above 0.")
+                raise RecipeError(f"{self.name}.{name} is {value:g}; it must be above 0.")
         self._env: DistributedEnv | None = None
         self._inner: nn.Module | None = None
         self._model: Synchronised | None = None
@@ -96,9 +96,7 @@ class DDP(forge.Plugin):
         self._cleanup.close()
         self._model = self._inner = None
         self._parameters, self._trained = [], []
-        self._env = DistributedEnv(
-            trainer.device, trainer=trainer, backend=self.config.backend, watchdog=self.config.watchdog
-        )
+        self._env = self.make_env(trainer)
         split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
         self._cleanup.enter_context(torch._dynamo.config.patch(optimize_ddp=split))
         return self._env
@@ -112,15 +110,20 @@ class DDP(forge.Plugin):
             trainer.env.copy_from_first(build.task)
             self._inner = build.model
             if trainer.verb == "fit":
-                build.model = self._wrapped(build.task)
+                build.model = self.wrapped(build.task)
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         """Rebuild the wrapper for several optimizers, which are known only now."""
         if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
-            logger.info("ddp: several optimizers, so every step searches for parameters without a gradient.")
+            logger.info("%s: several optimizers, so every step searches for parameters without a gradient.", self.name)
             self._finds_unused = True
-            trainer.replace_model(self._wrapped(trainer.task))
+            trainer.replace_model(self.wrapped(trainer.task))
+
+    def make_env(self, trainer: forge.Run) -> DistributedEnv:
+        """Return the environment of this process."""
+        config = self.config
+        return DistributedEnv(trainer.device, trainer=trainer, backend=config.backend, watchdog=config.watchdog)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -138,8 +141,8 @@ class DDP(forge.Plugin):
     def forge_step_end(self, step: forge.Step) -> None:
         """Rebuild the wrapper if parameters were frozen or thawed: it would not average new ones."""
         if [p.requires_grad for p in self._parameters] != self._trained:
-            logger.info("ddp: the set of trained parameters has changed, so the wrapper is rebuilt.")
-            step.trainer.replace_model(self._wrapped(step.trainer.task))
+            logger.info("%s: the set of trained parameters has changed, so the wrapper is rebuilt.", self.name)
+            step.trainer.replace_model(self.wrapped(step.trainer.task))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -158,12 +161,11 @@ class DDP(forge.Plugin):
 
     # -- the wrapper --------------------------------------------------------------------------------------------------
 
-    def _wrapped(self, task: nn.Module) -> nn.Module:
+    def wrapped(self, task: nn.Module) -> nn.Module:
+        """Return what is called in training: the model with its gradients averaged."""
         config, inner = self.config, self._inner
         assert inner is not None
-        self._parameters = list(task.parameters())  # compared after every update without walking the modules
-        self._trained = [p.requires_grad for p in self._parameters]
-        self._model = None
+        self._note_trained(task)
         if not any(self._trained):
             return inner
         self._model = Synchronised(
@@ -180,9 +182,14 @@ class DDP(forge.Plugin):
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
 
+    def _note_trained(self, task: nn.Module) -> None:
+        self._parameters = list(task.parameters())  # compared after every update without walking the modules
+        self._trained = [p.requires_grad for p in self._parameters]
+        self._model = None
+
     def _refuse_sync_batchnorm_on(self, env: Env) -> None:
         if env.device.type == "cpu":
-            raise StackError("ddp.sync_batchnorm needs GPUs: torch's SyncBatchNorm does not run on the CPU.")
+            raise StackError(f"{self.name}.sync_batchnorm needs GPUs: torch's SyncBatchNorm does not run on the CPU.")
 
 
 class Synchronised(DistributedDataParallel):

@@ -133,8 +133,9 @@ class Guard(forge.Plugin):
         self._only_loss = gradients_are_scaled(trainer)
         self._buffers = moving_buffers(trainer.task)
         self._sharded = any(map(is_distributed, trainer.task.parameters()))
-        # losses and sharded gradients differ by rank; one rank alone can only stop the run
-        self._together = trainer.env.world > 1 and (self._sharded or self.config.policy != "stop")
+        # losses and divided gradients differ by rank; one rank alone can only stop the run
+        divided = self._sharded or trainer.env.parts is not None
+        self._together = trainer.env.world > 1 and (divided or self.config.policy != "stop")
         device = trainer.env.device
         self.capturable = False
         if device.type == "cpu":

@@ -45,7 +45,7 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-LONG = ("autotune", "compile", "ddp", "fsdp", "tensor_parallel")
+LONG = ("autotune", "compile", "ddp", "fsdp", "pipeline", "tensor_parallel", "zero")
 """Seconds each: in the quick profile tests/plugins and tests/distributed are enough."""
 
 

@@ -246,6 +246,12 @@ def test_a_compiled_stack_equals_the_loop_and_resumes(
 
 def test_every_built_in_plugin_is_in_these_laws() -> None:
     ours = {n for n, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins.")}
-    strategies = {"ddp", "fsdp", "tensor_parallel"}  # tests/plugins/test_ddp.py and its neighbours compare these
+    strategies = {
+        "ddp",
+        "fsdp",
+        "pipeline",
+        "tensor_parallel",
+        "zero",
+    }  # tests/plugins/test_ddp.py and its neighbours compare these
     services = {"mlflow", "wandb"}  # observers that talk to others: their own tests hold them to the same
     assert ours == {*OPTIONS, *OBSERVERS, "checkpoint", "compile"} | strategies | services

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,17 @@ import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader
 from forge.testing import TinyTask
-from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule
+from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Pipeline, Schedule, Zero
 from tests.support.lasting_ranks import ranks
 
 EXACT = 1e-11
 """The tolerance in float64 over the whole chain: sums over samples are taken in another order, and nothing else."""
 CHAINS = {
-    "short": [(2, "ddp"), (1, None), (2, "fsdp"), (1, None)],
+    "short": [(2, "ddp"), (1, None), (2, "fsdp"), (1, None), (2, "zero"), (2, "zero 2")],
     "long": [(2, "ddp"), (1, None), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, None)],
 }
 """Ranks and strategy of one attempt after the other."""
+STRATEGIES = ["ddp", "fsdp", "zero 2", "pipeline", "zero", "zbv"]
 
 
 class Wide(TinyTask):
@@ -63,9 +65,16 @@ def go_on(
     folder: str, updates: int, strategy: str | None, dropout: float = 0.0, stop_at: int | None = None, every: int = 2
 ) -> dict[str, Any]:
     """Train up to `updates`, from where the folder's run is; `stop_at` leaves as an interrupted run does."""
-    kinds: dict[str, list[Any]] = {"ddp": [DDP()], "fsdp": [FSDP(min_size=0)]}
+    kinds: dict[str, Any] = {
+        "ddp": lambda: [DDP()],
+        "fsdp": lambda: [FSDP(min_size=0)],
+        "zero": lambda: [Zero()],
+        "zero 2": lambda: [Zero(stage=2)],
+        "pipeline": lambda: [Pipeline(4)],
+        "zbv": lambda: [Pipeline(4, schedule="zbv", stages=2)],
+    }
     plugins: list[Any] = [Accumulate(2), Clip(0.5), EMA(0.9, warmup=True), Schedule("constant")]
-    plugins += [Checkpoint(every=f"{every} updates", keep=20), *kinds.get(strategy or "", [])]
+    plugins += [Checkpoint(every=f"{every} updates", keep=20), *(kinds[strategy]() if strategy else [])]
     if stop_at is not None:
         plugins.append(forge.on("boundary")(stop_after(stop_at)))
     task = Wide(dropout)
@@ -106,6 +115,16 @@ def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
     return {name: value for key, item in items for name, value in flat(item, f"{path}.{key}").items()}
 
 
+def compare(ours: dict[str, Any], theirs: dict[str, Any], where: str = "") -> None:
+    for part in ("model", "optimizers", "plugins"):
+        mine, yours = flat(ours[part]), flat(theirs[part])
+        assert mine.keys() == yours.keys(), where
+        for name, value in yours.items():
+            torch.testing.assert_close(
+                mine[name], value, rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{where} {n}: {m}"
+            )
+
+
 @pytest.mark.parametrize("kind", ["short", pytest.param("long", marks=pytest.mark.slow)])
 def test_a_run_goes_on_over_any_ranks_and_either_strategy(kind: str, tmp_path: Path) -> None:
     chain = CHAINS[kind]
@@ -121,14 +140,37 @@ def test_a_run_goes_on_over_any_ranks_and_either_strategy(kind: str, tmp_path: P
     ours, theirs = (saved(tmp_path / name, last) for name in ("chain", "straight"))
     assert ours["progress"] == theirs["progress"]
     assert ours["data"] == theirs["data"]
-    for part in ("model", "optimizers", "plugins"):
-        mine, yours = flat(ours[part]), flat(theirs[part])
-        assert mine.keys() == yours.keys()
-        for name, value in yours.items():
-            torch.testing.assert_close(mine[name], value, rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
+    compare(ours, theirs)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+EVERY = list(itertools.permutations([None, *STRATEGIES], 2))
+
+
+@pytest.mark.parametrize(
+    ("count", "pairs"),
+    [
+        (2, [("zero", "pipeline"), ("pipeline", None)]),
+        pytest.param(2, EVERY, marks=pytest.mark.slow),
+        pytest.param(4, EVERY, marks=pytest.mark.slow),
+    ],
+    ids=["few of 2 ranks", "all of 2 ranks", "all of 4 ranks"],
+)
+def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_path: Path) -> None:
+    alone(str(tmp_path / "straight"), 4, None)
+    theirs = saved(tmp_path / "straight", 4)
+    for number, pair in enumerate(pairs):
+        folder = tmp_path / str(number)
+        for updates, strategy in zip((2, 4), pair, strict=True):
+            alone(str(folder), updates, None) if strategy is None else ranks(count)(
+                go_on, str(folder), updates, strategy
+            )
+        compare(saved(folder, 4), theirs, f"{pair[0]} to {pair[1]}")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "fsdp", "zero 2", "pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[4:])],
+)
 def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)
     ranks(2)(go_on, str(tmp_path / "cut"), 7, strategy, 0.3, 4)

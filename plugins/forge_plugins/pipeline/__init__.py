@@ -1,0 +1,542 @@
+"""Pipeline parallelism."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+import forge
+from forge.contract.task import Build
+from forge.distributed import DistributedEnv
+from forge.errors import RecipeError, StackError, TaskError
+from forge.rng import RNGState, combine_seeds
+from forge.snapshot.sandbox import without_side_effects
+from forge_plugins._patterns import MANY, listed
+from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
+from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
+from forge_plugins.pipeline.running import BlockCalls, StageEnded
+from forge_plugins.pipeline.split_backward import SPLITTING, can_split
+
+logger = logging.getLogger("forge")
+
+AXIS = "pipe"
+Schedule = Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+SCHEDULES: dict[str, tuple[str, int, bool]] = {
+    "gpipe": ("GPipe", 1, False),
+    "1f1b": ("1F1B", 1, False),
+    "looped_bfs": ("LoopedBFS", 2, False),
+    "interleaved_1f1b": ("Interleaved1F1B", 2, False),
+    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2, False),
+    "zbv": ("ZBVZeroBubble", 2, True),
+    "dualpipev": ("DualPipeV", 2, True),
+}
+"""torch's name of a schedule, its stages per rank, and whether the last stage is on the first rank (a V)."""
+
+
+class Pipeline(forge.Plugin):
+    """Divide a model's blocks among ranks that pass activations on, with torch.distributed.pipelining.
+
+    Each rank holds the blocks of its stage, their gradients and their optimizer state. A micro-batch is cut into
+    `microbatches` equal parts along its samples; while one stage computes a part, the others compute other parts, in
+    the order of `schedule`. Blocks are the children of the largest list of repeated blocks, or of the largest
+    Sequential, cut evenly by parameters; `split` names those that begin a stage instead.
+
+    The task does not change. Every rank runs its `training_step`, and only the blocks of the own stage are computed:
+    what comes before and after blocks, and further arguments of blocks (masks, positions, conditions), are computed
+    where they are needed. So embedding and head are on every rank, and their gradients are summed. What the step draws
+    outside of blocks is the same on all ranks of a pipeline. Blocks must be called once each, one after the other, and
+    pass on one tensor. A skip from an early block to a late one is refused, since its value is on another rank. The
+    loss must be a mean over samples, or over what `num_items` counts.
+
+    With more ranks than `stages` there are several pipelines, which divide batches as `ddp` does and average their
+    gradients at the end of an update.
+
+    When to use it: for deep models between hosts with slow links, since only activations of one boundary are sent.
+    Inside a host, prefer `fsdp`.
+
+    What you see: the blocks of each stage. Checkpoints are complete, each rank writes its stage, and they continue with
+    any strategy or one process.
+
+    Together with: `accumulate` runs the schedule once per micro-batch of the window. `clip` takes the norm over all
+    stages. `amp` in bf16, `ema`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss scalers,
+    several optimizers, optimizers with a closure, and other strategies. In validation one stage computes at a time.
+
+    ::
+
+        forge fit quickstart --nproc 2 -p pipeline trainer.max_epochs=1
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        microbatches: int = 4
+        "Equal parts that each micro-batch is cut into; at least as many as stages keep all ranks busy."
+        schedule: Schedule = "1f1b"
+        "Order of forward and backward passes; the interleaved ones and zbv have two stages per rank."
+        stages: int | None = None
+        "Ranks of one pipeline; null: all."
+        split: list[str] = field(default_factory=list)
+        "Names of the blocks that begin a stage, without the first; empty: evenly by parameters."
+        backend: str | None = None
+        "Communication backend: nccl, gloo, ...; null: chosen by device."
+        watchdog: float = 120.0
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits, and ends."
+
+    config: Config
+    provides = ("strategy", "pipeline")
+    conflicts = {
+        "grad_scaler": "Use amp.dtype=bf16, which needs none.",
+        "second_pass": "Use ddp or fsdp with sam.",
+        "compile": "Remove compile: a stage leaves the step in the middle.",
+        "cuda_graph": "Remove cuda_graph: stages wait for each other.",
+    }
+
+    def __init__(self, *first: int, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        for name, least in (("microbatches", 1), ("stages", 2)):
+            value = getattr(config, name)
+            if value is not None and value < least:
+                raise RecipeError(f"pipeline.{name} is {value}; it must be at least {least}.")
+        if config.watchdog <= 0:
+            raise RecipeError(f"pipeline.watchdog is {config.watchdog:g}; it must be above 0.")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._env: StagedEnv | None = None
+        self._calls: BlockCalls | None = None
+        self._cutting: Cutting | None = None
+        self._blocks: list[nn.Module] = []
+        self._bounds: list[int] = []
+        self._schedules: dict[Any, Any] = {}
+        self._used: dict[Any, list[nn.Parameter]] = {}
+        self._parts: list[Any] = []
+        self._scales: list[Any] = []
+        self._metrics: list[dict[str, Any]] = []
+        self._step: forge.Step | None = None
+        self._failed = False
+
+    # -- build --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
+        from forge.distributed.rank_info import RankInfo
+
+        self._begin()
+        config, world = self.config, RankInfo.read().world
+        self._env = StagedEnv(
+            trainer.device,
+            trainer=trainer,
+            backend=config.backend,
+            watchdog=config.watchdog,
+            axes={AXIS: config.stages or world} if world > 1 else {},
+        )
+        if world > 1:
+            self._env.use(AXIS)
+        return self._env
+
+    @property
+    def _stages(self) -> int:
+        assert self._env is not None
+        return SCHEDULES[self.config.schedule][1] * self._env.pipe_world
+
+    def _rank_of(self, stage: int) -> int:
+        assert self._env is not None
+        ranks, is_v = self._env.pipe_world, SCHEDULES[self.config.schedule][2]
+        return 2 * ranks - 1 - stage if is_v and stage >= ranks else stage % ranks
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
+        env = self._env
+        assert env is not None
+        if phase != "parallel" or env.pipe_world == 1:
+            return
+        task, stages = build.task, self._stages
+        if any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
+            raise TaskError("pipeline cuts a task that has its weights. Make it on the CPU.")
+        env.copy_from_first(task)
+        blocks = blocks_of(task, self.config.split)
+        self._bounds = bounds_of(blocks, stages, self.config.split)
+        stage_of = [max(s for s in range(stages) if self._bounds[s] <= n) for n in range(len(blocks))]
+        names, self._blocks = list(blocks), list(blocks.values())
+        inside = {id(p) for block in blocks.values() for p in block.parameters()}
+        env.shared = [p for p in task.parameters() if id(p) not in inside]
+        ranks = [self._rank_of(stage) for stage in range(stages)]
+        self._cutting = Cutting(task, blocks, stage_of, ranks)
+        self._cutting.take_out(env.pipe_rank)
+        tensors = (*task.named_parameters(), *task.named_buffers())
+        env.elsewhere = {name for name, tensor in tensors if tensor.is_meta}
+        self._calls = BlockCalls(blocks, type(task).__name__, env.device)
+        build.model = StagedModel(build.model, self)
+        shown = [listed(names[a:b], MANY) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
+        logger.info("pipeline: %d stages on %d ranks: %s.", stages, env.pipe_world, "; ".join(shown))
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Run) -> None:
+        if trainer.verb != "fit" or trainer.env.world == 1:
+            return
+        entries = trainer.optimizers.entries
+        if trainer.optimizers.named:
+            raise StackError("pipeline trains one optimizer; the task returns several by name. Use ddp or fsdp.")
+        for entry in entries.values():
+            coupled = getattr(entry.optimizer, "max_norm", None) is not None
+            if entry.needs_closure or entry.has_modes or coupled:
+                kind = type(entry.optimizer).__name__
+                raise StackError(f"pipeline: {kind} needs all parameters on one rank. Use another optimizer.")
+
+    # -- a stage ------------------------------------------------------------------------------------------------------
+
+    def run_stage(self, call: Any, stage: int, received: Tensor | None, seed: int) -> Any:
+        """Run the task's step in one stage: the output of the stage, or of the whole step in the last one."""
+        assert self._calls is not None
+        begin, end = self._bounds[stage], self._bounds[stage + 1]
+        with self._calls.running(begin, end, received, seed):
+            try:
+                output = call()
+            except StageEnded as ended:
+                return ended.output
+        if stage < self._stages - 1:
+            raise TaskError("pipeline: the step ends before the blocks of the next stage are called.")
+        return output
+
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters that a stage may use: those of its blocks, and those outside of all blocks."""
+        assert self._env is not None
+        blocks = self._blocks[self._bounds[stage] : self._bounds[stage + 1]]
+        return [*(parameter for block in blocks for parameter in block.parameters()), *self._env.shared]
+
+    def train_part(self, stage: int, part: int, received: Tensor | None) -> Tensor:
+        """Run one part of a micro-batch in one stage, in training."""
+        step = self._step
+        assert step is not None
+        forward = step.trainer.hooks.forge_forward
+        seed = combine_seeds(step.trainer.seed or 0, step.trainer.env.data_rank, step.index, step.micro, part)
+        output = self.run_stage(lambda: forward(step, self._parts[part]), stage, received, seed)
+        if stage < self._stages - 1:
+            return output
+        metrics = {"loss": output} if isinstance(output, Tensor) else output
+        if not isinstance(metrics, dict) or "loss" not in metrics:
+            raise TaskError("pipeline: training_step must return the loss, or a dict with it.")
+        self._metrics[part] = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}
+        return metrics["loss"] * self._scales[part]
+
+    # -- a micro-batch ------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_micro_step(self, step: forge.Step, batch: Any) -> bool | None:
+        env = self._env
+        assert env is not None
+        if env.pipe_world == 1:
+            return None
+        trainer, most = step.trainer, self.config.microbatches
+        parts = cut_batch(batch, most)
+        weights = self._weights(trainer, parts)
+        whole = 1.0 / step.divisor if step.factors is None else step.factors[step.micro]
+        spare = most - len(parts)
+        self._step, self._parts = step, [*parts, *[parts[-1]] * spare]
+        self._scales = [weight * whole for weight in weights] + [0.0] * spare
+        self._metrics = [{} for _ in self._parts]
+        schedule = self._schedule(trainer, parts[0])
+        numbers = [{"part": number} for number in range(most)]
+        inputs = [(torch.tensor([number], device=env.device),) for number in range(most)]
+        is_first = self._rank_of(0) == env.pipe_rank
+        is_last = self._rank_of(self._stages - 1) == env.pipe_rank
+        schedule.step(
+            arg_mbs=inputs if is_first else None,
+            kwarg_mbs=numbers,
+            target_mbs=[None] * most if is_last else None,
+            return_outputs=False,
+        )
+        self._record(step, weights)
+        self._step, self._parts = None, []
+        return True
+
+    def _weights(self, trainer: forge.Run, parts: list[Any]) -> list[Any]:
+        if not trainer.task_defines_num_items:
+            return [1 / len(parts)] * len(parts)
+        items = [trainer.task.num_items(part) for part in parts]
+        total = sum(items)
+        return [count / total for count in items]
+
+    def _record(self, step: forge.Step, weights: list[Any]) -> None:
+        """Record the metrics of the last stage on all ranks of the pipeline."""
+        env = self._env
+        assert env is not None
+        source = self._rank_of(self._stages - 1)
+        means: Any = [None]
+        if env.pipe_rank == source:
+            own = self._metrics[: len(weights)]
+            means = [{k: _number(sum(w * each[k] for w, each in zip(weights, own, strict=True))) for k in own[0]}]
+        dist.broadcast_object_list(means, group=env.pipe_control, group_src=source)
+        if step.recording:
+            step.trainer.means.add_all(step.prefix, means[0], step.items[step.micro])
+
+    def _schedule(self, trainer: forge.Run, part: Any) -> Any:
+        """Return torch's schedule for parts of these shapes."""
+        key = shapes_of(part)
+        if key not in self._schedules:
+            env = self._env
+            assert env is not None
+            name = SCHEDULES[self.config.schedule][0]
+            sent = self._boundaries(trainer)
+            own = [
+                PipelineStage(
+                    StagePart(self, stage),
+                    stage,
+                    self._stages,
+                    env.device,
+                    input_args=(sent[stage],),
+                    output_args=(sent[stage + 1],),
+                    group=env.pipe_group,
+                )
+                for stage in range(self._stages)
+                if self._rank_of(stage) == env.pipe_rank
+            ]
+            kind: Any = get_schedule_class(name)
+            stages: Any = own[0] if issubclass(kind, PipelineScheduleSingle) else own
+            parts = self.config.microbatches
+            try:
+                made = kind(stages, parts, loss_fn=lambda loss, target: loss, scale_grads=False)
+            except ValueError as error:
+                raise RecipeError(
+                    f"pipeline.microbatches is {parts}, which pipeline.schedule={self.config.schedule} does not take "
+                    f"with {self._stages} stages: {error} Use a multiple of {self._stages}."
+                ) from error
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def _boundaries(self, trainer: forge.Run) -> list[Tensor]:
+        """Return tensors of the shapes that stages get and pass on; one forward of the first part finds them."""
+        env = self._env
+        assert env is not None
+        found: list[Any] = [((1,), torch.int64, False)]
+        with without_side_effects(trainer), torch.enable_grad():
+            for stage in range(self._stages):
+                sent: Any = [None]
+                if self._rank_of(stage) == env.pipe_rank:
+                    shape, dtype, _ = found[-1]
+                    received = None
+                    if stage:
+                        received = torch.randn(shape, dtype=dtype, device=env.device).requires_grad_()
+                    rng = RNGState.capture(env.device)
+                    try:
+                        output = self.train_part(stage, 0, received)
+                        self._refuse_leak(output, stage)
+                        self._refuse_joined(output, stage, received, rng)
+                        sent = [(tuple(output.shape), output.dtype, True)]
+                    except TaskError as error:
+                        sent = [error]
+                dist.broadcast_object_list(sent, group=env.pipe_control, group_src=self._rank_of(stage))
+                if isinstance(sent[0], TaskError):
+                    raise sent[0]  # on all ranks
+                found.append(sent[0])
+        return [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in found]
+
+    def _refuse_leak(self, output: Tensor, stage: int) -> None:
+        if stage and bool(output.isnan().any()):
+            raise TaskError(
+                f"pipeline: the output of stage {stage} is NaN for a finite input. If it is not in one process, "
+                "the output of an early block is used by more than the next block, as a skip connection does: such a "
+                "model cannot be cut there."
+            )
+
+    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, rng: RNGState) -> None:
+        """Refuse a zero-bubble schedule for a stage whose backward pass torch cannot divide."""
+        if received is None or self.config.schedule not in SPLITTING:
+            return
+        weights = [parameter for parameter in self.parameters_of(stage) if parameter.requires_grad]
+        if not can_split(output, received, weights, lambda: self._again(stage, received, rng)):
+            raise TaskError(
+                f"pipeline.schedule={self.config.schedule}: torch cannot divide the backward pass of stage {stage} in "
+                "two, for inputs and for weights, as where trained layers outside of blocks compute arguments of "
+                "blocks. Use interleaved_1f1b or 1f1b."
+            )
+
+    def _again(self, stage: int, received: Tensor, rng: RNGState) -> Tensor:
+        rng.restore(received.device)
+        return self.train_part(stage, 0, received)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        env = self._env
+        assert env is not None
+        if env.pipe_world == 1:
+            return
+        _sum_gradients(self._shared_used(step, env), env.pipe_group)
+        if env.data_world > 1:
+            trained = [p for p in step.parameters() if p.grad is not None]
+            _sum_gradients(trained, env.data_group, 1 / env.data_world)
+
+    def _shared_used(self, step: forge.Step, env: StagedEnv) -> list[nn.Parameter]:
+        """Return the parameters outside of blocks that any rank has a gradient of; agreed when the trained ones
+        change."""
+        key = tuple(parameter.requires_grad for parameter in env.shared)
+        if key not in self._used:
+            masks: list[Any] = [None] * env.pipe_world
+            dist.all_gather_object(masks, [p.grad is not None for p in env.shared], group=env.pipe_control)
+            self._used[key] = [p for p, *used in zip(env.shared, *masks, strict=True) if any(used)]
+        used = {id(parameter) for parameter in self._used[key]}
+        if any(p.grad is not None and id(p) not in used for p in env.shared):
+            raise TaskError("pipeline: a parameter outside of blocks is used in some updates only. Freeze it.")
+        return self._used[key]
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, call: Any, trainer: forge.Run) -> Any:
+        """Run a whole batch through one stage after the other; all ranks get the output."""
+        env, last = self._env, self._stages - 1
+        assert env is not None
+        seed = combine_seeds(trainer.seed or 0, env.data_rank, trainer.progress.update, trainer.evaluated)
+        carried: Any = None
+        for stage in range(last + 1):
+            rank = self._rank_of(stage)
+            if rank == env.pipe_rank:
+                carried = self.run_stage(call, stage, carried, seed)
+            if stage < last and self._rank_of(stage + 1) != rank:
+                carried = self._pass_on(carried, rank, self._rank_of(stage + 1), env)
+        result = [carried]
+        dist.broadcast_object_list(result, group=env.pipe_control, group_src=self._rank_of(last))
+        return result[0]
+
+    def _pass_on(self, tensor: Tensor, source: int, target: int, env: StagedEnv) -> Any:
+        if env.pipe_rank == source:
+            dist.send_object_list([tuple(tensor.shape), tensor.dtype], group=env.pipe_control, group_dst=target)
+            dist.send(tensor.detach().contiguous(), group=env.pipe_group, group_dst=target)
+        elif env.pipe_rank == target:
+            shape: Any = [None, None]
+            dist.recv_object_list(shape, group=env.pipe_control, group_src=source)
+            tensor = torch.empty(shape[0], dtype=shape[1], device=env.device)
+            dist.recv(tensor, group=env.pipe_group, group_src=source)
+        return tensor
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_export(self, trainer: forge.Run, path: Path) -> bool | None:
+        env, cutting = self._env, self._cutting
+        if env is None or cutting is None:
+            return None
+        whole = cutting.whole(env.pipe_group, env.device)
+        held = [(place, name, place[name]) for place, name, _ in whole]
+        for place, name, values in whole:
+            place[name] = nn.Parameter(values) if isinstance(place[name], nn.Parameter) else values
+        try:
+            return trainer.core.forge_export(trainer, path)
+        finally:
+            for place, name, own in held:
+                place[name] = own
+
+    @forge.hookimpl
+    def forge_exception(self) -> None:
+        self._failed = True
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        env, calls, cutting, failed = self._env, self._calls, self._cutting, self._failed
+        self._begin()
+        if env is None:
+            return
+        try:
+            if calls is not None:
+                calls.remove()
+            if cutting is not None and not failed:
+                cutting.put_back(env.pipe_group, env.device)
+        finally:
+            env.close(failed)
+
+
+class StagePart(nn.Module):
+    """One stage, as torch's schedules call it."""
+
+    def __init__(self, pipeline: Pipeline, stage: int):
+        super().__init__()
+        self._run, self._stage = pipeline.train_part, stage
+        self._own = pipeline.parameters_of(stage)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those that a schedule computes gradients of apart from those of inputs."""
+        return (parameter for parameter in self._own if parameter.requires_grad)
+
+    def forward(self, received: Tensor, *, part: int) -> Tensor:
+        return self._run(self._stage, part, received if self._stage else None)
+
+
+class StagedModel(nn.Module):
+    """What the Trainer calls: in training the current stage, else all stages in turn."""
+
+    def __init__(self, inner: nn.Module, pipeline: Pipeline):
+        super().__init__()
+        self.inner = inner
+        self._pipeline = [pipeline]
+
+    def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        if stage == "train":
+            return self.inner(batch, stage, name)
+        task: Any = self.inner.task
+        return self._pipeline[0].evaluate(lambda: self.inner(batch, stage, name), task.trainer)
+
+
+class StagedEnv(DistributedEnv):
+    """Several processes in pipelines; each holds the tensors of its stages."""
+
+    inference_mode = False
+    elsewhere: Set[str] = frozenset()
+    "The task's tensors that other ranks hold."
+    pipe_rank, pipe_world = 0, 1
+    pipe_group: Any = None
+    pipe_control: Any = None
+    "The ranks of this pipeline, for tensors and for forge's own messages."
+    data_group: Any = None
+
+    def use(self, axis: str) -> None:
+        assert self.mesh is not None
+        self.pipe_group, self.data_group = self.mesh[axis].get_group(), self.mesh["data"].get_group()
+        self.pipe_rank, self.pipe_world = dist.get_rank(self.pipe_group), dist.get_world_size(self.pipe_group)
+        lines = [list(range(first, first + self.pipe_world)) for first in range(0, self.world, self.pipe_world)]
+        self.pipe_control, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
+        self.parts, self.is_divided = self.pipe_group, True
+
+    @property
+    def seed_rank(self) -> int:
+        return self.data_rank + self.data_world * self.pipe_rank
+
+    def holds(self, path: tuple[str | int, ...]) -> bool:
+        return self.elsewhere.isdisjoint(map(str, path))
+
+    def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
+        if not self.elsewhere:
+            super().copy_from_first(module, parameters)
+        elif self.data_world > 1:
+            for buffer in module.buffers():
+                if not buffer.is_meta:
+                    dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+
+def _sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:
+    """Sum gradients over the ranks of a group; a missing one counts as zero. One message per dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        gradients: list[Any] = [parameter.grad for parameter in alike]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat.mul_(scale)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view(gradient.shape))
+
+
+def _number(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

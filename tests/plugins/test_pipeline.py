@@ -1,0 +1,319 @@
+"""pipeline: ranks that hold some blocks each train what one process trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
+
+import forge
+from forge.errors import RecipeError, StackError, TaskError
+from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Schedule
+from forge_plugins.pipeline import SCHEDULES, Pipeline
+from forge_plugins.pipeline.cutting import blocks_of, bounds_of
+from forge_plugins.pipeline.split_backward import SPLITTING
+from tests.support.fsdp_kit import Block, Deep, Tied, close, deep, wide
+from tests.support.lasting_ranks import ranks
+
+
+class Deeper(Deep):
+    """Eight blocks."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.blocks = nn.ModuleList(Block(8).double() for _ in range(8))
+
+
+class Told(nn.Module):
+    """A block with a condition and a dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.fc, self.drop = nn.Linear(8, 8), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, condition: Tensor, *, scale: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.fc(x + condition))) * scale
+
+
+class Conditioned(Deep):
+    """Blocks that get what trained layers outside of them compute; the head gets it too."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.condition = nn.Linear(6, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(Told(dropout) for _ in range(8))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = torch.tanh(self.condition(x))
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, condition, scale=self.scale)
+        return self.head(x + condition)
+
+
+class Skipping(Deeper):
+    """The first block's output is added to the last one's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = early = self.blocks[0](self.stem(x))
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.head(x + early)
+
+
+def kinds() -> dict[str, Any]:
+    return {
+        "levers": lambda: (
+            deep(Deeper),
+            [Accumulate(3), Clip(0.5), EMA(0.9), Schedule("linear"), Guard("skip")],
+        ),
+        "conditions": lambda: (deep(Conditioned), [Clip(0.5, norm_type=float("inf")), Accumulate(2)]),
+        "frozen": lambda: (deep(Deeper), [Freeze(["blocks.[012]", "stem"], thaw="1 epoch"), Clip(0.5)]),
+        "tied outside": lambda: (deep(TiedOutside), [Clip(max_norm=None, max_value=0.01)]),
+    }
+
+
+class TiedOutside(Deeper):
+    """The stem's weight is used by the first and by the last stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x @ self.stem.weight.T)[:, :3]
+
+
+def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    task, plugins = kinds()[kind]()
+    return fit(task, [*plugins, *([Pipeline(**options)] if "RANK" in os.environ else [])])
+
+
+def fit(task: forge.TaskModule, plugins: list[Any], **options: Any) -> dict[str, Any]:
+    options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
+    trainer = forge.Trainer(plugins=plugins, **options)
+    seen: dict[str, Any] = {"held": 0}
+
+    @forge.on("boundary")
+    def look(trainer: forge.Trainer) -> None:
+        seen["held"] = sum(p.numel() for p in trainer.task.parameters() if not p.is_meta)
+
+    trainer.stack.add(look)
+    result = trainer.fit(task, wide(), wide(1))
+    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
+    return {"weights": weights, "metrics": result.metrics, "updates": result.updates, **seen}
+
+
+def orders(kind: str) -> list[str]:
+    """The schedules for a kind of task: torch cannot divide the backward pass where paths of weights join."""
+    return [order for order in SCHEDULES if kind != "conditions" or order not in SPLITTING]
+
+
+QUICK = [
+    (2, "levers", {"schedule": "1f1b"}),
+    (2, "conditions", {"schedule": "interleaved_1f1b"}),
+    (2, "tied outside", {"schedule": "zbv"}),
+]
+SLOW = [
+    *((2, kind, {"schedule": order}) for kind in kinds() for order in orders(kind)),
+    *((4, kind, {"schedule": order, "microbatches": 8}) for kind in ("levers", "conditions") for order in orders(kind)),
+    *((4, kind, {"schedule": order, "stages": 2}) for kind in kinds() for order in orders(kind)[1::4]),
+    (8, "levers", {"schedule": "1f1b", "microbatches": 8}),
+    (8, "levers", {"schedule": "gpipe", "stages": 4}),
+    (2, "levers", {"split": ["blocks.3"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "options"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_stages_train_what_one_process_trains(count: int, kind: str, options: dict[str, Any]) -> None:
+    alone, together = run(kind, {}), ranks(count)(run, kind, options)
+    for rank in together:
+        held = rank.pop("held")
+        assert held < alone["held"]
+        close(rank, alone, 1e-11)
+        assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
+
+
+@pytest.mark.slow
+@given(st.data(), st.sampled_from(list(kinds())), st.sampled_from([(2, 2), (4, 2), (4, 4)]), st.integers(1, 2))
+@settings(max_examples=12, deadline=None)
+def test_any_schedule_and_number_of_parts(data: Any, kind: str, mesh: tuple[int, int], rounds: int) -> None:
+    count, stages = mesh
+    order = data.draw(st.sampled_from(orders(kind)))
+    options = {"schedule": order, "microbatches": 2 * stages * rounds, "stages": stages}
+    alone = run(kind, {})
+    for rank in ranks(count)(run, kind, options):
+        close(rank, alone, 1e-11)
+
+
+def drawn() -> list[float]:
+    seen: list[float] = []
+
+    class Draws(Conditioned):
+        def training_step(self, batch: Any) -> Any:
+            seen.append(torch.randn(()).item())
+            return super().training_step(batch)
+
+    fit(deep(Draws, dropout=0.5), [Pipeline(2)], max_updates=2, max_epochs=None, validate_every=None)
+    return seen
+
+
+def test_draws_outside_of_blocks_are_the_same_on_all_ranks() -> None:
+    first, second = ranks(2)(drawn)
+    assert len(first) == len(second) == 5  # two parts of two batches, and one that finds the shapes
+    assert first == second
+    assert len(set(first)) == 4
+
+
+def exported(folder: str) -> dict[str, Any]:
+    task = deep(Deeper)
+    trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=folder, plugins=[Pipeline(2), EMA(0.5)])
+    trainer.fit(task, wide())
+    fresh = deep(Deeper)
+    return {"val": trainer.validate(fresh, wide(1)), "predicted": torch.cat(trainer.predict(fresh, wide(1)))}
+
+
+def test_export_validate_and_predict_are_those_of_one_process(tmp_path: Path) -> None:
+    task = deep(Deeper)
+    plugins = [EMA(0.5)]
+    trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=tmp_path / "one", plugins=plugins)
+    trainer.fit(task, wide())
+    fresh = deep(Deeper)
+    together = ranks(2)(exported, str(tmp_path / "two"))
+    for rank in together:
+        assert rank["val"] == pytest.approx(trainer.validate(fresh, wide(1)))
+        torch.testing.assert_close(rank["predicted"], torch.cat(trainer.predict(fresh, wide(1))))
+    ours, theirs = (Deeper.from_checkpoint(tmp_path / name).state_dict() for name in ("two", "one"))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-11)
+
+
+def traffic(parts: int) -> list[tuple[int, int]]:
+    """Messages and values that this rank sends to its neighbour in each update."""
+    seen = [(0, 0)]
+    send: Any = schedules._batch_p2p
+
+    def counted(operations: Any, *args: Any, **options: Any) -> Any:
+        sent = [op.tensor.numel() for op in operations if "isend" in getattr(op.op, "__name__", "")]
+        seen[-1] = seen[-1][0] + len(sent), seen[-1][1] + sum(sent)
+        return send(operations, *args, **options)
+
+    @forge.on("step_end")
+    def next_one(step: forge.Step) -> None:
+        seen.append((0, 0))
+
+    schedules._batch_p2p = counted
+    try:
+        task = deep(Deeper)
+        trainer = forge.Trainer(
+            max_updates=3, seed=0, device="cpu", run_dir=False, plugins=[Pipeline(parts, schedule="gpipe"), next_one]
+        )
+        trainer.fit(task, wide(sizes=(8,) * 3))
+    finally:
+        schedules._batch_p2p = send
+    return seen[:-1]
+
+
+def test_an_update_sends_one_boundary_there_and_back() -> None:
+    parts, batch, width = 4, 8, 8
+    for updates in ranks(2)(traffic, parts):
+        assert updates == [(parts, batch * width)] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused
+
+
+def broken(kind: type[Deep], options: dict[str, Any]) -> None:
+    fit(deep(kind), [Pipeline(**options)])
+
+
+class Backwards(Deeper):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class Curved(Deeper):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Skipping, "as a skip connection does"),
+        (Backwards, "out of order"),
+        (Tied, "is shared by blocks of two stages"),
+        (Curved, "LBFGS needs all parameters on one rank"),
+        (Conditioned, "zbv: torch cannot divide the backward pass of stage"),
+    ],
+)
+def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: str) -> None:
+    options = {"schedule": "zbv"} if kind is Conditioned else {}
+    for error in ranks(2).errors(broken, kind, options):
+        assert said in error
+
+
+def too_few() -> None:
+    fit(deep(Deeper), [Pipeline(1)])
+
+
+def test_too_few_parts_are_refused_by_name() -> None:
+    for error in ranks(2).errors(too_few):
+        assert "pipeline.microbatches is 1, which pipeline.schedule=1f1b does not take with 2 stages" in error
+
+
+@pytest.mark.parametrize(
+    "plugin", [DDP(), FSDP(), SAM(), AMP("fp16"), Compile(), CudaGraph()], ids=lambda plugin: plugin.name
+)
+def test_a_stack_that_makes_no_sense_is_refused(plugin: Any) -> None:
+    with pytest.raises(StackError, match="pipeline"):
+        fit(deep(Deeper), [Pipeline(), plugin])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"microbatches": 0}, "pipeline.microbatches is 0"),
+        ({"stages": 1}, "pipeline.stages is 1"),
+        ({"schedule": "gpip"}, "gpip"),
+        ({"watchdog": 0}, "pipeline.watchdog is 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        Pipeline(**values)
+
+
+def test_blocks_are_cut_evenly_or_where_they_are_named() -> None:
+    blocks = blocks_of(deep(Deeper), [])
+    assert list(blocks) == [f"blocks.{i}" for i in range(8)]
+    assert bounds_of(blocks, 4, []) == [0, 2, 4, 6, 8]
+    assert bounds_of(blocks, 8, []) == list(range(9))
+    assert bounds_of(blocks, 3, ["blocks.1", "blocks.7"]) == [0, 1, 7, 8]
+    uneven = nn.Sequential(nn.Linear(90, 90), *(nn.Linear(2, 2) for _ in range(3)))
+    bounds = bounds_of(dict(uneven.named_children()), 3, [])
+    assert bounds[:2] == [0, 1]
+    assert bounds == sorted(set(bounds))  # no stage is empty
+    assert bounds[-1] == len(uneven)
+    for split, said in ((["blocks.9"], "'blocks.9' is no module"), (["head", "blocks.1"], "several containers")):
+        with pytest.raises(RecipeError, match=said):
+            blocks_of(deep(Deeper), split)
+    with pytest.raises(RecipeError, match="needs 1 blocks in their order"):
+        bounds_of(blocks, 2, ["blocks.3", "blocks.4"])
+    with pytest.raises(TaskError, match=r"8 blocks .* cannot make 9 stages"):
+        bounds_of(blocks, 9, [])
+
+
+def test_one_process_alone_trains_with_it_too() -> None:
+    close(fit(deep(Deeper), [Pipeline(), Clip(0.5)]), fit(deep(Deeper), [Clip(0.5)]))
