@@ -129,7 +129,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def wait_for(what: Any) -> None:
-    for _ in range(6000):
+    for _ in range(30_000):
         if what():
             return
         time.sleep(0.01)

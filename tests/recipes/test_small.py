@@ -37,7 +37,15 @@ def fit(task: Any, splits: Splits, **options: Any) -> forge.FitResult:
 
 
 def evaluate(task: Any, splits: Splits) -> dict[str, Any]:
-    return forge.Trainer(plugins=[], run_dir=False, device="cpu").validate(task, splits.val)
+    """Return everything that a validation logs, pictures too."""
+    seen: dict[str, Any] = {}
+
+    @forge.on("log")
+    def keep(metrics: dict[str, Any]) -> None:
+        seen.update(metrics)
+
+    forge.Trainer(plugins=[keep], run_dir=False, device="cpu").validate(task, splits.val)
+    return seen
 
 
 def whole(loader: Any) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,8 @@ def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytes
     if PROFILE == "quick":  # that the order of a stack makes no difference is a law of tests/engine/test_composition.py
         leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]
         leave_out += ["files"] * (name not in THOROUGH | WRITE)
+    if name == "autotune" and "exceptions" not in leave_out:
+        leave_out.append("exceptions")  # the kit's errors occur once: its trials meet them, and the run does not
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
 
 
