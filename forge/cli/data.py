@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.text import Text
 
@@ -223,7 +223,7 @@ def _decoder(recipe: Recipe) -> tuple[Callable[[list[int]], str] | None, str]:
         for name in DECODERS:
             found: Any = getattr(owner, name, None)
             if callable(found):
-                return found, ""
+                return cast("Callable[[list[int]], str]", found), ""
     return None, otherwise
 
 

@@ -127,8 +127,8 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes, Number, type(None))):
         return None
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
-        named: Any = value.keys
-        keys = named() if callable(named) else named
+        held_keys: Any = value.keys
+        keys: Any = held_keys() if callable(held_keys) else held_keys
         return [(str(key), value[key]) for key in keys]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields: Any = getattr(value, "_fields")  # noqa: B009

@@ -53,15 +53,15 @@ class Checkpoint(forge.Plugin):
     On several ranks, all ranks write into one directory, each its part. It must be on a file system that all hosts
     share. Any other number of ranks can continue from it.
 
-    With `remote`, a thread uploads what is kept to object storage, and `--resume` on a machine without the run fetches
-    it from there. A checkpoint counts there once its manifest is uploaded, as the last file. If an upload fails, it is
-    tried again with the next checkpoint; a failure at the end fails the run. Credentials come from the environment.
+    With `remote` (`checkpoint.remote=s3://bucket/runs/{run}`), a thread uploads what is kept to object storage, and
+    `--resume` on a machine without the run fetches it from there. A checkpoint counts there once its manifest is
+    uploaded, as the last file. If an upload fails, it is tried again with the next checkpoint; a failure at the end
+    fails the run. Credentials come from the environment.
 
     ::
 
         forge fit quickstart checkpoint.every="20 updates" checkpoint.keep=3
         forge fit quickstart --resume
-        forge fit quickstart --run-dir runs/first --resume checkpoint.remote=s3://bucket/runs/first
     """
 
     @dataclass(kw_only=True, slots=True)

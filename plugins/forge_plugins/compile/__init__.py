@@ -82,7 +82,7 @@ class Compile(forge.Plugin):
         "Before training, run one batch eagerly and compiled, and report the largest difference."
 
     config: Config
-    provides = ("compile",)
+    provides = ("compile", "compiled_code")
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -94,7 +94,7 @@ class Compile(forge.Plugin):
                 "compile.blocks is an empty list. Name some modules, or leave it out to compile the whole."
             )
         if config.mode in CUDA_GRAPHS:
-            self.provides = ("compile", "compiled_graphs")
+            self.provides = ("compile", "compiled_code", "compiled_graphs")
         if not config.compare:
             self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
         self._begin()

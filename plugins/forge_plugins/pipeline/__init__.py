@@ -95,8 +95,7 @@ class Pipeline(forge.Plugin):
     conflicts = {
         "grad_scaler": "Use amp.dtype=bf16, which needs none.",
         "second_pass": "Use ddp or fsdp with sam.",
-        "compile": "Remove compile: a stage leaves the step in the middle.",
-        "cuda_graph": "Remove cuda_graph: stages wait for each other.",
+        "compiled_code": "Remove compile: a stage leaves the step in the middle.",
     }
 
     def __init__(self, *first: int, **values: Any):

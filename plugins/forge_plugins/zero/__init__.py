@@ -14,7 +14,7 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError
-from forge_plugins.ddp import DDP
+from forge_plugins._replicated import Replicated
 from forge_plugins.zero.division import owners_of
 from forge_plugins.zero.gradients import OwnedGradients
 
@@ -25,7 +25,7 @@ COUPLED = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"
 BUCKET_MB = 25.0
 
 
-class Zero(DDP):
+class Zero(Replicated):
     """Train on several processes that each hold a copy of the model and a part of the optimizer's state (ZeRO).
 
     As `ddp`, but every parameter has one rank that owns it: the largest first, each to the rank with the fewest bytes.
@@ -55,7 +55,7 @@ class Zero(DDP):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(DDP.Config):
+    class Config(Replicated.Config):
         stage: int = 1
         "1: divide the optimizer's state. 2: divide gradients too."
 
