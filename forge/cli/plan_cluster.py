@@ -54,7 +54,9 @@ def show_plan(found: ClusterPlan, args: Namespace, recipe: Recipe) -> None:
     for rank, (row, reason) in enumerate(zip(found.best, found.reasons, strict=True)):
         console.print()
         console.print(
-            Text.assemble((f"{rank + 1}. {row.layout.label}", "bold green"), f"  {row.layout.levers}: {reason}."),
+            Text.assemble(
+                (f"{rank + 1}. {row.layout.label} {row.layout.levers}".rstrip(), "bold green"), f": {reason}."
+            ),
             soft_wrap=True,
         )
         console.print(Text(f"  {command(row.layout, found, args, recipe)}"), soft_wrap=True)
