@@ -131,9 +131,19 @@ def test_a_run_resumed_after_a_signal_ends_in_the_same_bits(launch: Launch, empt
     assert_same_weights(trained(empty_folder / "cut"), trained(empty_folder / "straight"))
 
 
+STRATEGIES = {
+    "ddp": (),
+    "fsdp": ("-p", "no:ddp", "-p", "fsdp"),
+    "zero 1": ("-p", "no:ddp", "-p", "zero"),
+    "zero 2": ("-p", "no:ddp", "-p", "zero", "zero.stage=2"),
+    "pipeline": ("-p", "no:ddp", "-p", "pipeline"),
+}
+
+
 @pytest.mark.slow
-def test_a_killed_rank_restarts_and_ends_in_the_same_bits(launch: Launch, empty_folder: Path) -> None:
-    words = ("trainer.max_epochs=2", "checkpoint.every=3 updates")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_killed_rank_restarts_and_ends_in_the_same_bits(launch: Launch, empty_folder: Path, strategy: str) -> None:
+    words = ("trainer.max_epochs=2", "checkpoint.every=3 updates", *STRATEGIES[strategy])
     code, text = finished(launch(*words, "--run-dir", "straight"))
     assert code == 0, text
     code, text = finished(launch(*words, "--run-dir", "cut", "--max-restarts", "1", how="SIGKILL"))

@@ -141,6 +141,30 @@ def test_stages_train_what_one_process_trains(count: int, kind: str, options: di
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
 
 
+class Single(Deeper):
+    """In float32."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def in_bf16(amp: bool) -> dict[str, Any]:
+    plugins = [Pipeline()] if "RANK" in os.environ else []
+    return fit(deep(Single), [*plugins, *([AMP("bf16")] if amp else [])])["weights"]
+
+
+def test_amp_rounds_within_its_precision() -> None:
+    plain, alone = in_bf16(False), in_bf16(True)
+    for weights in ranks(2)(in_bf16, True):
+        apart = max(float((weights[name] - alone[name]).abs().max()) for name in alone)
+        rounding = max(float((plain[name] - alone[name]).abs().max()) for name in alone)
+        assert 0 < apart < 3 * rounding
+
+
 @pytest.mark.slow
 @given(st.data(), st.sampled_from(list(kinds())), st.sampled_from([(2, 2), (4, 2), (4, 4)]), st.integers(1, 2))
 @settings(max_examples=12, deadline=None)
