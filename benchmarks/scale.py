@@ -21,8 +21,9 @@ and with fsdp, in turn.
 
 Collectives are counted by the sequence number of torch's process group. Bytes are those of gradients and parameters
 that one rank passes to torch in an update, by torch's profiler, next to the formula: DDP all-reduces every gradient
-once (p); FSDP2 gathers a block's parameters for forward and again for backward in every micro-batch (2 m b), those
-outside blocks once (m r), and scatters all gradients once (p = b + r); m micro-batches make an update.
+once (p); zero sends the new weights too (2 p; by hand, DDP with torch's ZeroRedundancyOptimizer); FSDP2 gathers a
+block's parameters for forward and again for backward in every micro-batch (2 m b), those outside blocks once (m r),
+and scatters all gradients once (p = b + r); m micro-batches make an update.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -58,12 +60,16 @@ import forge
 from benchmarks import levers, machine
 from benchmarks.cases import Batch, Transformer, loss_of
 from benchmarks.command_line import some_of
-from forge_plugins import DDP, FSDP, Accumulate, Clip
+from forge_plugins import DDP, FSDP, Accumulate, Clip, Zero
 
 WORLD, WINDOW, MAX_NORM, BATCH = 2, 2, 1.0, 32
 WARM_UP = 5
-STRATEGIES = ("ddp", "fsdp")
-COLLECTIVES = {"ddp": ("gloo:all_reduce",), "fsdp": ("c10d::_allgather_base", "c10d::_reduce_scatter_base")}
+STRATEGIES = ("ddp", "zero", "fsdp")
+COLLECTIVES = {
+    "ddp": ("gloo:all_reduce",),
+    "zero": ("gloo:all_reduce", "gloo:broadcast"),
+    "fsdp": ("c10d::_allgather_base", "c10d::_reduce_scatter_base"),
+}
 """Names in torch's profiler of collectives with known sizes; gloo scatters by reducing, which is not counted."""
 FEW = 64
 
@@ -150,7 +156,7 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    hand = ddp_by_hand if strategy == "ddp" else fsdp_by_hand
+    hand = {"ddp": ddp_by_hand, "zero": zero_by_hand, "fsdp": fsdp_by_hand}[strategy]
     contenders: dict[str, Callable[[Batches], Weights]] = {
         **dict.fromkeys(BY_HAND, lambda batches: _to_the_end(hand(batches))),
         "forge": lambda batches: with_forge(strategy, batches),
@@ -250,14 +256,18 @@ def _share(batch: Batch) -> Batch:
     return batch[0][rank * size : (rank + 1) * size], batch[1][rank * size : (rank + 1) * size]
 
 
-def ddp_by_hand(batches: Batches) -> Hand:
+def zero_by_hand(batches: Batches) -> Hand:
+    return ddp_by_hand(batches, zero=True)
+
+
+def ddp_by_hand(batches: Batches, zero: bool = False) -> Hand:
     network = _network()
     model = DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     def exchange(last: bool) -> None:
         model.require_backward_grad_sync = last  # what `no_sync` sets
 
-    return _train(model, network, batches, exchange)
+    return _train(model, network, batches, exchange, zero)
 
 
 def fsdp_by_hand(batches: Batches) -> Hand:
@@ -273,8 +283,13 @@ def fsdp_by_hand(batches: Batches) -> Hand:
     return _train(model, network, batches, exchange)
 
 
-def _train(model: nn.Module, network: nn.Module, batches: Batches, exchange: Callable[[bool], None]) -> Hand:
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+def _train(
+    model: nn.Module, network: nn.Module, batches: Batches, exchange: Callable[[bool], None], zero: bool = False
+) -> Hand:
+    parameters = network.parameters()
+    optimizer: Any = torch.optim.Adam(parameters, lr=1e-3) if not zero else None
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=1e-3)
     for index, batch in enumerate(batches, 1):
         last = index % WINDOW == 0
         exchange(last)
@@ -290,6 +305,9 @@ def _to_the_end(hand: Hand) -> Weights:
     return _whole(collections.deque(hand, maxlen=1).pop())
 
 
+STACKS: dict[str, Callable[[], forge.Plugin]] = {"ddp": DDP, "zero": Zero, "fsdp": lambda: FSDP(min_size=0)}
+
+
 class Task(forge.TaskModule):
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +321,7 @@ class Task(forge.TaskModule):
 
 
 def with_forge(strategy: str, batches: Batches) -> Weights:
-    plugins = [Accumulate(WINDOW), Clip(MAX_NORM), DDP() if strategy == "ddp" else FSDP(min_size=0)]
+    plugins = [Accumulate(WINDOW), Clip(MAX_NORM), STACKS[strategy]()]
     task = Task()
     kept: Weights = []
 
@@ -377,7 +395,8 @@ def _row(
     own, base = times[name], times["by hand"]
     network = _network()
     every, blocks = (sum(p.nbytes for p in module.parameters()) for module in (network, network.blocks.layers))
-    expected = every if strategy == "ddp" else 2 * WINDOW * blocks + WINDOW * (every - blocks) + every
+    fsdp = 2 * WINDOW * blocks + WINDOW * (every - blocks) + every
+    expected = {"ddp": every, "zero": 2 * every, "fsdp": fsdp}[strategy]
     everybody = [each for turns in times.values() for each in turns]
     return Row(
         strategy,
@@ -424,7 +443,7 @@ def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
-    parser.add_argument("--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,fsdp")
+    parser.add_argument("--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,zero,fsdp")
     parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
     parser.add_argument("--updates", type=int, default=40, help="updates timed in each round (default 40)")
     parser.add_argument(

@@ -273,6 +273,7 @@ def test_a_plugin_counts_by_what_it_provides_or_its_name() -> None:
         "activation_checkpointing",
         "prefetch",
         "compile",
+        "compiled_code",
     }
 
 
