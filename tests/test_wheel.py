@@ -32,6 +32,7 @@ OTHERS = {
     "PIL": "torchvision requires it",
     "google": "tensorboard requires protobuf",
     "markupsafe": "jinja2 requires it",
+    "fsspec": "torch requires it",
 }
 """Packages that neither forge nor one of its extras requires, and why they may be imported."""
 
