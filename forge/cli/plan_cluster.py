@@ -60,6 +60,9 @@ def show_plan(found: ClusterPlan, args: Namespace, recipe: Recipe) -> None:
             soft_wrap=True,
         )
         console.print(Text(f"  {command(row.layout, found, args, recipe)}"), soft_wrap=True)
+    if any(row.layout.tensor > 1 for row in found.best):
+        console.print()
+        console.print("tensor_parallel divides the layers that tensor_parallel.plan names: add it to the command.")
     if found.best:
         console.print()
         for line in _expected(found):
@@ -173,6 +176,16 @@ def command(layout: Layout, found: ClusterPlan, args: Namespace, recipe: Recipe)
     return shlex.join(words)
 
 
+OPTIONS = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "InterleavedZeroBubble": "interleaved_zero_bubble",
+    "ZBVZeroBubble": "zbv",
+}
+"""Values of pipeline.schedule, by torch's names."""
+
+
 def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
     """Return the plugins of a layout and their options."""
     wanted: list[str] = []
@@ -180,7 +193,7 @@ def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
     if layout.data.startswith("zero"):
         wanted.append("zero")
         options["zero.stage"] = int(layout.data.removeprefix("zero"))
-    elif layout.data != "single":
+    elif layout.data != "single" and layout.pipeline == 1:
         wanted.append(layout.data)
     if layout.replicate > 1:
         options["fsdp.replicate"] = layout.replicate
@@ -191,8 +204,8 @@ def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
     if layout.pipeline > 1:
         wanted.append("pipeline")
         options |= {
-            "pipeline.size": layout.pipeline,
-            "pipeline.schedule": layout.schedule,
+            "pipeline.stages": layout.pipeline,
+            "pipeline.schedule": OPTIONS[layout.schedule or ""],
             "pipeline.microbatches": layout.micros,
         }
     if layout.variant.precision == "bf16":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import forge
+from forge import registry
 from forge.cli import main
+from forge.cli.plan_cluster import _plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.errors import ForgeError
@@ -32,7 +35,7 @@ from forge.planning.cluster import (
 )
 from forge.planning.cluster.collectives import group
 from forge.planning.cluster.failures import daly, expected_share, goodput, simulate_failures, young
-from forge.planning.cluster.pipeline_events import Action, closed_form, simulate
+from forge.planning.cluster.pipeline_events import SCHEDULES, Action, closed_form, simulate
 from forge.planning.cluster.stragglers import simulate_stragglers, slowdown
 from forge.planning.cluster.workload import Workload
 from forge.planning.strategies import Levers, ddp, fsdp
@@ -225,3 +228,22 @@ def test_a_plan_names_three_commands(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_wrong_clusters_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ForgeError, match=said):
         read_cluster(given)
+
+
+def test_a_plan_uses_options_that_the_plugins_have() -> None:
+    variant = Variant("fp32", False)
+    made = [Layout("ddp", variant, 2, pipeline=2, schedule=schedule, micros=4) for schedule in SCHEDULES]
+    made += [Layout("fsdp", variant, 2, 2, tensor=2), Layout("zero2", variant, 4), Layout("ddp", variant, 4)]
+    assert all(layout.has_plugins for layout in made)
+    assert not Layout("fsdp", variant, 2, pipeline=2, schedule="GPipe", micros=2).has_plugins
+    assert not Layout("ddp", variant, 2, context=2).has_plugins
+    for layout in made:
+        wanted, options = _plugins(layout)
+        assert "pipeline" not in wanted or wanted == ["pipeline"]
+        for key, value in options.items():
+            name, _, option = key.partition(".")
+            assert name in wanted
+            kind = registry.load("plugin", name)
+            assert option in {field.name for field in dataclasses.fields(kind.Config)}
+            if option == "schedule":
+                kind(**{option: value})

@@ -47,6 +47,12 @@ class Layout:
         return CHUNKS if self.schedule in INTERLEAVED else 1
 
     @property
+    def has_plugins(self) -> bool:
+        """Whether forge can train so: there is no plugin for context parallelism, and pipeline replicates its stages
+        itself, without another strategy."""
+        return self.context == 1 and (self.pipeline == 1 or (self.data == "ddp" and self.tensor == 1))
+
+    @property
     def label(self) -> str:
         parts = [] if self.data == "single" else [f"{self.data} {self.shard}"]
         if self.replicate > 1:
@@ -63,7 +69,7 @@ class Layout:
 
 
 def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
-    """Yield every layout that uses all GPUs and gives each a whole number of samples."""
+    """Yield every layout that forge can train, uses all GPUs, and gives each a whole number of samples."""
     gpus = cluster.gpus
     for tensor in _tensor_sizes(work, cluster):
         for context in _context_sizes(work, gpus // tensor):
@@ -77,7 +83,10 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
                         if (variant.precision == "bf16") != (data == "fsdp") and variant.short:
                             continue  # fsdp casts what it gathers, the others run under amp
                         for schedule, micros in _schedules(pipeline, share):
-                            yield Layout(data, variant, shard, replicate, tensor, context, pipeline, schedule, micros)
+                            parts = (shard, replicate, tensor, context, pipeline, schedule, micros)
+                            layout = Layout(data, variant, *parts)
+                            if layout.has_plugins:
+                                yield layout
 
 
 @cache
@@ -125,5 +134,7 @@ def _schedules(pipeline: int, share: int) -> Iterator[tuple[str | None, int]]:
         if micros < min(pipeline, share) or micros > 8 * pipeline:
             continue
         for schedule in SCHEDULES:
+            if schedule != "GPipe" and micros < pipeline:
+                continue  # torch refuses it
             if schedule not in INTERLEAVED or micros % pipeline == 0:
                 yield schedule, micros
