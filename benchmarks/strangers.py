@@ -8,7 +8,8 @@
 Every row is a process of its own, in bf16 under autocast with the same optimizer and batches; the rows of one model
 take turns, round after round, and the figure is the median of the rounds. Results are appended to FILE
 (runs/strangers.jsonl), and a second call runs what is missing there. "kernels" is `compile` with `kernels.use=auto`;
-"tuned" is what `forge tune speed` chose within three minutes from the same precision.
+"tuned" is what `forge tune speed` chose within three minutes from the same precision; each model is searched once, in a
+process of its own, and the choice is kept in a folder (runs/strangers) for every round. `--search` does only that.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from benchmarks.strangers_models import MODELS
 
 MINUTES = float(os.environ.get("FORGE_TUNE_MINUTES", "3"))
 """The budget of `forge tune speed` for one model."""
+CHOICES = Path("runs/strangers")
+"""Where the choice for each model is kept."""
 
 
-def tuned(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
-    """Train with what `forge tune speed --same-precision` chooses; the search is no part of the figure."""
+def search(case: Case, tiny: bool) -> dict[str, Any]:
+    """Return the plugins that `forge tune speed --same-precision` chooses for a model."""
     base: dict[str, Any] = {"amp": {"dtype": "bf16"}} if case.bf16 else {}
     base |= {"clip": {"max_norm": case.clip}} if case.clip else {}
+    batches = Batches(case, tiny)
 
     def make_task() -> forge.TaskModule:
         torch.manual_seed(0)
@@ -56,11 +60,17 @@ def tuned(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
         device=device(),
         tell=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print("chosen:", json.dumps({**report.change.plugins}), file=sys.stderr, flush=True)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    chosen: dict[str, Any] = dict(report.change.plugins)
+    return dict(report.change.plugins)
+
+
+def tuned(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
+    """Train with what the search chose for this model."""
+    chosen: dict[str, Any] = json.loads(_choice(case.name).read_text())
     return ours(logs=False, **chosen)(case, batches, tiny, folder)
+
+
+def _choice(model: str) -> Path:
+    return CHOICES / f"{model}.json"
 
 
 ROWS: dict[str, tuple[str, Train]] = {
@@ -99,6 +109,9 @@ def measure(model: str, row: str, turn: int, tiny: bool) -> StrangerRow:
 
 def in_its_own_process(model: str, row: str, turn: int, tiny: bool) -> StrangerRow:
     command = [sys.executable, "-m", "benchmarks.strangers", "--one", model, row, str(turn)]
+    if row == "forge tuned" and not _choice(model).exists():
+        searched = [sys.executable, "-m", "benchmarks.strangers", "--search", "--models", model]
+        subprocess.run([*searched, *(["--tiny"] if tiny else [])], stdout=sys.stderr)
     try:
         done = subprocess.run([*command, *(["--tiny"] if tiny else [])], capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
@@ -138,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see that it runs")
     parser.add_argument("--out", default="runs/strangers.jsonl", metavar="FILE", help="where results are kept")
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "ROW", "ROUND"), help="one row in this process, as JSON")
+    parser.add_argument("--search", action="store_true", help="only choose a stack for each model, and keep it")
     options = parser.parse_args(arguments)
     if options.one:
         model, row, turn = options.one
@@ -146,6 +160,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available() and not options.tiny:
         print("No CUDA device is available. For a smoke test: --tiny", file=sys.stderr)
         return 2
+    if options.search:
+        for model in options.models:
+            chosen = json.dumps(search(MODELS[model], options.tiny))
+            _choice(model).parent.mkdir(parents=True, exist_ok=True)
+            _choice(model).write_text(chosen)
+            print(f"{model}: {chosen}", flush=True)
+        return 0
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     known = [StrangerRow(**json.loads(line)) for line in out.read_text().splitlines()] if out.exists() else []
