@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -29,7 +30,11 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
+    compiler = logging.getLogger("torch._dynamo.metrics_context")
+    spoken = compiler.disabled
+
     def stop(number: int, frame: object) -> None:
+        compiler.disabled = True  # it would print the whole traceback of a compilation that was cut short
         raise TrialTooLong(TrialTooLong.WORDS)
 
     signal.signal(signal.SIGALRM, stop)
@@ -39,6 +44,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        compiler.disabled = spoken
 
 
 def stop_compilers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,6 +176,31 @@ def test_a_trial_that_takes_too_long_is_stopped() -> None:
         stuck()
     with time_limit(60):
         pass
+
+
+def test_a_compilation_that_is_cut_short_prints_no_traceback() -> None:
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+
+    def compile_for_long() -> None:
+        try:
+            begun = time.monotonic()
+            while time.monotonic() - begun < 10:
+                pass
+        except TrialTooLong:
+            logger.error("a long traceback")  # as torch 2.11 does on its way out
+            raise
+
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(TrialTooLong), time_limit(0.05):
+            compile_for_long()
+    finally:
+        logger.removeHandler(handler)
+    assert not heard
+    assert not logger.disabled
 
 
 def test_a_share_of_the_batch_is_trained_as_one_of_several_ranks() -> None:
