@@ -10,64 +10,28 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-import random
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from forge.checkpoint import manifest, publish, temp_names
 from forge.checkpoint.checkpoint import NAME
 from forge.checkpoint.hashing import new_hash
-from forge.errors import CheckpointError, RecipeError
+from forge.errors import CheckpointError
 from forge.util.files import access, make_folder, sync_directory
+from forge.util.object_storage import Unreachable, attempt, check_url, connect
 
 logger = logging.getLogger("forge")
 
 T = TypeVar("T")
 
-ATTEMPTS = 6
-"""How often an operation is tried, with pauses of about 0.5, 1, 2, 4 and 8 seconds between."""
-FIRST_PAUSE = 0.5
 DOWNLOADS = 2
 """How often a file is downloaded if it differs from the manifest: once may be the network's fault."""
-FINAL = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError)
-"""Errors that another try would only repeat."""
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
 """Places without folders. To make one there could make a bucket."""
-
-_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|SAS\b|CONNECTION_STRING", re.IGNORECASE)
-_IN_URLS = ((re.compile(r"(?<=//)[^/@\s'\"]+@"), "***@"), (re.compile(r"(?<=\S)\?[^\s'\"<>]*=[^\s'\"<>]*"), "?***"))
-
-
-def redacted(text: str) -> str:
-    """Return a text without user names, passwords and queries of URLs, and without the values of variables of the
-    environment whose names are those of secrets."""
-    for name, value in os.environ.items():
-        if len(value) >= 6 and _SECRET_NAME.search(name) and not os.path.exists(value):
-            text = text.replace(value, "***")
-    for pattern, instead in _IN_URLS:
-        text = pattern.sub(instead, text)
-    return text
-
-
-def check_url(url: str, option: str) -> None:
-    """Raise a RecipeError for an address that cannot be used, or that holds credentials: it is written to run cards."""
-    scheme, found, rest = url.partition("://")
-    if not found or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
-        raise RecipeError(
-            f"{option} is {redacted(url)!r}; it must be a URL with a place in it, such as s3://bucket/prefix, "
-            "gs://bucket/prefix or file:///shared/folder."
-        )
-    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
-        raise RecipeError(
-            f"{option} is {redacted(url)!r}: credentials and queries do not belong in a URL, which is written to the "
-            "run folder. Give them to the machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a role for s3://, "
-            "GOOGLE_APPLICATION_CREDENTIALS for gs://, other options in ~/.config/fsspec/conf.json."
-        )
 
 
 class RemoteCheckpoints:
@@ -77,21 +41,12 @@ class RemoteCheckpoints:
         check_url(url, "The place of remote checkpoints")
         self.url = url.rstrip("/")
         self._sleep = sleep
-        self._fs, self._root = self._connect()
+        try:
+            self._fs, self._root = connect(self.url)
+        except ValueError as error:
+            raise CheckpointError(f"{error}") from error
         own = self._fs.protocol
         self._has_folders = OBJECT_STORES.isdisjoint([own] if isinstance(own, str) else own)
-
-    def _connect(self) -> tuple[Any, str]:
-        import fsspec  # torch depends on it
-
-        scheme = self.url.partition("://")[0]
-        try:
-            fs, root = fsspec.core.url_to_fs(self.url)
-        except ImportError as error:
-            raise CheckpointError(f"{scheme}:// needs a package that is not installed: {error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{self.url}: {redacted(str(error))}.") from error
-        return fs, root.rstrip("/")
 
     # -- listing ------------------------------------------------------------------------------------------------------
 
@@ -226,20 +181,12 @@ class RemoteCheckpoints:
         self._try(f"remove {name}", remove)
 
     def _try(self, what: str, act: Callable[[], T]) -> T:
-        """Call a function until it succeeds, with longer and longer pauses; raise its last error."""
-        pause = FIRST_PAUSE
-        for left in reversed(range(ATTEMPTS)):
-            try:
-                return act()
-            except Exception as error:
-                said = redacted(f"{type(error).__name__}: {error}")
-                if not left or isinstance(error, FINAL):
-                    kind = RemoteMissing if isinstance(error, FileNotFoundError) else RemoteFailure
-                    raise kind(f"{self.url}: could not {what}: {said}.") from None  # its own text may hold secrets
-                logger.debug("%s: could not %s (%s); %d tries left.", self.url, what, said, left)
-            self._sleep(pause * random.uniform(0.75, 1.25))
-            pause *= 2
-        raise AssertionError("unreachable")
+        """Call a function until it succeeds; raise its last error."""
+        try:
+            return attempt(act, self._sleep, lambda said: logger.debug("%s: could not %s (%s)", self.url, what, said))
+        except Unreachable as error:
+            kind = RemoteMissing if error.missing else RemoteFailure
+            raise kind(f"{self.url}: could not {what}: {error}.") from None
 
 
 class RemoteFailure(CheckpointError):

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import itertools
 import json
 import os
 import re
-import tarfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from forge.data.order import epoch_order
+from forge.data.shard_cache import (
+    AHEAD,
+    AT_ONCE,
+    ReadAhead,
+    RemoteShard,
+    ShardCache,
+    default_folder,
+    file_hash,
+    find_shards,
+    is_url,
+    write_beside,
+)
+from forge.data.tar_headers import KEY, TarMember, samples_of
 from forge.errors import DataError
 from forge.rng import combine_seeds
 
 Sample = dict[str, Any]
 
-KEY = "__key__"
-_BLOCK = tarfile.BLOCKSIZE
 _OPEN_AT_ONCE = 64
-_LONGEST_NAME = 1 << 20
-_EXTENSION = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
-_PAX_RECORD = re.compile(rb"([0-9]{1,7}) ([^=]+)=")
-_LONG_NAME = tarfile.GNUTYPE_LONGNAME
-_PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
-_NOT_USED = (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE)
-_COMPRESSED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
+_OPEN_FROM_CACHE = 4
+"""Archives of a cache that a process keeps open: what is open takes space even when the cache has removed it."""
 
 
 def decode_basic(sample: Sample) -> Sample:
@@ -60,6 +68,11 @@ class TarShards(Dataset[Any]):
 
     The headers are read once, at the first use; then a sample is one read at a known offset, in any process. Files
     without an extension, hidden files and directories are skipped. Archives must be uncompressed.
+
+    A name may be a URL that fsspec knows: `TarShards("s3://bucket/data-{000..099}.tar", cache="/scratch/shards",
+    cache_gb=50)`. Archives are then fetched whole when they are needed, the next ones ahead of time, and kept in the
+    folder `cache` (default: forge's cache in the home folder) up to `cache_gb`; workers and ranks of a host share it.
+    Without an index beside them, all are fetched once to read their headers: `write_index()` writes one beside each.
     """
 
     def __init__(
@@ -68,11 +81,16 @@ class TarShards(Dataset[Any]):
         *,
         decode: Callable[[Sample], Any] | None = None,
         shuffle_block: int = 1000,
+        cache: str | os.PathLike[str] | None = None,
+        cache_gb: float = 20.0,
     ):
         if shuffle_block < 1:
             raise DataError(f"TarShards: shuffle_block is {shuffle_block}; it must be at least 1.")
+        if not cache_gb > 0:
+            raise DataError(f"TarShards: cache_gb is {cache_gb:g}; it must be above 0.")
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        self.shards = [shard for pattern in several for shard in _expanded(os.fspath(pattern))]
+        found = _found([os.fspath(pattern) for pattern in several])
+        self.shards = [shard.url if isinstance(shard, RemoteShard) else shard for shard in found]
         if not self.shards:
             raise DataError("TarShards got an empty list of archives. Check the pattern that made it.")
         self.decode, self.shuffle_block = decode, shuffle_block
@@ -80,6 +98,13 @@ class TarShards(Dataset[Any]):
         "Whether reading draws no random numbers; set it to True if `decode` draws none, to save the time of seeding."
         self._index: _Index | None = None
         self._open: OrderedDict[int, _Handle] = OrderedDict()
+        self._remote = {number: shard for number, shard in enumerate(found) if isinstance(shard, RemoteShard)}
+        self._cache = ShardCache(Path(cache) if cache is not None else default_folder(), int(cache_gb * 1e9))
+        self._place = torch.tensor([0, 0])
+        "The archive in use, and whether an order was asked for; shared with workers where archives are elsewhere."
+        if self._remote:
+            self._place.share_memory_()
+        self._ahead: ReadAhead | None = None
 
     def __len__(self) -> int:
         return len(self.index.shard)
@@ -111,38 +136,92 @@ class TarShards(Dataset[Any]):
         generator = torch.Generator().manual_seed(combine_seeds(seed, epoch))
         firsts = self.index.first_samples
         blocks = [torch.empty(0, dtype=torch.int64)]
-        for shard in epoch_order(len(self.shards), seed, epoch).tolist():
+        order = epoch_order(len(self.shards), seed, epoch).tolist()
+        self._fetch_in(order)
+        for shard in order:
             for start in range(firsts[shard], firsts[shard + 1], self.shuffle_block):
                 size = min(self.shuffle_block, firsts[shard + 1] - start)
                 blocks.append(torch.randperm(size, generator=generator).add_(start))
         return torch.cat(blocks)
 
+    def write_index(self) -> None:
+        """Write an index beside each archive at a URL: its samples and its hash. Datasets need not fetch all then."""
+        for number, shard in self._remote.items():
+            write_beside(shard.url, self._read_remote(number).encoded())
+
     @property
     def index(self) -> _Index:
         """The location of every file of every sample, read at the first use."""
         if self._index is None:
-            self._index = _Index.of(self.shards)
+            with ThreadPoolExecutor(AT_ONCE) as threads:
+                remote = dict(zip(self._remote, threads.map(self._read_remote, self._remote), strict=True))
+            read = [remote.get(number) or _ShardIndex.of(path) for number, path in enumerate(self.shards)]
+            self._index = _Index.of(self.shards, read)
         return self._index
+
+    @property
+    def in_use(self) -> int:
+        """The archive that was opened last, by any worker."""
+        return int(self._place[0])
+
+    def fetch_ahead(self, number: int) -> None:
+        """Fetch an archive that is needed soon, if the cache has room for it beside those in use."""
+        shard = self._remote.get(number)
+        largest = max((shard.size for shard in self._remote.values()), default=0)
+        if shard is None or self._cache.has(shard) or (AHEAD + 2) * largest > self._cache.limit:
+            return
+        with contextlib.suppress(Exception):  # who needs it will meet the error
+            os.close(self._cache.open(shard, self.index.hashes[number]))
+
+    def _fetch_in(self, order: list[int]) -> None:
+        """Begin to fetch in the order of an epoch."""
+        if self._remote:
+            if self._ahead is not None:
+                self._ahead.stop()
+            self._place[0], self._place[1] = order[0], 1
+            self._ahead = ReadAhead(self, order)
+
+    def _read_remote(self, number: int) -> _ShardIndex:
+        shard = self._remote[number]
+        data = self._cache.index_of(shard)
+        if data is not None:
+            return _ShardIndex.decoded(data, shard)
+        descriptor = self._cache.open(shard)
+        try:
+            read = _ShardIndex.of(shard.url, descriptor)
+        finally:
+            os.close(descriptor)
+        self._cache.keep_index(shard, read.encoded())
+        return read
 
     def _handle(self, shard: int) -> _Handle:
         """Return the open archive; close the least recently used one beyond the limit of open files."""
-        handle = self._open.pop(shard, None) or _Handle(self.shards[shard], self.index.sizes[shard])
+        handle = self._open.pop(shard, None) or self._opened(shard)
         self._open[shard] = handle
-        if len(self._open) > _OPEN_AT_ONCE:
+        if len(self._open) > (_OPEN_FROM_CACHE if self._remote else _OPEN_AT_ONCE):
             self._open.popitem(last=False)
+        return handle
+
+    def _opened(self, number: int) -> _Handle:
+        path, size = self.shards[number], self.index.sizes[number]
+        if number not in self._remote:
+            return _Handle(path, size, os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+        handle = _Handle(path, size, self._cache.open(self._remote[number], self.index.hashes[number]))
+        self._place[0] = number
+        if not self._place[1]:  # in the order of the archives
+            threading.Thread(target=self.fetch_ahead, args=(number + 1,), daemon=True).start()
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the index, so that workers need not read it again, and no open files."""
-        return self.__dict__ | {"_open": OrderedDict()}
+        return self.__dict__ | {"_open": OrderedDict(), "_ahead": None}
 
 
 class _Handle:
     """An archive open for reading at given offsets, without a file position that threads or forks could disturb."""
 
-    def __init__(self, path: str, size: int):
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    def __init__(self, path: str, size: int, descriptor: int):
+        self.path, self.descriptor = path, descriptor
         if os.fstat(self.descriptor).st_size != size:
             raise DataError(f"TarShards: {path!r} changed its size since it was indexed. Create the dataset again.")
 
@@ -159,6 +238,50 @@ class _Handle:
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+
+
+@dataclass(slots=True)
+class _ShardIndex:
+    """The samples of one archive."""
+
+    samples: dict[str, dict[str, TarMember]]
+    size: int
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, path: str, opened: int | None = None) -> _ShardIndex:
+        """Read the headers of an archive, and the hash of one that was fetched."""
+        samples = samples_of(path, opened)
+        if opened is None:
+            return cls(samples, os.path.getsize(path))
+        os.lseek(opened, 0, os.SEEK_SET)
+        return cls(samples, os.fstat(opened).st_size, file_hash(opened))
+
+    def encoded(self) -> bytes:
+        samples = {
+            key: {extension: [member.offset, member.size] for extension, member in files.items()}
+            for key, files in self.samples.items()
+        }
+        return json.dumps({"size": self.size, "sha256": self.sha256, "samples": samples}).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes, shard: RemoteShard) -> _ShardIndex:
+        """Read an index, which may be damaged, or of another archive."""
+        fix = "Write it again (TarShards.write_index), or remove it."
+        try:
+            read = json.loads(data)
+            samples = {
+                str(key): {str(name): TarMember(str(name), int(at), int(size)) for name, (at, size) in files.items()}
+                for key, files in read["samples"].items()
+            }
+            made = cls(samples, int(read["size"]), str(read["sha256"]))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"TarShards: {shard.url + '.index'!r} is no index of an archive: {error}. {fix}") from error
+        members = [member for files in samples.values() for member in files.values()]
+        inside = all(member.offset >= 0 <= member.size <= made.size - member.offset for member in members)
+        if made.size != shard.size or not inside:
+            raise DataError(f"TarShards: {shard.url + '.index'!r} is of another archive than the one there. {fix}")
+        return made
 
 
 @dataclass(slots=True)
@@ -181,18 +304,18 @@ class _Index:
     name_ends: np.ndarray
     sizes: list[int]
     "The size of each shard."
+    hashes: list[str | None]
+    "The SHA-256 of each shard that is fetched."
 
     @classmethod
-    def of(cls, shards: list[str]) -> _Index:
-        samples_in, sizes = [], []
+    def of(cls, shards: list[str], read: list[_ShardIndex]) -> _Index:
+        samples_in = []
         files_in, names, name_ends = [0], bytearray(), [0]
         offsets, lengths, extension = [], [], []
         numbers: dict[str, int] = {}
-        for path in shards:
-            samples = _samples(path)
-            samples_in.append(len(samples))
-            sizes.append(os.path.getsize(path))
-            for key, files in samples.items():
+        for shard in read:
+            samples_in.append(len(shard.samples))
+            for key, files in shard.samples.items():
                 names += key.encode("utf-8", "surrogateescape")
                 name_ends.append(len(names))
                 for name, member in files.items():
@@ -212,7 +335,8 @@ class _Index:
             extensions=list(numbers),
             names=bytes(names),
             name_ends=np.array(name_ends, np.int64),
-            sizes=sizes,
+            sizes=[shard.size for shard in read],
+            hashes=[shard.sha256 for shard in read],
         )
 
     def key(self, sample: int) -> str:
@@ -227,123 +351,11 @@ class _Index:
             yield self.extensions[number], offset, size
 
 
-class _Member(NamedTuple):
-    """A file in an archive."""
-
-    name: str
-    offset: int
-    size: int
-
-
-def _samples(path: str) -> dict[str, dict[str, _Member]]:
-    """Return the files of each key, by extension, in the order in which keys first appear."""
-    samples: dict[str, dict[str, _Member]] = {}
-    for member in _members(path):
-        parts = _EXTENSION.fullmatch(member.name)
-        if parts is None:
-            continue
-        key, extension = parts[1], parts[2].lower()
-        if extension == KEY:
-            raise _bad(path, member.name, f"has the extension {KEY!r}, which is reserved for the key. Rename it.")
-        files = samples.setdefault(key, {})
-        if extension in files:
-            raise _bad(path, member.name, "occurs twice (extensions are compared in lower case). Keep one of them.")
-        files[extension] = member
-    return samples
-
-
-def _members(path: str) -> Iterator[_Member]:
-    """Yield the regular files of an archive, by its headers alone, which are checked for plausibility."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        _refuse_compressed(path, file.read(_BLOCK))
-        offset, extended = 0, {}  # extended: the records of extended headers for the next member
-        while (header := _header(path, file, offset, size)) is not None:
-            extends = header.type == _LONG_NAME or header.type in _PAX or header.type in _NOT_USED
-            name = header.name if extends else extended.get("path", header.name)
-            start, length = offset + _BLOCK, header.size if extends else int(extended.get("size", header.size))
-            if header.type == tarfile.DIRTYPE:
-                length = 0  # a directory's size is no data
-            if length < 0 or start + length > size:
-                raise _bad(path, name, f"should have {length} bytes, but the archive ends before. Fetch it again.")
-            offset = start + -(-length // _BLOCK) * _BLOCK
-            if header.type == _LONG_NAME:
-                extended["path"] = _text(_extra(path, file, length)).rstrip("\0")
-            elif header.type in _PAX:
-                extended |= _pax_records(path, _extra(path, file, length))
-            elif not extends:
-                if _is_regular(path, name, header, extended):
-                    yield _Member(name, start, length)
-                extended = {}
-
-
-def _header(path: str, file: io.BufferedReader, offset: int, size: int) -> tarfile.TarInfo | None:
-    """Return the header at `offset`, or None at the end-of-archive mark."""
-    file.seek(offset)
-    block = file.read(_BLOCK)
-    if len(block) < _BLOCK:
-        raise DataError(
-            f"TarShards: {path!r} is cut short: no end-of-archive mark after {size} bytes. Fetch it again, or close "
-            "the writer that made it."
-        )
-    if not any(block):
-        return None
-    try:
-        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except (tarfile.HeaderError, ValueError) as error:
-        raise DataError(f"TarShards: {path!r} is no tar archive, or is damaged at byte {offset}: {error}.") from error
-
-
-def _extra(path: str, file: io.BufferedReader, length: int) -> bytes:
-    """Read the data of a header that describes the next one."""
-    if length > _LONGEST_NAME:
-        raise DataError(f"TarShards: {path!r} has a header of {length} bytes: damaged, or malicious.")
-    return file.read(length)
-
-
-def _pax_records(path: str, data: bytes) -> dict[str, str]:
-    """Return `path`, `size` and the marks of sparse files from a PAX header: lines of `length key=value`."""
-    records: dict[str, str] = {}
-    place, end = 0, len(data.rstrip(b"\0"))
-    while place < end:
-        match = _PAX_RECORD.match(data, place)
-        length = int(match[1]) if match else 0
-        if match is None or not match.end() < place + length <= len(data):
-            raise DataError(f"TarShards: {path!r} has a damaged PAX header. Write the archive again.")
-        key, value = _text(match[2]), _text(data[match.end() : place + length - 1])
-        if key == "size" and not re.fullmatch("[0-9]{1,19}", value):
-            raise DataError(f"TarShards: {path!r} has a PAX header with a size that is no number. Write it again.")
-        if key in ("path", "size") or key.startswith("GNU.sparse"):
-            records[key] = value
-        place += length
-    return records
-
-
-def _is_regular(path: str, name: str, header: tarfile.TarInfo, extended: dict[str, str]) -> bool:
-    """Whether a member is a file rather than a directory; anything else is refused."""
-    sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in extended)
-    if header.type in tarfile.REGULAR_TYPES and not sparse:
-        return True
-    if header.type == tarfile.DIRTYPE:
-        return False
-    fix = "Pack the file itself: tar --dereference --hard-dereference."
-    raise _bad(path, name, f"is a link, a device or a sparse file, without data of its own. {fix}")
-
-
-def _refuse_compressed(path: str, head: bytes) -> None:
-    for magic, tool in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise DataError(
-                f"TarShards: {path!r} is compressed, so samples cannot be read alone. Unpack it once: {tool} {path}"
-            )
-
-
-def _bad(path: str, member: str, what: str) -> DataError:
-    return DataError(f"TarShards: in {path!r} the member {member!r} {what}")
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
+def _found(patterns: list[str]) -> list[str | RemoteShard]:
+    """Return the archives of all patterns in their order, local ones as paths."""
+    names = [name for pattern in patterns for name in (_without_braces(pattern) if is_url(pattern) else [pattern])]
+    remote = iter(find_shards([name for name in names if is_url(name)]))
+    return [shard for name in names for shard in (next(remote) if is_url(name) else _expanded(name))]
 
 
 def _expanded(pattern: str) -> list[str]:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import forge
+from forge.data import tar_headers
 from forge.data import tar_shards as shards_module
 from forge.data.tar_shards import TarShards, decode_basic
 
@@ -216,13 +217,15 @@ class TestProcesses:
         shards = TarShards(numbered(tmp_path, [3]))
         expected = shards[1]
         copied = pickle.loads(pickle.dumps(shards))
-        monkeypatch.setattr(shards_module, "_members", lambda path: pytest.fail("read the headers again"))
+        monkeypatch.setattr(tar_headers, "_members", lambda *path: pytest.fail("read the headers again"))
         assert copied[1] == expected
 
     def test_headers_are_read_at_the_first_use_and_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read: list[str] = []
-        original = shards_module._members
-        monkeypatch.setattr(shards_module, "_members", lambda path: (read.append(path), original(path))[1])
+        original = tar_headers._members
+        monkeypatch.setattr(
+            tar_headers, "_members", lambda path, opened: (read.append(path), original(path, opened))[1]
+        )
         shards = TarShards(numbered(tmp_path, [2, 2]))
         assert read == []
         assert len(shards) == 4

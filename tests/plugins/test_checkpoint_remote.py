@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.checkpoint import Checkpoints, StoredCheckpoint, remote
-from forge.checkpoint.remote import RemoteCheckpoints, redacted
+from forge.checkpoint import Checkpoints, StoredCheckpoint
+from forge.checkpoint.remote import RemoteCheckpoints
 from forge.errors import CheckpointError, RecipeError
 from forge.testing import assert_same_weights
+from forge.util import object_storage
+from forge.util.object_storage import redacted
 from forge_plugins.checkpoint import Checkpoint
 from tests.support.flaky_storage import FlakyFileSystem
 from tests.support.tasks import Classifier, fit, make_batches
@@ -31,7 +33,7 @@ UPDATES = 6
 @pytest.fixture(autouse=True)
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FlakyFileSystem.reset()
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(object_storage, "FIRST_PAUSE", 0.0)
     yield
     FlakyFileSystem.reset()
 

@@ -1,0 +1,93 @@
+"""Files at URLs: any place that fsspec knows (s3://, gs://, az://, file://, memory://), tried again when it fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from forge.errors import RecipeError
+
+T = TypeVar("T")
+
+ATTEMPTS = 6
+"""How often an operation is tried, with pauses of about 0.5, 1, 2, 4 and 8 seconds between."""
+FIRST_PAUSE = 0.5
+FINAL = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError)
+"""Errors that another try would only repeat."""
+
+_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|SAS\b|CONNECTION_STRING", re.IGNORECASE)
+_IN_URLS = ((re.compile(r"(?<=//)[^/@\s'\"]+@"), "***@"), (re.compile(r"(?<=\S)\?[^\s'\"<>]*=[^\s'\"<>]*"), "?***"))
+
+
+def redacted(text: str) -> str:
+    """Return a text without user names, passwords and queries of URLs, and without the values of variables of the
+    environment whose names are those of secrets."""
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _SECRET_NAME.search(name) and not os.path.exists(value):
+            text = text.replace(value, "***")
+    for pattern, instead in _IN_URLS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def check_url(url: str, option: str) -> None:
+    """Raise a RecipeError for an address that cannot be used, or that holds credentials: it is written to run cards."""
+    scheme, found, rest = url.partition("://")
+    if not found or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
+        raise RecipeError(
+            f"{option} is {redacted(url)!r}; it must be a URL with a place in it, such as s3://bucket/prefix, "
+            "gs://bucket/prefix or file:///shared/folder."
+        )
+    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
+        raise RecipeError(
+            f"{option} is {redacted(url)!r}: credentials and queries do not belong in a URL, which is written to the "
+            "run folder. Give them to the machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a role for s3://, "
+            "GOOGLE_APPLICATION_CREDENTIALS for gs://, other options in ~/.config/fsspec/conf.json."
+        )
+
+
+def connect(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path in it; raise a ValueError where it is not known."""
+    import fsspec  # torch depends on it
+
+    scheme = url.partition("://")[0]
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise ValueError(f"{scheme}:// needs a package that is not installed: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{redacted(url)}: {redacted(str(error))}.") from error
+    return fs, root.rstrip("/")
+
+
+class Unreachable(Exception):
+    """The last error of an operation that was tried often enough, without secrets."""
+
+    def __init__(self, said: str, missing: bool):
+        super().__init__(said)
+        self.missing = missing
+
+
+def attempt(
+    act: Callable[[], T],
+    sleep: Callable[[float], object] = time.sleep,
+    failed: Callable[[str], object] = lambda said: None,
+) -> T:
+    """Call a function until it succeeds, with longer and longer pauses; raise Unreachable with its last error."""
+    pause = FIRST_PAUSE
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return act()
+        except Exception as error:
+            said = redacted(f"{type(error).__name__}: {error}")
+            if not left or isinstance(error, FINAL):
+                missing = isinstance(error, FileNotFoundError)
+                raise Unreachable(said, missing) from None  # its own text may hold secrets
+            failed(f"{said}; {left} tries left")
+        sleep(pause * random.uniform(0.75, 1.25))
+        pause *= 2
+    raise AssertionError("unreachable")
