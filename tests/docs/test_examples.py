@@ -154,6 +154,16 @@ def test_both_versions_log_to_the_same_tables(empty_folder: Path) -> None:
             assert db.execute(rate).fetchone() == (0.003,)
 
 
+def test_the_graphs_of_pyg_are_learned(empty_folder: Path) -> None:
+    pytest.importorskip("torch_geometric")
+    plain, pyg = blocks("docs/graphs.md", "python")[0], blocks("docs/graphs.md", "text")[0]
+    found: dict[str, Any] = {"__name__": "example"}
+    exec(plain.text, found)
+    exec(pyg.text, found)
+    assert found["result"].metrics["val/accuracy"] > 0.9
+    assert found["result"].metrics["val/loss"] < 0.2
+
+
 def pictures(folder: Path, name: str) -> list[Any]:
     """What TensorBoard reads of a picture in a folder of events."""
     events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
