@@ -43,7 +43,8 @@ def grid(images: Tensor, captions: Sequence[str] = (), columns: int | None = Non
     """Arrange images in rows, each above its caption, which may have several lines.
 
     `images` is (N, 1 or 3, H, W) or (N, H, W): floats in [0, 1], or uint8. Small ones are enlarged. The result has as
-    many channels. Without `columns` there are as many as TensorBoard shows at their size, and at least two.
+    many channels. Without `columns` there are 8; with captions as many as TensorBoard shows at their size, and at
+    least 2.
     """
     from torchvision.utils import make_grid
 
@@ -60,7 +61,7 @@ def grid(images: Tensor, captions: Sequence[str] = (), columns: int | None = Non
     for tile, word in zip(tiles, words, strict=False):
         ink = _array(word) * ((PAPER[0] - INK[0]) / 255)
         tile[:, height : height + word.height, : word.width] = (PAPER[0] - ink).round()
-    columns = columns or max(2, (CARD - GAP) // (tiles.size(3) + GAP))
+    columns = columns or (max(2, (CARD - GAP) // (tiles.size(3) + GAP)) if words else 8)
     sheet = make_grid(tiles, columns, GAP, pad_value=PAPER[0])[:channels]  # it gives grey images three channels
     sheet = sheet if count > 1 else pad(sheet, [GAP] * 4, value=PAPER[0])  # and a single one no border
     return Image(pad(sheet, (0, max(0, CARD - sheet.size(2)) if words else 0), value=PAPER[0]))

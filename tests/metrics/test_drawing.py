@@ -73,6 +73,10 @@ def test_captions_are_written_below_their_images_and_make_room() -> None:
     assert (below[:, :, half:] < 128).any()
 
 
+def test_a_grid_without_captions_has_eight_columns() -> None:
+    assert drawing.grid(squares(6).repeat(4, 1, 1, 1)).data.size(2) == 8 * 64 + 9 * drawing.GAP
+
+
 @pytest.mark.parametrize("caption", ["3", "3\nnot 5", "not pullover", "a long name of a class"])
 def test_a_grid_with_captions_is_as_wide_as_a_card(caption: str) -> None:
     assert drawing.grid(squares(6), [caption] * 6).data.size(2) == drawing.CARD
