@@ -1,4 +1,4 @@
-"""Milliseconds and memory of models that nobody here wrote: by hand, under Lightning and accelerate, and under forge.
+"""Milliseconds and memory of models of other packages: by hand, under Lightning and accelerate, and under forge.
 
     python -m benchmarks.strangers --models vit_b_16                 # one model, all rows; minutes on an H200
     python -m benchmarks.strangers --models llama --rows bare,forge  # some rows

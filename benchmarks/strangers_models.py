@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, as tasks: torchvision's, transformers', timm's and torch's own."""
+"""Models of other packages, as tasks: torchvision's, transformers', timm's and torch's own."""
 
 from __future__ import annotations
 

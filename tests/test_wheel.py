@@ -155,7 +155,7 @@ def imported(path: Path) -> set[str]:
 def test_every_requirement_has_a_tested_version_in_bounds() -> None:
     pinned = make_constraints.pinned()
     for name, requirement in make_constraints.asked().items():
-        assert name in pinned, f"{name}: python tests/make_constraints.py writes tests/constraints.txt anew"
+        assert name in pinned, f"{name}: python tests/make_constraints.py writes tests/constraints.txt again"
         assert requirement.specifier.contains(pinned[name], prereleases=True), f"{requirement}, tested {pinned[name]}"
 
 

@@ -102,7 +102,7 @@ class Mirror:
             return due
 
     def _synchronise(self) -> None:
-        """Upload what is missing, the newest first; begin anew with a set that has arrived meanwhile."""
+        """Upload what is missing, the newest first; start again with a set that has arrived meanwhile."""
         if self._there is None:
             self._there = set(self._remote.leftovers())
         while True:

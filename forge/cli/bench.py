@@ -23,7 +23,7 @@ examples:
 
 def parser() -> ArgumentParser:
     parser = show.new_parser("bench", "Time inference: latency and throughput, engine by engine.", EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN/checkpoints/best)")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
     parser.add_argument("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="batch sizes")
     parser.add_argument(
         "--engines",

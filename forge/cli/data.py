@@ -251,7 +251,7 @@ def _draw(found: list[Leaf], loader: Any, out: Path) -> None:
     tiles = tiles[:SHOWN].cpu()
     words = captions(found, len(tiles), _classes(loader))
     try:
-        content = drawing.png(drawing.grid(tiles, words if len(words) == len(tiles) else ()))
+        content = drawing.png(drawing.grid(tiles, words if len(words) == len(tiles) else (), columns=8))
     except ImportError as error:
         raise ForgeError(f"Pictures need torchvision and pillow: pip install torchvision pillow ({error}).") from error
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import textwrap
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ examples:
   forge doctor my_task.py:MyTask --recipe fast trainer.max_epochs=50
   forge doctor my_task.py:MyTask --quick --json
 """
+JOINED = "\0"
+"""In place of a space at which no line may end."""
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
 
@@ -119,18 +122,19 @@ def _print_readiness(report: DoctorReport, console: Console) -> None:
 def _print_finding(finding: Finding, console: Console) -> None:
     head = Text.assemble((finding.level, STYLES[finding.level]), "  ", (finding.name, "bold"))
     console.print(head + Text(f"  {finding.where}" if finding.where else "", style="cyan"))
-    console.print(_indented(finding.message, console))
+    console.print(_indented(finding.message, console), soft_wrap=True)
     if finding.evidence:
         evidence = ", ".join(f"{key} {_number(value)}" for key, value in finding.evidence.items())
-        console.print(_indented(evidence, console, "dim"))
-    console.print(_indented(f"Cure: {finding.cure}", console, "green"))
+        console.print(_indented(evidence, console, "dim"), soft_wrap=True)
+    console.print(_indented(f"Cure: {finding.cure}", console, "green"), soft_wrap=True)
     console.print()
 
 
 def _indented(text: str, console: Console, style: str = "") -> Text:
-    """The text, with every line of it indented."""
+    """The text, with every line of it indented. What stands in backticks stays on one line, to be copied."""
     fill = functools.partial(textwrap.wrap, width=console.width - 2, break_long_words=False, break_on_hyphens=False)
-    lines = [line for given in text.splitlines() for line in fill(given) or [""]]
+    joined = re.sub(r"`[^`\n]+`", lambda code: code[0].replace(" ", JOINED), text)
+    lines = [line.replace(JOINED, " ") for given in joined.splitlines() for line in fill(given) or [""]]
     return Text("\n".join(f"  {line}" for line in lines), style)
 
 

@@ -25,7 +25,9 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def parser() -> ArgumentParser:
     parser = show.new_parser("serve", "Answer requests to a model over HTTP, computed in batches.", EXAMPLES)
-    parser.add_argument("model", metavar="RUN|FILE", help="a run folder, or an exported model")
+    parser.add_argument(
+        "model", metavar="RUN|FILE", help="a run folder, a checkpoint in one (RUN:best), or an exported model"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits other machines (default: %(default)s)")
     parser.add_argument("--port", type=_number(int, 0, 65535), default=8000, help="0 picks one (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where the model runs (default: %(default)s)")

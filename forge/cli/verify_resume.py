@@ -109,7 +109,7 @@ def verify(args: Namespace, folder: Path) -> int:
 def choose_kills(dice: random.Random, count: int, last: int, every: int) -> list[int]:
     """Return the updates after which to kill; the last kill, if possible, when a checkpoint is on disk for certain.
 
-    After a kill before the first checkpoint the run starts anew, which must give the same result as well.
+    After a kill before the first checkpoint the run starts again, which must give the same result as well.
     """
     kills = sorted(dice.sample(range(1, last), min(count, last - 1)))
     written = 2 * every + 1  # the second checkpoint waits for the first

@@ -209,7 +209,7 @@ def _check_chart(plugin: str, title: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise StackError(
-            f"{plugin!r}: the chart {title!r} has the pattern {pattern!r}, which is none: {error}."
+            f"{plugin!r}: the chart {title!r} has the pattern {pattern!r}, which is no regular expression: {error}."
         ) from None
 
 

@@ -12,6 +12,9 @@ from forge.errors import DataError, did_you_mean
 from forge.rng import combine_seeds
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
+ENDED = object()
+ROUND = 10**6
+"""Between the epoch numbers of two rounds within an epoch: another round has another order."""
 
 
 class CombinedLoader:
@@ -25,8 +28,10 @@ class CombinedLoader:
     another order; `max_size` as the longest, with None for a loader that has ended; `min_size` as the shortest;
     `sequential` reads one loader after the other, and gives their batches themselves. The modes are those of Lightning.
 
-    `fit` makes one of a dict of train loaders. All loaders need a length. The position in each follows from the number
-    of batches, so a run resumes exactly if it would with each of the loaders.
+    `fit` makes one of a dict of train loaders. If all have a length, the position in each follows from the number of
+    batches, so a run resumes exactly if it would with each of the loaders. With a stream (a loader without a length)
+    an epoch is as long as its loaders last: `min_size` ends with the first of them, the others with the last, and
+    each epoch begins every stream again. Such a run does not resume exactly.
     """
 
     def __init__(self, loaders: Mapping[str, Any], mode: Mode = "max_size_cycle"):
@@ -35,13 +40,12 @@ class CombinedLoader:
         if not loaders:
             raise DataError("CombinedLoader: no loaders were given.")
         for name, loader in loaders.items():
-            if not length_of(loader):
-                what = "is empty" if length_of(loader) == 0 else "has no length"
-                raise DataError(
-                    f"CombinedLoader: {name!r} {what}. Give it __len__, or combine inside of one iterable dataset."
-                )
+            if length_of(loader) == 0:
+                raise DataError(f"CombinedLoader: {name!r} is empty. Check its dataset, sampler and drop_last.")
         self.loaders = dict(loaders)
         self.mode: Mode = mode
+        self.streams = [name for name, loader in loaders.items() if length_of(loader) is None]
+        "Names of the loaders without a length."
         self._epoch = self._start = 0
 
     def set_default_seed(self, seed: int) -> None:
@@ -65,12 +69,14 @@ class CombinedLoader:
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be equal for a run to resume."""
         inner = {
-            name: loader.fingerprint() if hasattr(loader, "fingerprint") else {"batches": len(loader)}
+            name: loader.fingerprint() if hasattr(loader, "fingerprint") else {"batches": length_of(loader)}
             for name, loader in self.loaders.items()
         }
-        return {"order": "combined", "mode": self.mode, "batches": len(self), "loaders": inner}
+        return {"order": "combined", "mode": self.mode, "batches": length_of(self), "loaders": inner}
 
     def __len__(self) -> int:
+        if self.streams:
+            raise TypeError(f"CombinedLoader has no length, because {self.streams[0]!r} has none.")
         lengths = [len(loader) for loader in self.loaders.values()]
         return {"min_size": min, "sequential": sum}.get(self.mode, max)(lengths)
 
@@ -91,11 +97,36 @@ class CombinedLoader:
     def _batches(self, loaders: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the batches from the position on, read when a pass begins."""
         (start, self._start), epoch = (self._start, 0), self._epoch
+        if self.streams:
+            return itertools.islice(self._until_ended(loaders, epoch), start, None)
         if self.mode == "sequential":
             return itertools.chain.from_iterable(self._in_turn(loaders, epoch, start))
         total = len(self)
         streams = {name: self._stream(loader, epoch, start, total) for name, loader in loaders.items()}
         return ({name: next(stream) for name, stream in streams.items()} for _ in range(start, total))
+
+    def _until_ended(self, loaders: Mapping[str, Any], epoch: int) -> Iterator[Any]:
+        """Yield the batches of one epoch in which the length of a loader is not known before it ends."""
+        if self.mode == "sequential":
+            for loader in loaders.values():
+                yield from _opened(loader, epoch, 0)
+            return
+        running = {name: _opened(loader, epoch, 0) for name, loader in loaders.items()}
+        rounds = dict.fromkeys(loaders, 1)
+        while True:
+            batches = {}
+            for name, loader in loaders.items():
+                batches[name] = next(running[name], ENDED)
+                if batches[name] is ENDED:
+                    rounds[name] += 1
+                    if self.mode == "min_size" or min(rounds.values()) > 1:
+                        return
+                    cycles = self.mode == "max_size_cycle"
+                    again = _opened(loader, epoch + (rounds[name] - 1) * ROUND, 0) if cycles else itertools.repeat(None)
+                    running[name], batches[name] = again, next(again, ENDED)
+                if batches[name] is ENDED:
+                    raise DataError(f"CombinedLoader: {name!r} gave no batch when it was read again. Use 'max_size'.")
+            yield batches
 
     def _in_turn(self, loaders: Mapping[str, Any], epoch: int, start: int) -> Iterator[Iterator[Any]]:
         """Yield an iterator per loader, opened when its turn comes."""

@@ -81,7 +81,7 @@ class Sequential(Order):
 
 
 class Shuffled(Order):
-    """Every sample once, shuffled anew in each epoch."""
+    """Every sample once, shuffled again in each epoch."""
 
     kind = "shuffled"
 

@@ -77,7 +77,7 @@ def as_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
         return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if hasattr(tokenizer, "token_to_id") and hasattr(tokenizer, "encode"):  # tokenizers
         return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-    if hasattr(tokenizer, "encode") and not isinstance(tokenizer, (str, type)):  # sentencepiece, one's own
+    if hasattr(tokenizer, "encode") and not isinstance(tokenizer, (str, type)):  # sentencepiece, a user's
         return tokenizer.encode
     if callable(tokenizer):
         return cast(Callable[[str], Sequence[int]], tokenizer)
@@ -119,7 +119,7 @@ def _pieces(path: Path, encoding: str, chunk: int) -> Iterator[str]:
 
 
 def _cut(text: str) -> int:
-    """Return the place of the last single blank between two characters that are none; 0 if there is none."""
+    """Return the place of the last single blank between two other characters; 0 if there is none."""
     place = text.rfind(" ", 1, len(text) - 1)
     while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
         place = text.rfind(" ", 1, place)

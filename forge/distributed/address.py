@@ -1,4 +1,4 @@
-"""The address of rank 0, resolved before torch connects: a TCPStore retries a name that nobody knows until it times
+"""The address of rank 0, resolved before torch connects: a TCPStore retries an unknown name until it times
 out, and prints a warning each time."""
 
 from __future__ import annotations

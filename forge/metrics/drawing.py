@@ -26,21 +26,25 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Pillow
     from PIL.ImageDraw import ImageDraw
 
-GAP = 6
+GAP = 5
 """Pixels between images, words and cells."""
 LEAST = 64
 """Smaller images are enlarged by a whole number, to at least this many pixels."""
-CELL = 44
+CELL = 28
+"""Pixels of a cell of a matrix; counts of three digits and more widen it."""
+CARD = 350
+"""Width in pixels to which TensorBoard scales a picture, by dropping or repeating columns, which damages letters."""
 INK, PAPER = (32, 32, 32), (255, 255, 255)
 FULL = (22, 82, 150)
 """The colour of a cell that holds its whole row."""
 
 
-def grid(images: Tensor, captions: Sequence[str] = (), columns: int = 8) -> Image:
+def grid(images: Tensor, captions: Sequence[str] = (), columns: int | None = None) -> Image:
     """Arrange images in rows, each above its caption, which may have several lines.
 
     `images` is (N, 1 or 3, H, W) or (N, H, W): floats in [0, 1], or uint8. Small ones are enlarged. The result has as
-    many channels.
+    many channels. Without `columns` there are 8; with captions as many as TensorBoard shows at their size, and at
+    least 2.
     """
     from torchvision.utils import make_grid
 
@@ -48,7 +52,7 @@ def grid(images: Tensor, captions: Sequence[str] = (), columns: int = 8) -> Imag
     count, channels, height, width = tiles.shape
     if captions and len(captions) != count:
         raise TaskError(f"drawing.grid got {count} images and {len(captions)} captions; pass one for each, or none.")
-    if columns < 1:
+    if columns is not None and columns < 1:
         raise TaskError(f"drawing.grid: columns is {columns}; it must be at least 1.")
     words = [_written(caption) for caption in captions]
     if words:
@@ -57,8 +61,10 @@ def grid(images: Tensor, captions: Sequence[str] = (), columns: int = 8) -> Imag
     for tile, word in zip(tiles, words, strict=False):
         ink = _array(word) * ((PAPER[0] - INK[0]) / 255)
         tile[:, height : height + word.height, : word.width] = (PAPER[0] - ink).round()
+    columns = columns or (max(2, (CARD - GAP) // (tiles.size(3) + GAP)) if words else 8)
     sheet = make_grid(tiles, columns, GAP, pad_value=PAPER[0])[:channels]  # it gives grey images three channels
-    return Image(sheet if count > 1 else pad(sheet, [GAP] * 4, value=PAPER[0]))  # and a single one no border
+    sheet = sheet if count > 1 else pad(sheet, [GAP] * 4, value=PAPER[0])  # and a single one no border
+    return Image(pad(sheet, (0, max(0, CARD - sheet.size(2)) if words else 0), value=PAPER[0]))
 
 
 def confusion(counts: Tensor, names: Sequence[str]) -> Image:
@@ -73,24 +79,25 @@ def confusion(counts: Tensor, names: Sequence[str]) -> Image:
     shares = (counts / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
     margin = max(_written(name).width for name in names) + 2 * GAP
     heading = _written("y").height + GAP
-    side = heading + margin + classes * CELL + GAP
-    canvas = _canvas("RGB", side, side, PAPER)
+    cell = max(CELL, GAP + max(_written(f"{count:g}").width for count in counts.flatten().tolist()))
+    side = heading + margin + classes * cell + GAP
+    canvas = _canvas("RGB", max(side, CARD), side, PAPER)
     pen = _pen(canvas)
     left = top = heading + margin
     _write(canvas, _written("predicted"), (left, GAP))
     _write(canvas, _upwards("true"), (GAP, top))
     for i, name in enumerate(names):
         word, turned = _written(name), _upwards(name)
-        _write(canvas, word, (left - GAP - word.width, top + i * CELL + (CELL - word.height) // 2))
-        _write(canvas, turned, (left + i * CELL + (CELL - turned.width) // 2, top - GAP - turned.height))
+        _write(canvas, word, (left - GAP - word.width, top + i * cell + (cell - word.height) // 2))
+        _write(canvas, turned, (left + i * cell + (cell - turned.width) // 2, top - GAP - turned.height))
         for j, count in enumerate(counts[i].tolist()):
-            corner = left + j * CELL, top + i * CELL
+            corner = left + j * cell, top + i * cell
             share = shares[i][j]
             colour = tuple(round(a + (b - a) * share) for a, b in zip(PAPER, FULL, strict=True))
-            pen.rectangle((*corner, corner[0] + CELL - 2, corner[1] + CELL - 2), fill=colour)
+            pen.rectangle((*corner, corner[0] + cell - 2, corner[1] + cell - 2), fill=colour)
             if count:
                 word = _written(f"{count:g}")
-                place = corner[0] + (CELL - 1 - word.width) // 2, corner[1] + (CELL - 1 - word.height) // 2
+                place = corner[0] + (cell - 1 - word.width) // 2, corner[1] + (cell - 1 - word.height) // 2
                 _write(canvas, word, place, PAPER if share > 0.5 else INK)
     return Image(_array(canvas).permute(2, 0, 1))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forge.checkpoint.weights import split_best
 from forge.contract.task import TaskModule
 from forge.shipping import card
 from forge.shipping.engine import Engine, ExportError, Port, check_inputs
@@ -48,8 +49,8 @@ def open_engine(
     weights: str | None = None,
     data: Any = None,
 ) -> Engine:
-    """Open a run folder, a checkpoint in one, or a file that `forge export` wrote."""
-    path = Path(path)
+    """Open a run folder, a checkpoint in one (`RUN:best`), or a file that `forge export` wrote."""
+    path, weights = split_best(path, weights)
     if not path.exists():
         raise ExportError(f"There is nothing at {path}: give a run folder or a file of `forge export`.")
     if path.is_file() and path.suffix not in (".safetensors", ".pt"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +51,9 @@ def load(
     """Return the trained task of a run, in eval mode, with its weights.
 
     `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`) or a weights file. `task` is the
-    class, for a task that is not installed by name. Without `weights` the best checkpoint is taken if the run keeps
-    one, and the average where `ema` or `swa` ran; "raw", "ema", "swa" and "best" select.
+    class, for a task that is neither installed nor imported under the name in the run. Without `weights` the best
+    checkpoint is taken if the run keeps one, and the average where `ema` or `swa` ran; "raw", "ema", "swa" and "best"
+    select.
     """
     return find(run, task, weights).task.to(device)
 
@@ -62,7 +64,7 @@ def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | N
     if not path.exists():
         raise ExportError(f"There is no run at {run}. `forge runs` lists those below runs/.")
     folder = folder_of(path)
-    kind = task or _registered(folder, path)
+    kind = task or _class_of(folder, path)
     file, average, chosen = _choose(path, folder, weights)
     made = kind.from_checkpoint(file, weights=average).eval()
     found = read_weights(file, average)
@@ -92,16 +94,40 @@ def data_of(folder: Path, data: Callable[..., Any] | None = None) -> Splits:
     return recipe.make_data()
 
 
-def _registered(folder: Path | None, path: Path) -> type[TaskModule]:
-    """Return the class of the task that a run's recipe names; nothing else in a run folder is imported."""
+def _class_of(folder: Path | None, path: Path) -> type[TaskModule]:
+    """Return the class of a run's task: the one that its recipe names, else an installed or imported one of its name.
+
+    Nothing is imported because a run folder says so: a folder may come from a stranger.
+    """
     recipe = _recipe(folder) if folder is not None else None
     name = (recipe.config.get("task") or {}).get("name") if recipe is not None else None
-    if name is None:
-        saved = _saved_class(path)
-        raise ExportError(
-            f"The task{saved} of {path} is not installed by name: add --task FILE.py:Task (task=Task in Python)."
-        )
-    return registry.load("task", name)
+    if name is not None:
+        return registry.load("task", name)
+    saved = _saved_class(path)
+    found = _imported(saved) or _installed(saved)
+    if len(found) == 1:
+        return found[0]
+    several = " and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in found)
+    why = f"is {several}" if several else "is neither installed by name nor imported here"
+    raise ExportError(
+        f"The task {saved or '(unnamed)'} of {path} {why}: pass the class, forge.load(RUN, task={saved or 'Task'}), "
+        "or add --task FILE.py:Task on the command line."
+    )
+
+
+def _installed(name: str) -> list[type[TaskModule]]:
+    """Return the installed tasks whose class is called so."""
+    return [registry.load("task", key) for key, entry in registry.installed("task").items() if entry.attr == name]
+
+
+def _imported(name: str) -> list[type[TaskModule]]:
+    """Return the classes of that name that modules of this process hold; in a notebook, the latest of each."""
+    kinds: list[type[TaskModule]] = [TaskModule]
+    for kind in kinds:  # grows while it is walked
+        kinds.extend(below for below in kind.__subclasses__() if below not in kinds)
+    return [
+        kind for kind in kinds if kind.__name__ == name and getattr(sys.modules.get(kind.__module__), name, 0) is kind
+    ]
 
 
 def _recipe(folder: Path) -> Recipe | None:
@@ -121,7 +147,7 @@ def _saved_class(path: Path) -> str:
         task = read_weights(path).task
     except ForgeError:
         return ""
-    return f" {task['class']}" if task else ""
+    return str(task["class"]) if task else ""
 
 
 def _choose(path: Path, folder: Path | None, weights: str | None) -> tuple[Path, str | None, str]:

@@ -16,6 +16,7 @@ from typing import Any
 from forge.config import Recipe, load_recipe
 from forge.errors import ForgeError, Interrupted, did_you_mean
 from forge.report.sweep_page import SweepSummary, TrialLine, sweep_page
+from forge.runs.wording import counted
 from forge.runs.wording import number as number_text
 from forge.sweeping.runners import InProcess, OwnProcess, TrialResult, TrialRunner
 from forge.sweeping.space import parse_spaces
@@ -139,10 +140,8 @@ def run_sweep(
     if crew.problem is not None:
         raise crew.problem
     if crew.stopped:
-        raise Interrupted(
-            f"The sweep was interrupted after {sum(row.state != 'running' for row in result.trials)} trials. The same "
-            "command continues it."
-        )
+        ended = counted(sum(row.state != "running" for row in result.trials), "trial")
+        raise Interrupted(f"The sweep was interrupted after {ended}. The same command continues it.")
     return result
 
 

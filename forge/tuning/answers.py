@@ -73,7 +73,7 @@ def cache_folder(cache: bool | str) -> Path | None:
 
 
 def as_answer(value: Any) -> Answer | None:
-    """Return a value as an answer; None if it is none."""
+    """Return a value as an answer; None if it cannot be one."""
     if not isinstance(value, Mapping) or not all(isinstance(options, Mapping) for options in value.values()):
         return None
     return {str(name): dict(options) for name, options in value.items()}

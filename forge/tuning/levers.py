@@ -66,7 +66,7 @@ class LeverSituation:
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     "The plugins of the user's stack, with the options that the user gave."
     data: Mapping[str, Any] = field(default_factory=dict)
-    "The options of the data with their values; empty if the data cannot be made anew."
+    "The options of the data with their values; empty if the data cannot be made again."
     installed: Collection[str] = ()
     leave_out: Collection[str] = ()
     "Plugins and levers that the user excludes."

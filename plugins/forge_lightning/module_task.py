@@ -66,7 +66,7 @@ class ModuleTask(TaskModule):
             ("forge_edit_grads", "configure_gradient_clipping"),
         ):
             if not (self._hears(method) or (adds and method != "configure_gradient_clipping")):
-                vars(self)[hook] = None  # no cost for hooks that nobody defines
+                vars(self)[hook] = None  # no cost for hooks that are not defined
         for hook, used in {
             "forge_train_step": self.is_manual,
             "forge_micro_step": self.is_manual,

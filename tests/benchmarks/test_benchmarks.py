@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import benchmarks.overhead
-from benchmarks import fp8, gpu, serving, startup
+from benchmarks import fp8, gpu, no_grad, serving, startup
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -125,3 +125,9 @@ def test_serving_measures_both_arms_without_errors(capsys: pytest.CaptureFixture
     assert [(row["where"], row["arm"]) for row in rows] == expected
     assert all(row["requests"] == 24 and row["errors"] == 0 for row in rows)
     assert all(row["mean_batch"] == 1 and row["factor"] == 1 for row in rows if row["arm"] == "one by one")
+
+
+def test_no_grad_keeps_nothing_for_a_backward_pass() -> None:
+    rows = {mode: no_grad.measure("mlp", mode) for mode in no_grad.MODES}
+    layers = 4096 * (784 + 256 + 256) * 4  # the inputs of the three linear layers
+    assert {mode: row["saved"] for mode, row in rows.items()} == {"graph": layers, "no_grad": 0, "inference_mode": 0}

@@ -14,11 +14,17 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
+from forge.metrics import drawing
 from tests.browser.watched import PATIENCE, Watched, board, chromium, forge, logged, make_runs
 
 pytestmark = pytest.mark.browser
 
 expect.set_options(timeout=PATIENCE)
+LETTERS = """head => {
+    const range = document.createRange();
+    range.selectNodeContents(head);
+    return range.getBoundingClientRect().right;
+}"""
 LOOKING = ("looking/large", "looking/small")
 MAIN = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "grad_norm/before", "grad_norm/after")
 
@@ -124,6 +130,17 @@ def test_images_show_predictions_mistakes_and_confusion(watched: Watched) -> Non
     page.wait_for_function("picture => picture.naturalWidth > 100", arg=picture.element_handle())
 
 
+def test_pictures_are_shown_at_their_size(watched: Watched) -> None:
+    """TensorBoard scales others to its width without smoothing, and letters lose their strokes."""
+    page = watched.open("images")
+    pictures = page.locator("tf-image-loader img")
+    expect(pictures).to_have_count(6)  # predictions, mistakes and confusion of two runs
+    for picture in pictures.all():
+        page.wait_for_function("picture => picture.naturalWidth > 100", arg=picture.element_handle())
+        natural = picture.evaluate("picture => picture.naturalWidth")
+        assert picture.evaluate("picture => picture.getBoundingClientRect().width") == natural == drawing.CARD
+
+
 def test_text_has_the_run_card_notes_model_and_profile(watched: Watched) -> None:
     page = watched.open("text")
     expect(page.locator("tf-text-loader").first.get_by_text("tag: card")).to_be_visible()
@@ -136,6 +153,14 @@ def test_the_profile_says_where_the_trace_is_and_how_to_open_it(watched: Watched
     page = watched.open("text&tagFilter=profile")
     expect(page.get_by_text("rank0.7.pt.trace.json").first).to_be_attached()
     expect(page.get_by_text("https://ui.perfetto.dev").first).to_be_attached()
+
+
+def test_hyperparameters_are_in_view_at_1300_pixels(browser: Browser, address: str) -> None:
+    watched = Watched.of(browser, address, width=1300)
+    table = watched.open("hparams").locator("tf-hparams-table-view")
+    for column in ("task.hidden", "task.lr", "task.dropout", "task.weight_decay", "schedule.warmup"):
+        assert table.get_by_text(column, exact=True).first.evaluate(LETTERS) <= 1300
+    watched.page.close()
 
 
 def test_hparams_is_a_table_of_the_runs_with_options_and_metrics(browser: Browser, address: str) -> None:

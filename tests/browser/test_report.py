@@ -70,6 +70,6 @@ def test_a_confusion_matrix_has_its_own_size(tmp_path: Path) -> None:
         shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
         shown.goto((tmp_path / "page.html").as_uri())
         box = shown.locator("figure img").bounding_box()
-        assert round(box["width"]) == confusion().shape[2] > 560
+        assert round(box["width"]) == confusion().shape[2] > drawing.CARD
         size = shown.locator("figcaption").evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
         assert size >= 14

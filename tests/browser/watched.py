@@ -87,7 +87,7 @@ def board(folder: Path) -> Iterator[str]:
 
 
 def _wait_for(address: str, runs: int) -> None:
-    """Until TensorBoard has read something of every run, of which it tells nobody."""
+    """Until TensorBoard has read something of every run, which it does not announce."""
     deadline = time.monotonic() + PATIENCE / 1000
     while len(json.load(urlopen(f"{address}data/runs"))) < runs:
         assert time.monotonic() < deadline, "TensorBoard has not found the runs"

@@ -1,4 +1,4 @@
-"""forge runs: every run with what it came to, and an honest word on how it ended."""
+"""forge runs: every run with its result, and an honest word on how it ended."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_torch_has_the_error_that_is_looked_for() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody here looks at times."""
+    """Times do not matter here."""
     for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
         monkeypatch.setattr(step_timer, name, value)
 

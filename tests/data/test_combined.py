@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,67 @@ def test_a_run_over_several_loaders_resumes(tmp_path: Path, limited: bool) -> No
     assert result.metrics == expected.metrics
 
 
-class Endless(IterableDataset):
+class Stream(IterableDataset):
+    """Numbers in turn, without a length; endless if `count` is None."""
+
+    def __init__(self, count: int | None):
+        self.count = count
+
     def __iter__(self) -> Any:
-        while True:
-            yield torch.zeros(1)
+        numbers = itertools.count() if self.count is None else range(self.count)
+        return (torch.tensor(number) for number in numbers)
+
+
+def streams(*counts: int | None) -> dict[str, Any]:
+    names = "abc"[: len(counts)]
+    return {name: DataLoader(Stream(count), 2) for name, count in zip(names, counts, strict=True)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("counts", [(3, 9, 2), (5, 4), (4, 4)])
+def test_streams_are_combined_as_lightning_does(mode: Any, counts: tuple[int, ...]) -> None:
+    combined = pytest.importorskip("lightning.pytorch.utilities").CombinedLoader
+    plain_of = lambda batch: {k: None if v is None else v.tolist() for k, v in batch.items()}  # noqa: E731
+    listed = (lambda batch: batch.tolist()) if mode == "sequential" else plain_of
+    expected = [listed(batch) for batch, _, _ in iter(combined(streams(*counts), mode))]
+    ours = CombinedLoader(streams(*counts), mode)
+    for _ in range(2):  # each epoch begins the streams again
+        assert [listed(batch) for batch in ours] == expected
+    ours.seek(0, 2)
+    assert [listed(batch) for batch in ours] == expected[2:]
+    with pytest.raises(TypeError, match="no length, because 'a' has none"):
+        len(ours)
+
+
+def test_an_endless_stream_ends_with_the_shortest() -> None:
+    loader = CombinedLoader({"a": numbers(7), "b": DataLoader(Stream(None), 3)}, "min_size")
+    assert [batch["b"].tolist()[0] for batch in loader] == [0, 3, 6, 9]
+
+
+class Samples(IterableDataset):
+    """Samples of TinyTask's, without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(Noisy())
+
+
+def test_a_fit_over_a_stream_and_a_loader() -> None:
+    make = lambda b: CombinedLoader({"a": Loader(Noisy(20), 8), "b": b}, "min_size")  # noqa: E731
+    _, result = fit_tiny([], task=Both(), train=make(Loader(Samples(), 8)))
+    assert result.updates == 2 * 3
+
+
+def test_a_run_over_a_stream_is_not_saved_as_exact(tmp_path: Path) -> None:
+    train = {"a": Loader(Noisy(), 8), "b": Loader(Samples(), 8)}
+    with pytest.raises(DataError, match="iterable dataset without a state"):
+        live(tmp_path / "run", [Checkpoint("1 updates")], task=Both(), train=train)
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
-    with pytest.raises(DataError, match="'b' has no length"):
-        CombinedLoader({"a": numbers(3), "b": DataLoader(Endless())})
+    with pytest.raises(DataError, match="'b' is empty"):
+        CombinedLoader({"a": numbers(3), "b": []})
+    with pytest.raises(DataError, match=r"'b' gave no batch when it was read again\. Use 'max_size'"):
+        list(CombinedLoader({"a": streams(9)["a"], "b": iter(numbers(3))}))
     with pytest.raises(DataError, match="Did you mean 'min_size'"):
         CombinedLoader({"a": numbers(3)}, "minsize")  # pyright: ignore[reportArgumentType]
 

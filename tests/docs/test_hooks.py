@@ -14,7 +14,7 @@ from tests.support.docs_pages import load_script
 
 def test_the_page_of_hooks_is_the_contract() -> None:
     made = load_script("make_hooks").page()
-    assert (REPO / "docs" / "hooks.md").read_text() == made, "python docs/make_hooks.py writes docs/hooks.md anew"
+    assert (REPO / "docs" / "hooks.md").read_text() == made, "python docs/make_hooks.py writes docs/hooks.md again"
     assert re.findall(r"^### (\w+)$", made, flags=re.MULTILINE) == list(SPECS)
 
 
@@ -35,7 +35,7 @@ def picture() -> str:
 
 
 def test_the_picture_of_the_rhythm_is_the_contract(picture: str) -> None:
-    assert picture == load_script("make_rhythm").svg(), "python docs/make_rhythm.py draws docs/pictures/rhythm.svg anew"
+    assert picture == load_script("make_rhythm").svg(), "python docs/make_rhythm.py draws rhythm.svg again"
 
 
 def test_the_picture_has_every_hook_in_its_color(picture: str) -> None:

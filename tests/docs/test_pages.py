@@ -83,7 +83,7 @@ def test_every_recipe_and_its_page_is_in_the_overview() -> None:
 @pytest.mark.parametrize("script", ["make_cli", "make_api"])
 def test_a_page_made_by_a_script_is_current(script: str) -> None:
     made = load_script(script)
-    assert made.PAGE.read_text() == made.page(), f"python docs/{script}.py writes {made.PAGE.name} anew"
+    assert made.PAGE.read_text() == made.page(), f"python docs/{script}.py writes {made.PAGE.name} again"
 
 
 @pytest.mark.parametrize("verb", cli.verbs())

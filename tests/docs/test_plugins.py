@@ -37,7 +37,7 @@ def test_the_pages_are_what_the_plugins_say() -> None:
     made = make_pages().pages()
     assert {path.name for path in folder.iterdir()} == made.keys()
     stale = [name for name, text in made.items() if (folder / name).read_text() != text]
-    assert not stale, f"python docs/make_pages.py writes {', '.join(stale)} anew"
+    assert not stale, f"python docs/make_pages.py writes {', '.join(stale)} again"
 
 
 def test_every_plugin_has_a_page() -> None:

@@ -73,6 +73,31 @@ def test_captions_are_written_below_their_images_and_make_room() -> None:
     assert (below[:, :, half:] < 128).any()
 
 
+def test_a_grid_without_captions_has_eight_columns() -> None:
+    assert drawing.grid(squares(6).repeat(4, 1, 1, 1)).data.size(2) == 8 * 64 + 9 * drawing.GAP
+
+
+@pytest.mark.parametrize("caption", ["3", "3\nnot 5", "not pullover", "a long name of a class"])
+def test_a_grid_with_captions_is_as_wide_as_a_card(caption: str) -> None:
+    assert drawing.grid(squares(6), [caption] * 6).data.size(2) == drawing.CARD
+
+
+@pytest.mark.parametrize("count", [7, 4321, 888888])
+def test_a_count_does_not_touch_the_edge_of_its_cell(count: int) -> None:
+    drawn = drawing.confusion(torch.tensor([[count]]), ["a"]).data.permute(1, 2, 0)
+    dark = (drawn == torch.tensor(drawing.FULL, dtype=torch.uint8)).all(2)
+    rows, columns = (torch.nonzero(dark.any(axis)).flatten() for axis in (1, 0))
+    cell = dark[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    assert not cell.all()  # the number
+    for edge in (cell[0], cell[-1], cell[:, 0], cell[:, -1]):
+        assert edge.all()
+
+
+def test_a_matrix_of_ten_classes_fits_a_card() -> None:
+    ten = drawing.confusion(torch.eye(10) * 99, [str(digit) for digit in range(10)]).data
+    assert ten.size(2) == drawing.CARD
+
+
 def test_the_longest_caption_is_not_cut_off() -> None:
     drawn = drawing.grid(squares(1), ["WWWWWWWWWWWWWWWWWWWWWWWW"])
     assert (drawn.data[:, :, -drawing.GAP :] == 255).all()

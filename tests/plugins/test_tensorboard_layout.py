@@ -124,7 +124,7 @@ def test_a_plugin_of_a_third_party_declares_charts_of_its_own(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("charts", "said"),
-    [({"loud": "x"}, "write its section and its title"), ({"noise/loud": "("}, "which is none: ")],
+    [({"loud": "x"}, "write its section and its title"), ({"noise/loud": "("}, "which is no regular expression: ")],
 )
 def test_a_chart_that_cannot_be_drawn_is_refused_before_the_run(charts: dict[str, str], said: str) -> None:
     class Noise(forge.Plugin):

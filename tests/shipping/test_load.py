@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,10 @@ from forge.shipping.engine import ExportError
 from forge.shipping.source import find
 from forge_plugins import EMA, Checkpoint
 from tests.support.ships import Classifier, batches, trained_run
+
+
+class Unique(Classifier):
+    """A task of this module; no other is called so."""
 
 
 def test_a_run_is_loaded_in_eval_mode_with_its_weights(tmp_path: Path) -> None:
@@ -58,9 +65,55 @@ def test_weights_that_are_not_there_are_refused(weights: str, said: str, tmp_pat
         forge.load(tmp_path / "run", Classifier, weights=weights)
 
 
-def test_a_task_that_is_not_installed_must_be_named(tmp_path: Path) -> None:
-    trained_run(tmp_path / "run")
-    with pytest.raises(ExportError, match=r"The task Classifier .* --task FILE.py:Task"):
+def test_a_task_that_is_unknown_here_must_be_named(tmp_path: Path) -> None:
+    class Local(Classifier):
+        """No module holds it."""
+
+    trained_run(tmp_path / "run", task=Local())
+    with pytest.raises(ExportError, match=r"The task Local .* task=Local\), or add --task FILE.py:Task"):
+        forge.load(tmp_path / "run")
+    assert isinstance(forge.load(tmp_path / "run", task=Local), Local)
+
+
+def test_an_imported_class_is_found_by_name(tmp_path: Path) -> None:
+    trained_run(tmp_path / "run", task=Unique())
+    assert type(forge.load(tmp_path / "run")) is Unique
+
+
+def test_a_class_defined_again_is_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained_run(tmp_path / "run", task=Unique())
+    again = type("Unique", (Classifier,), {"__module__": __name__})
+    monkeypatch.setattr(sys.modules[__name__], "Unique", again)
+    assert type(forge.load(tmp_path / "run")) is again
+
+
+def test_two_classes_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained_run(tmp_path / "run", task=Unique())
+    other = types.ModuleType("another_module")
+    other.Unique = type("Unique", (Classifier,), {"__module__": other.__name__})  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    with pytest.raises(ExportError, match=r"tests.shipping.test_load.Unique and another_module.Unique: pass the class"):
+        forge.load(tmp_path / "run")
+
+
+def test_a_task_fitted_from_python_is_found_where_installed(tmp_path: Path) -> None:
+    """In a process that has not imported it."""
+    script = """if True:
+        import forge
+        from forge_recipes.digits import DigitsMLP, digits
+        forge.Trainer(max_updates=2, device="cpu", run_dir="run").fit(DigitsMLP(hidden=8), digits().train)
+    """
+    for code in (script, "import forge; assert forge.load('run').net[1].out_features == 8"):
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:
+    """The class in a run folder is a name, whatever it looks like."""
+    trained_run(tmp_path / "run", task=Unique())
+    for file in ("card.json", "weights.safetensors"):
+        path = tmp_path / "run" / file
+        path.write_bytes(path.read_bytes().replace(b"Unique", b"os.sys"))
+    with pytest.raises(ExportError, match=r"The task os.sys"):
         forge.load(tmp_path / "run")
 
 

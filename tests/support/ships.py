@@ -44,9 +44,11 @@ def data() -> Splits:
     return Splits(train=batches(), val=batches())
 
 
-def trained_run(folder: Any, *plugins: forge.Plugin, task: forge.TaskModule | None = None) -> forge.TaskModule:
+def trained_run(
+    folder: Any, *plugins: forge.Plugin, task: forge.TaskModule | None = None, **settings: Any
+) -> forge.TaskModule:
     """Train for six updates in a run folder; return the task."""
     task = task or Classifier()
-    trainer = forge.Trainer(max_updates=6, seed=0, device="cpu", plugins=list(plugins), run_dir=folder)
+    trainer = forge.Trainer(max_updates=6, seed=0, device="cpu", plugins=list(plugins), run_dir=folder, **settings)
     trainer.fit(task, batches(), batches())
     return task

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Sounds(Dataset):
-    """Spectra of recordings, computed anew whenever one is read."""
+    """Spectra of recordings, computed again whenever one is read."""
 
     def __init__(self, tones, first: int):
         self.tones = tones

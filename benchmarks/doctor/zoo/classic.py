@@ -777,7 +777,7 @@ def tensor_loader_images_as_bytes() -> tuple[forge.TaskModule, Splits]:
 
 
 class Augmented(Samples):
-    """Shifts and noise of the training pictures, drawn anew in each epoch."""
+    """Shifts and noise of the training pictures, drawn again in each epoch."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = self.samples[index]

@@ -755,7 +755,7 @@ def correlation_over_batch() -> tuple[forge.TaskModule, Splits]:
 
 
 class Bayesian(nn.Module):
-    """Weights are drawn anew in every training step (Bayes by backprop); means in evaluation."""
+    """Weights are drawn again in every training step (Bayes by backprop); means in evaluation."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()

@@ -140,7 +140,7 @@ def _touched(dataset: Any, indices: tuple[int, ...], held: dict[str, Array]) -> 
 
 
 def reseeded(patient: Patient) -> Iterator[Finding]:
-    """Random numbers that begin anew, with one seed, in each step or whenever a sample is read."""
+    """Random numbers that begin again, with one seed, in each step or whenever a sample is read."""
     task, batch = patient.clone(), patient.batches[0]
     actions: dict[str, Callable[[int], Any]] = {"training_step": lambda k: patient.run(task, batch, seed=k)}
     if count_of(patient.train) > 1:

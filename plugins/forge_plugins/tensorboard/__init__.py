@@ -169,7 +169,7 @@ class Tensorboard(forge.Plugin):
         if trainer.verb == "fit":
             self._add_card(writer, trainer)
             add_hyperparameters(writer, trainer.hyperparameters)
-            self._begin_anew(writer, trainer)
+            self._begin_again(writer, trainer)
         return writer
 
     def _take_back(self, writer: SummaryWriter, trainer: forge.Run) -> None:
@@ -179,9 +179,9 @@ class Tensorboard(forge.Plugin):
         add_restart(writer, first)
         if self._card_at >= first:
             self._add_card(writer, trainer)
-        self._begin_anew(writer, trainer)
+        self._begin_again(writer, trainer)
 
-    def _begin_anew(self, writer: SummaryWriter, trainer: forge.Run) -> None:
+    def _begin_again(self, writer: SummaryWriter, trainer: forge.Run) -> None:
         """Write the layout again, and clear the projector if the fit starts from its beginning."""
         first = first_made(trainer) or 0
         self._layout = {}
