@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 Entry = dict[str, Any]
 
-SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE" if TorchVersion(torch.__version__) >= "2.11" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""The variable that sets how many collectives torch records; torch 2.10 records none without it."""
-SIZE = "2000"
+SIZE_VARIABLE, SIZE = "TORCH_FR_BUFFER_SIZE", "2000"
+"""How many collectives torch records; torch 2.10 records none of gloo's without the variable."""
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "GLOO_")
 """Beginnings of the variables that change how ranks communicate."""
 
