@@ -168,7 +168,7 @@ class Replicated(forge.Plugin):
 
     def _refuse_detail(self) -> None:
         """Refuse what ends in a segmentation fault of torch's DDP, seen with torch 2.10 and 2.15."""
-        if dist.get_debug_level() is dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
             raise StackError(
                 f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel over gloo, which {self.name} "
                 "uses. Set TORCH_DISTRIBUTED_DEBUG=INFO, or look with -p fsdp."
