@@ -92,8 +92,11 @@ def _missing(dumps: Mapping[int, Dump]) -> list[str]:
         elif len({group["latest"] for group in inside.values()}) > 1:
             found = ", ".join(f"rank {rank} in {group['latest'] or 'none'}" for rank, group in inside.items())
             lines.append(f"The ranks are in different collectives, number {furthest} of the group {name}: {found}.")
-    if not lines and any(each["settings"].get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL" for each in dumps.values()):
-        return ["With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks wait for each other before a collective counts: see below."]
+    if any(each["settings"].get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL" for each in dumps.values()):
+        lines.append(
+            "With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks wait for each other before a collective counts: the late rank "
+            "is the one whose stack is in none."
+        )
     return lines or ["All ranks have begun the same collectives: none is missing. See their stacks below."]
 
 

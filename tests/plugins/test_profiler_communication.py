@@ -198,7 +198,7 @@ def test_advice_names_the_options_of_the_strategy() -> None:
         assert words in told
 
 
-def test_a_large_exposed_share_has_its_line_beside_another_verdict() -> None:
+def test_a_large_exposed_share_has_its_line_of_advice() -> None:
     setup = Setup(strategy="ddp", options=plugin_options(DDP()))
     some, little = judge(exposed(0.12, "cpu"), setup), judge(exposed(0.02), setup)
     assert "communication-bound" not in (some.kind, little.kind)

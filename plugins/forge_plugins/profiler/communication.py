@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from forge_plugins.profiler.intervals import Interval, covers, length, minus, union
-
-if TYPE_CHECKING:
-    from forge_plugins.profiler.trace import Span
+from forge_plugins.profiler.spans import Span
 
 KINDS = {
     "all_reduce": "allreduce",

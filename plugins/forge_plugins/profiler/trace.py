@@ -23,6 +23,7 @@ from forge_plugins.profiler.communication import (
     is_collective,
 )
 from forge_plugins.profiler.intervals import Interval, covers, length, minus, union
+from forge_plugins.profiler.spans import Span
 
 DATA, TRANSFER, FORWARD, BACKWARD, STEP, EVALUATION = "data", "transfer", "forward", "backward", "step", "evaluation"
 UPDATE, BETWEEN = "update", "between"
@@ -143,25 +144,6 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading events
-
-
-@dataclass(slots=True)
-class Span:
-    """One event of the trace."""
-
-    name: str
-    kind: str
-    start: float
-    end: float
-    thread: tuple[Any, Any]
-    id: int = 0
-    "The number of an operator; of a kernel or a wait, that of the operator it belongs to."
-    correlation: int = 0
-    parent: Span | None = None
-    own: float = 0.0
-    bytes: int = 0
-    total: int = 0
-    device: tuple[int, int] = (0, 0)
 
 
 def _sorted_by_kind(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span], list[Span], list[Span]]:
