@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 Entry = dict[str, Any]
 
@@ -110,4 +111,4 @@ def save(folder: Path, rank: int, dump: Mapping[str, Any]) -> None:
 def _nccl_version() -> str:
     if not dist.is_nccl_available():
         return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, nccl.version()))

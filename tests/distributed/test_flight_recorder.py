@@ -90,7 +90,7 @@ def test_nccls_record_and_log_are_kept_beside_the_dump(tmp_path: Path, monkeypat
         "_dump_nccl_trace": b"torch's",
         "_dump_fr_trace_json": b"{}",
     }.items():
-        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda value=value: value, raising=False)
+        monkeypatch.setattr(f"torch._C._distributed_c10d.{name}", lambda value=value: value, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     (tmp_path / f"log.{os.getpid()}").write_text("NCCL INFO")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log.%p"))

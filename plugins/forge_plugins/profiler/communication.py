@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ OTHER = "other collectives"
 NCCL, GLOO = re.compile(r"nccl\w*kernel", re.IGNORECASE), "gloo:"
 WAITING = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", "nccl:", GLOO)
 """Operators of the host that start collectives or wait for them."""
-SCATTERS = re.compile("c10d::_?reduce_scatter")
-"""Calls in which gloo, which has no reduce_scatter, runs an all_reduce and waits for it."""
+CALL, SCATTERS = "c10d::", re.compile("c10d::_?reduce_scatter")
+"""Calls of collectives. gloo has no reduce_scatter and runs an all_reduce, so the latest call tells its kind."""
 COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 
 
@@ -74,7 +75,7 @@ def communication(
     collectives: list[Span], host: list[Span], computing: list[Interval], holes: list[Interval], begin: float
 ) -> Communication:
     """Divide collectives into exposed and overlapped; `holes` (evaluations) and times before `begin` are left out."""
-    scatters = union((span.start, span.end) for span in host if SCATTERS.match(span.name))
+    calls = sorted((span.start, SCATTERS.match(span.name) is not None) for span in host if span.name.startswith(CALL))
     counted = [span for span in collectives if span.start >= begin and not covers(holes, span.start)]
     if not counted:
         return NONE
@@ -85,7 +86,8 @@ def communication(
 
     by_kind: dict[str, list[Span]] = {}
     for span in counted:
-        scatter = span.name.startswith(GLOO) and covers(scatters, span.start)
+        call = bisect_right(calls, (span.start, True)) - 1
+        scatter = span.name.startswith(GLOO) and call >= 0 and calls[call][1]
         by_kind.setdefault("reduce_scatter" if scatter else kind_of(span.name), []).append(span)
     kinds = sorted((of(*item) for item in by_kind.items()), key=lambda each: (-each.exposed, -each.seconds))
     return Communication(kinds, of("all", counted))

@@ -40,7 +40,7 @@ class HookRanges:
         self.leave_out, self.inner = leave_out, inner
 
     def instrument(self, hook: str, impl: HookImpl) -> Function:
-        function = impl.function if self.inner is None else self.inner(hook, impl)
+        function: Function = impl.function if self.inner is None else self.inner(hook, impl)
         if impl.plugin_name == CORE or impl.plugin is self.leave_out or hook in ONE_BY_ONE:
             return function
         name = f"{impl.plugin_name}: {hook}"
