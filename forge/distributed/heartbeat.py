@@ -23,15 +23,17 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError, Store
 
-from forge.distributed import stall_report
+from forge.distributed import flight_recorder, stall_report
 from forge.distributed.stderr import flush, is_echo, print_only_once, write
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine
 from forge.distributed.worker_exit import exit_code
 from forge.errors import ForgeError, Interrupted, PeerFailed
+from forge.util.text import short_path
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -43,6 +45,8 @@ SILENCE = 8.0
 """Seconds without a beat after which a rank on another machine counts as dead."""
 GRACE = 4.0
 """Seconds for the main thread to exit by itself once the run has failed."""
+POLL = 0.05
+"""Seconds between two looks for a printed cause."""
 FIRST_UPDATE_LIMIT = 600.0
 """Seconds allowed for the first update, at least: compilers, caches and file systems warm up."""
 SAVE_LIMIT = 3600.0
@@ -209,7 +213,7 @@ class Heartbeat:
         end = time.monotonic() + seconds
         with suppress(DistError):
             while not self._channel.printed() and time.monotonic() < end:
-                time.sleep(0.05)
+                time.sleep(POLL)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -346,7 +350,9 @@ class Heartbeat:
     def _report_stall(self, cause: FailureCause) -> None:
         """Write this rank's stacks to the store; the rank that found the stall waits for all of them and prints."""
         with suppress(DistError):
-            self._channel.leave_dump(stall_report.dump({thread.ident for thread in self._threads}))
+            dump = stall_report.dump({thread.ident for thread in self._threads})
+            folder = self._save(dump)
+            self._channel.leave_dump(dump)
             if cause.by != self.rank:
                 self._wait_until_printed(3 * GRACE)
                 return
@@ -356,8 +362,33 @@ class Heartbeat:
                 dumps = {rank: known or self._channel.dump_of(rank) for rank, known in dumps.items()}
                 time.sleep(0.1)
             head = f"The run has stalled: rank {cause.rank} on {cause.host} saw {cause.summary}."
-            write(stall_report.stall_report(dumps, head))
+            report = stall_report.stall_report(dumps, head)
+            if folder is not None:
+                report = f"{report}\n\nThis report, and the latest collectives of each rank: {short_path(folder)}"
+                with suppress(OSError):
+                    (folder / "report.txt").write_text(f"{report}\n")
+            write(report)
             self._channel.printed(done=True)
+            time.sleep(4 * POLL)  # the store may end with this process: let the others read that
+
+    def _save(self, dump: stall_report.Dump) -> Path | None:
+        """Write this rank's record to RUN/stall; return the folder, or None without one. A file system may be what the
+        run waits for, so this takes `GRACE / 2` seconds at most."""
+        run_dir = self._trainer.run_dir if self._trainer is not None else None
+        if run_dir is None:
+            return None
+        folder = run_dir / "stall"
+        saved = threading.Event()
+
+        def save() -> None:
+            with suppress(OSError):
+                flight_recorder.save(folder, self.rank, dump)
+                saved.set()
+
+        thread = threading.Thread(target=save, daemon=True)
+        thread.start()
+        thread.join(GRACE / 2)
+        return folder if saved.is_set() else None
 
     # -- the store ----------------------------------------------------------------------------------------------------
 

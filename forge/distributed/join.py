@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.torch_version import TorchVersion
 
+from forge.distributed import flight_recorder
 from forge.distributed.address import resolvable
 from forge.distributed.namespace import fresh_store
 from forge.distributed.rank_info import RankInfo
@@ -21,10 +21,6 @@ from forge.errors import ForgeError
 
 BACKENDS = {"cuda": "nccl"}
 """The backend by device type; gloo on all others."""
-FLIGHT_RECORDER = (
-    "TORCH_FR_BUFFER_SIZE" if TorchVersion(torch.__version__) >= "2.11" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-)
-"""The variable that sets how many collectives torch records."""
 JOIN_TIMEOUT = timedelta(seconds=300)
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Practically none: the heartbeat finds stalls, and reports the cause."""
@@ -73,8 +69,7 @@ def join(info: RankInfo, device: torch.device, backend: str | None) -> Membershi
 def _init(info: RankInfo, device: torch.device, backend: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "nccl" in backend:
-        os.environ.setdefault(FLIGHT_RECORDER, "2000")  # read after a stall
+    flight_recorder.switch_on()  # read after a stall
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     options |= {"rank": info.rank, "world_size": info.world, "timeout": COLLECTIVE_TIMEOUT}
     try:

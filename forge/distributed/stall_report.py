@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 import sys
 import sysconfig
@@ -12,13 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import forge
+from forge.distributed import flight_recorder
 
 Dump = dict[str, Any]
-"""One rank's stacks, and for each process group the number and name of its latest collective."""
+"""One rank's stacks; for each process group the number and name of its latest collective; where the flight recorder
+sees it; and the settings of its communication."""
 
 COLLECTIVES = "distributed_c10d.py"
 FORGE = str(Path(forge.__file__).parent)
@@ -37,7 +37,15 @@ def dump(skip: Iterable[int | None] = ()) -> Dump:
         for ident, frame in frames.items()
         if frame is not main and ident not in set(skip)
     }
-    return {"main": _stack(main), "others": others, "groups": _groups(main), "recorded": _recorded()}
+    recorded = flight_recorder.entries()
+    return {
+        "main": _stack(main),
+        "others": others,
+        "groups": _groups(main, recorded),
+        "position": flight_recorder.position(recorded),
+        "recorded": flight_recorder.by_group(recorded),
+        "settings": flight_recorder.settings(),
+    }
 
 
 def place() -> str:
@@ -52,6 +60,8 @@ def stall_report(dumps: Mapping[int, Dump | None], summary: str) -> str:
     """Return the text of the report."""
     seen = {rank: each for rank, each in dumps.items() if each is not None}
     lines = [summary, *_missing(seen)]
+    lines += [f"rank {rank} {each['position']}." for rank, each in seen.items()]
+    lines += _settings(seen)
     for rank, each in dumps.items():
         if each is None:
             lines += ["", f"rank {rank} shows no stack: it does not answer."]
@@ -82,7 +92,26 @@ def _missing(dumps: Mapping[int, Dump]) -> list[str]:
         elif len({group["latest"] for group in inside.values()}) > 1:
             found = ", ".join(f"rank {rank} in {group['latest'] or 'none'}" for rank, group in inside.items())
             lines.append(f"The ranks are in different collectives, number {furthest} of the group {name}: {found}.")
+    if any(each["settings"].get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL" for each in dumps.values()):
+        lines.append(
+            "With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks wait for each other before a collective counts: the late rank "
+            "is the one whose stack is in none."
+        )
     return lines or ["All ranks have begun the same collectives: none is missing. See their stacks below."]
+
+
+def _settings(dumps: Mapping[int, Dump]) -> list[str]:
+    """Return the settings of communication: those that all ranks share in one line, each other one in its own."""
+    by_rank = {rank: each["settings"] for rank, each in dumps.items()}
+    shared, lines = [], []
+    for name in dict.fromkeys(name for settings in by_rank.values() for name in settings):
+        values = {rank: settings.get(name, "not set") for rank, settings in by_rank.items()}
+        if len(set(values.values())) == 1:
+            shared.append(f"{name}={next(iter(values.values()))}")
+        else:
+            told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            lines.append(f"{name} differs: {told}.")
+    return [*([f"settings: {' '.join(shared)}"] if shared else []), *lines]
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -93,27 +122,17 @@ def _is_are(ranks: list[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
 
 
-def _groups(main: FrameType | None) -> dict[str, Any]:
+def _groups(main: FrameType | None, entries: list[flight_recorder.Entry]) -> dict[str, Any]:
     """Return the number and name of the latest collective of each process group of this rank."""
     if not dist.is_initialized():
         return {}
-    recorded = {entry["process_group"][0]: entry for entry in _entries()}
+    recorded = {entry["process_group"][0]: entry for entry in entries}
     groups: dict[str, Any] = {}
     for group, name in dist.distributed_c10d._world.pg_names.items():
-        latest = _title(recorded[name]) if name in recorded else _called(main)
+        latest = flight_recorder.title(recorded[name]) if name in recorded else _called(main)
         number = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
-        groups[_group_title(name)] = {"number": number, "latest": latest}
+        groups[flight_recorder.group_title(name)] = {"number": number, "latest": latest}
     return groups
-
-
-def _group_title(name: str) -> str:
-    """Return a group's description and name, or its name if it has no description."""
-    for group, its_name in dist.distributed_c10d._world.pg_names.items():
-        if its_name == name and group is dist.distributed_c10d._get_default_group():
-            return "default"
-        if its_name == name and group.group_desc not in ("", "undefined"):
-            return f"{group.group_desc} ({name})"
-    return name
 
 
 def _called(main: FrameType | None) -> str:
@@ -125,37 +144,6 @@ def _called(main: FrameType | None) -> str:
             return frame.f_code.co_name
     inside = [frame.f_code.co_name for frame in _walk(main) if "autograd" in frame.f_code.co_filename]
     return "the all-reduce of gradients" if inside else ""
-
-
-def _entries() -> list[dict[str, Any]]:
-    """Return the entries of torch's flight recorder, oldest first; none if it is off."""
-    found: list[dict[str, Any]] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        recorder = getattr(torch._C._distributed_c10d, name, None)  # pyright: ignore[reportAttributeAccessIssue]
-        if recorder is not None:
-            found += json.loads(recorder()).get("entries", [])
-    return sorted(found, key=lambda entry: entry["time_created_ns"])
-
-
-def _recorded() -> list[str]:
-    """Return the last finished and the first unfinished collective of each group, one line each."""
-    lines = []
-    entries = _entries()
-    for group in dict.fromkeys(entry["process_group"][0] for entry in entries):
-        done, open_ = [], []
-        for entry in entries:
-            if entry["process_group"][0] == group:
-                (done if entry.get("retired") or entry["state"] == "completed" else open_).append(entry)
-        for entry, word in [(e, "done") for e in done[-1:]] + [(e, f"not done, {e['state']}") for e in open_[:1]]:
-            lines.append(f"{_title(entry)}, number {entry['collective_seq_id']} of {_group_title(group)}: {word}")
-    return lines
-
-
-def _title(entry: Mapping[str, Any]) -> str:
-    """ "all_reduce of 3x4"."""
-    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    sizes = ", ".join("x".join(map(str, size)) or "one number" for size in entry.get("input_sizes", []))
-    return f"{name} of {sizes}" if sizes else name
 
 
 def _stack(frame: FrameType | None) -> list[str]:

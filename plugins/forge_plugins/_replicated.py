@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -145,6 +146,7 @@ class Replicated(forge.Plugin):
         self._note_trained(task)
         if not any(self._trained):
             return inner
+        self._refuse_detail()
         self._model = Synchronised(
             inner,
             bucket_cap_mb=config.bucket_mb,
@@ -163,6 +165,14 @@ class Replicated(forge.Plugin):
         self._parameters = list(task.parameters())  # compared after every update without walking the modules
         self._trained = [p.requires_grad for p in self._parameters]
         self._model = None
+
+    def _refuse_detail(self) -> None:
+        """Refuse what ends in a segmentation fault of torch's DDP, seen with torch 2.10 and 2.15."""
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
+            raise StackError(
+                f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel over gloo, which {self.name} "
+                "uses. Set TORCH_DISTRIBUTED_DEBUG=INFO, or look with -p fsdp."
+            )
 
     def _refuse_sync_batchnorm_on(self, env: Env) -> None:
         if env.device.type == "cpu":

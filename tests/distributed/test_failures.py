@@ -185,6 +185,18 @@ def test_a_stall_names_the_missing_and_shows_all_stacks(start: Start) -> None:
     waiting, sleeping = text.split("rank 0, main thread")[1].split("rank 1, main thread")
     assert "loss.backward()" in waiting
     assert "time.sleep(600)" in sleeping
+    number = int(re.findall(r"number (\d+) of the group default", text)[0])
+    assert re.search(rf"\nrank 0 waits in all_reduce of 99, number {number} of default, for \d+ s\.\n", text)
+    assert (
+        f"\nrank 1 waits in no collective; its last one was broadcast of 1, number {number - 1} of default.\n" in text
+    )
+    assert text.endswith("\n\nThis report, and the latest collectives of each rank: run/stall\n")
+    folder = ranks.folder / "run" / "stall"
+    assert (folder / "report.txt").read_text() == text[text.index("The run has stalled") :]
+    for rank, behind in ((0, 0), (1, 1)):
+        seen = json.loads((folder / f"rank{rank}.json").read_text())["collectives"]
+        last = [entry for entry in seen if entry["process_group"][1] == "default_pg"][-1]
+        assert (last["collective_seq_id"], last["retired"]) == (number - behind, bool(behind))
 
 
 @pytest.mark.slow
@@ -356,13 +368,20 @@ def test_a_clock_starts_again_with_every_micro_batch() -> None:
     assert clock.still_for(trainer) < 100
 
 
+def dumped(groups: dict[str, Any], main: list[str] | None = None, **settings: str) -> stall_report.Dump:
+    """One rank's dump."""
+    position = "waits in no collective"
+    words: dict[str, Any] = {"groups": groups, "position": position, "recorded": [], "settings": settings}
+    return {"main": main or [], "others": {}, **words}
+
+
 def test_the_report_names_the_missing_ranks_of_each_group() -> None:
     def dump(default: int, control: int) -> stall_report.Dump:
         groups = {
             "default": {"number": default, "latest": "all_reduce of 3x4"},
             "control (1)": {"number": control, "latest": ""},
         }
-        return {"main": ["a.py:1 f"], "others": {}, "groups": groups, "recorded": []}
+        return dumped(groups, main=["a.py:1 f"])
 
     text = stall_report.stall_report({0: dump(7, 2), 1: dump(6, 2), 2: dump(6, 2), 3: None}, "Stalled.")
     assert "ranks 1, 2 are missing from all_reduce of 3x4, number 7 of the group default: rank 0 is in it" in text
@@ -386,7 +405,7 @@ def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
 
 def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
     def rank(latest: str) -> dict[str, Any]:
-        return {"main": [], "others": {}, "groups": {"control": {"number": 4, "latest": latest}}, "recorded": []}
+        return dumped({"control": {"number": 4, "latest": latest}})
 
     text = stall_report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
     assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text

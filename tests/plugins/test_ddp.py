@@ -409,3 +409,17 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name() -> None:
 
     with pytest.raises(DataError, match="yields a str, which cannot be divided among 2 ranks"):
         list(RankLoader(["text"], 0, 2, "train"))
+
+
+def in_detail() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        train(Plain(), [])
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_a_debug_level_that_crashes_torch_is_refused() -> None:
+    for error in ranks(2).errors(in_detail):
+        assert "StackError: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes" in error
+        assert "TORCH_DISTRIBUTED_DEBUG=INFO" in error

@@ -6,6 +6,7 @@ import logging
 import statistics
 import time
 from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from torch.profiler import record_function
 import forge
 from forge.errors import RecipeError
 from forge.util.oom import is_out_of_memory
-from forge_plugins.profiler import memory, results
+from forge_plugins.profiler import memory, nvtx, results
 from forge_plugins.profiler.recording import Recording, another_one
 from forge_plugins.profiler.recording_report import Report
 from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, range_name
@@ -24,12 +25,21 @@ logger = logging.getLogger("forge")
 
 
 class Profiler(forge.Plugin):
-    """Record updates with torch's profiler, and report their bottleneck: data, transfer, host or compute.
+    """Record updates with torch's profiler, and report their bottleneck: data, transfer, collectives, host or compute.
 
     After `wait` updates and `warmup` more, `active` updates are recorded, `repeat` times. The trace has the ranges
     `update N`, inside it `transfer`, `forward`, `backward` and `step`, and before it `data`, the wait for the loader.
     The log then shows the verdict with evidence and advice, the time of an update by phase, and the operators that take
     the most time; all sinks get the same as the text `profile`.
+
+    On several ranks a table has the time of collectives by kind, with its share of an update, divided into exposed
+    (nothing is computed at the same time) and overlapped: on CUDA from NCCL's kernels and all other kernels, on a CPU
+    from gloo's work and the operators of all threads. Waiting for a slower rank counts as communication. Each rank
+    writes its trace; the report is that of rank 0.
+
+    With `nvtx`, all updates on a CUDA device are marked with the same ranges in NVTX, and hooks of plugins with ranges
+    of their own. `repeat=0` leaves out torch's profiler, which cannot record while Nsight Systems does:
+    `nsys profile -t cuda,nvtx python -m forge fit ... -p profiler profiler.nvtx=true profiler.repeat=0`.
 
     RUN/profile holds the trace, for https://ui.perfetto.dev, chrome://tracing and TensorBoard (with torch-tb-profiler),
     and all numbers as `summary.md` and `summary.json`. With `memory` it also holds a picture of memory use over time,
@@ -72,6 +82,8 @@ class Profiler(forge.Plugin):
         "Draw memory use over time, as a picture and a track of the trace; on CUDA also a snapshot of all allocations."
         oom: bool = True
         "On CUDA, record which lines allocate memory, to report them when it runs out."
+        nvtx: bool = False
+        "On CUDA, mark phases of steps and hooks of plugins as NVTX ranges in all updates, for Nsight Systems."
 
     config: Config
     provides = ("profiler",)
@@ -80,13 +92,19 @@ class Profiler(forge.Plugin):
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)
-        for name, least in (("wait", 1), ("warmup", 0), ("active", 1), ("repeat", 1), ("top", 1)):
+        fewest = 0 if self.config.nvtx else 1
+        for name, least in (("wait", 1), ("warmup", 0), ("active", 1), ("repeat", fewest), ("top", 1)):
             value = getattr(self.config, name)
             if value < least:
                 why = ": the first update of a run is like no other" if name == "wait" else ""
                 raise RecipeError(f"profiler.{name} is {value}; it must be at least {least}{why}.")
+        if self.config.nvtx:
+            self.conflicts = {"ledger": "Both replace the implementations of hooks: run them one after the other."}
         self.reports: list[Report] = []
         "The reports of the last run."
+        self._marks = False
+        "Whether NVTX ranges are opened."
+        self._hook_ranges: nvtx.HookRanges | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -97,13 +115,22 @@ class Profiler(forge.Plugin):
         "End times of the updates in this cycle's wait."
         self._recording: Recording | None = None
         self._active = False
-        self._data: record_function | None = None
+        self._data: ExitStack | None = None
         self._history: memory.History | None = None
         self._failed = False
 
     def due(self, step: forge.Step) -> bool:
         """Never: a captured step is recorded unchanged."""
         return False
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
+        self._marks = self.config.nvtx and nvtx.on_cuda(trainer)
+        if self._marks:
+            self._hook_ranges = nvtx.HookRanges(self, trainer.instrument)
+            trainer.instrument = self._hook_ranges.instrument
+        elif self.config.nvtx:
+            logger.warning("profiler: NVTX ranges need a CUDA device; profiler.nvtx does nothing on this one.")
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -113,64 +140,72 @@ class Profiler(forge.Plugin):
         if trainer.verb == "fit":
             self._cycles = self.config.repeat
 
-    # -- ranges, while updates are recorded ---------------------------------------------------------------------------
+    # -- ranges -------------------------------------------------------------------------------------------------------
+
+    def _open(self, name: str) -> ExitStack:
+        """Open a range in the trace, in NVTX, or in both; only where one of them is on."""
+        ranges = ExitStack()
+        if self._active:
+            ranges.enter_context(record_function(name))
+        if self._marks:
+            ranges.enter_context(nvtx.nvtx_range(name))
+        return ranges
 
     @forge.hookimpl(wrapper=True)
     def forge_plan_step(self) -> Generator[None, Any, Any]:
-        if self._active:  # the loop asks for the next window
+        if self._active or self._marks:  # the loop asks for the next window
             self._end_data()
-            self._data = record_function(DATA)
-            self._data.__enter__()
+            self._data = self._open(DATA)
         return (yield)
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        if not self._active:
+        if not self._active and not self._marks:
             return (yield)
         self._end_data()
-        assert self._recording is not None
-        self._recording.data_waits[step.index] = step.data_wait
-        with record_function(range_name(step.index, step.name)):
+        if self._active and self._recording is not None:
+            self._recording.data_waits[step.index] = step.data_wait
+        with self._open(range_name(step.index, step.name)):
             return (yield)
 
     @forge.hookimpl(wrapper=True)
     def forge_prepare_batch(self) -> Generator[None, Any, Any]:
-        if not self._active:
+        if not self._active and not self._marks:
             return (yield)
-        with record_function(TRANSFER):
+        with self._open(TRANSFER):
             return (yield)
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self) -> Generator[None, Any, Any]:
-        if not self._active:
+        if not self._active and not self._marks:
             return (yield)
-        with record_function(FORWARD):
+        with self._open(FORWARD):
             return (yield)
 
     @forge.hookimpl(wrapper=True)
     def forge_backward(self) -> Generator[None, Any, Any]:
-        if not self._active:
+        if not self._active and not self._marks:
             return (yield)
-        with record_function(BACKWARD):
+        with self._open(BACKWARD):
             return (yield)
 
     @forge.hookimpl(wrapper=True)
     def forge_optimizer_step(self) -> Generator[None, Any, Any]:
-        if not self._active:
+        if not self._active and not self._marks:
             return (yield)
-        with record_function(STEP):
+        with self._open(STEP):
             return (yield)
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self) -> Generator[None, Any, Any]:
-        if not self._active:
+        if not self._active and not self._marks:
             return (yield)
-        with record_function(EVALUATION):
+        with self._open(EVALUATION):
             return (yield)
 
     def _end_data(self) -> None:
         if self._data is not None:
-            self._data.__exit__(None, None, None)
+            self._data.close()
             self._data = None
 
     # -- the cycle ----------------------------------------------------------------------------------------------------
@@ -278,7 +313,8 @@ class Profiler(forge.Plugin):
             elif self._recording is not None and another_one() == self._active:
                 self._recording.stop()
         finally:
-            if self._cycles == self.config.repeat and not self._failed:
+            self._unmark(trainer)
+            if self._cycles == self.config.repeat > 0 and not self._failed:
                 logger.warning(
                     "profiler: nothing was recorded: the run had %d updates, and profiler.wait=%d with "
                     "profiler.warmup=%d skips the first %d. Set profiler.wait=1 profiler.warmup=0, or train longer.",
@@ -292,6 +328,12 @@ class Profiler(forge.Plugin):
             self.reports = reports
             if history is not None:
                 history.drop()
+
+    def _unmark(self, trainer: forge.Run) -> None:
+        """Open no more NVTX ranges."""
+        ranges, self._hook_ranges, self._marks = self._hook_ranges, None, False
+        if ranges is not None and trainer.instrument == ranges.instrument:
+            trainer.instrument = ranges.inner
 
 
 def unrecorded(ends: list[float]) -> float | None:

@@ -60,7 +60,7 @@ class Report:
             lines += ["  what to change", *(f"    {sentence}" for sentence in self.verdict.advice), ""]
         else:
             lines += [f"  {NO_VERDICT.format(self.device)}", ""]
-        for table in (self.phases(), self.main_operators()):
+        for table in (self.phases(), *self.collectives(), self.main_operators()):
             lines += [*_aligned(table), ""]
         if self.peak is not None:
             lines += [*_aligned(self.allocators()), f"  At most {format_bytes(self.peak)} were in use.", ""]
@@ -87,7 +87,7 @@ class Report:
 
     def tables(self) -> list[ReportTable]:
         """Return all tables."""
-        tables = [self.phases(), self.operators("cpu")]
+        tables = [self.phases(), *self.collectives(), self.operators("cpu")]
         if self.trace.kernels:
             tables += [self.operators("device"), self.kernels()]
         return tables if self.peak is None else [*tables, self.allocators()]
@@ -111,6 +111,18 @@ class Report:
             if phases[name] > 0.0005 * total
         ]
         return ReportTable("an update, on the host", ("", "time", "share"), rows)
+
+    def collectives(self) -> list[ReportTable]:
+        """Return a table of the time in collectives by kind; none if there were none."""
+        found = self.trace.communication
+        if not found.kinds:
+            return []
+        rows = [
+            (each.kind, f"{each.calls / self.updates:.4g}", *self._timed((each.seconds, each.exposed, each.overlapped)))
+            for each in ([*found.kinds, found.all] if len(found.kinds) > 1 else found.kinds)
+        ]
+        columns = ("", "calls", "time", "share", "exposed", "share", "overlapped", "share")
+        return [ReportTable("collectives of an update", columns, rows)]
 
     def operators(self, by: str) -> ReportTable:
         """Return the operators with the most own time, on host or device."""
@@ -160,6 +172,14 @@ class Report:
             plain["seconds"] = self.measured.seconds
         plain["seconds_recorded"] = self.trace.window / self.updates
         plain["phases"] = {name: self.trace.phases[name] / self.updates for name in PHASES}
+        if self.trace.communication.kinds:
+            plain["communication"] = {
+                each.kind: {
+                    "calls": each.calls / self.updates,
+                    **{name: getattr(each, name) / self.updates for name in ("seconds", "exposed", "overlapped")},
+                }
+                for each in (self.trace.communication.all, *self.trace.communication.kinds)
+            }
         plain["operators"] = [self._plain(o) for o in _top(self.trace.operators, lambda o: o.cpu, None)]
         plain["kernels"] = [self._plain(k) for k in _top(self.trace.kernels, lambda k: k.device, None)]
         if self.peak is not None:

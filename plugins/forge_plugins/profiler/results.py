@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import forge
+from forge.contract.plugin import plugin_options
 from forge.util.text import short_path
 from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
@@ -114,6 +115,7 @@ def explain(trainer: forge.Run, error: BaseException) -> None:
 
 def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
     """Return the settings of the run that the verdict considers."""
+    strategy = next((plugin for plugin in trainer.stack if "strategy" in plugin.provides), None)
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     return Setup(
         provided=provided(trainer.stack),
@@ -123,6 +125,8 @@ def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
         full_float32=trainer.env.device.type == "cuda" and torch.get_float32_matmul_precision() == "highest",
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        strategy="" if strategy is None else strategy.name,
+        options={} if strategy is None else plugin_options(strategy),
     )
 
 

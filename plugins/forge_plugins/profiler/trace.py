@@ -14,7 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_plugins.profiler.communication import (
+    NONE,
+    WAITING,
+    Communication,
+    communication,
+    computing_on_host,
+    is_collective,
+)
 from forge_plugins.profiler.intervals import Interval, covers, length, minus, union
+from forge_plugins.profiler.spans import Span
 
 DATA, TRANSFER, FORWARD, BACKWARD, STEP, EVALUATION = "data", "transfer", "forward", "backward", "step", "evaluation"
 UPDATE, BETWEEN = "update", "between"
@@ -71,6 +80,10 @@ class Trace:
     "Seconds of the updates' operators on the host, without the overhead of calls."
     busy: float = 0.0
     "Seconds in which the device computed."
+    communication: Communication = NONE
+    "Collectives of several ranks."
+    communicating: float = 0.0
+    "Seconds in which nothing but a collective was at work."
     copying: float = 0.0
     "Seconds in which it only copied from or to the host."
     starved: float = 0.0
@@ -117,7 +130,12 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
     trace.ranges = [(name, span.start - begin, span.end - begin) for name, span in phases]
     _count_operators(trace, host, device, instants, evaluations)
     _add_up_work(trace, [span for span in host if span.thread == thread], steps, union([*data, *evaluations]))
-    _watch_device(trace, device, data, evaluations)
+    collectives = [span for span in [*device, *host] if is_collective(span)]
+    computing = _watch_device(trace, device, collectives, data, evaluations)
+    computing = computing if trace.kernels else computing_on_host(host)
+    trace.communication = communication(collectives, host, computing, evaluations, begin)
+    elsewhere = union([*evaluations, (float("-inf"), begin), *(() if trace.kernels else data)])
+    trace.communicating = length(minus(minus(_times_of(collectives), computing), elsewhere))
     _count_waits(trace, host, waits, minus([(begin, host_end)], evaluations))  # the last wait is the profiler's
     for instant in instants:
         trace.memory.setdefault(instant.device, []).append((instant.start - begin, instant.total))
@@ -126,25 +144,6 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading events
-
-
-@dataclass(slots=True)
-class Span:
-    """One event of the trace."""
-
-    name: str
-    kind: str
-    start: float
-    end: float
-    thread: tuple[Any, Any]
-    id: int = 0
-    "The number of an operator; of a kernel or a wait, that of the operator it belongs to."
-    correlation: int = 0
-    parent: Span | None = None
-    own: float = 0.0
-    bytes: int = 0
-    total: int = 0
-    device: tuple[int, int] = (0, 0)
 
 
 def _sorted_by_kind(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span], list[Span], list[Span]]:
@@ -271,7 +270,7 @@ def _add_up_work(trace: Trace, host: list[Span], steps: list[Span], elsewhere: l
     begins = sorted(step.start for step in steps)
     calls: list[list[tuple[str, float]]] = [[] for _ in begins]
     for span in sorted(host, key=lambda span: (span.start, -span.end)):
-        if span.kind == "cpu_op" and not covers(elsewhere, span.start):
+        if span.kind == "cpu_op" and not span.name.startswith(WAITING) and not covers(elsewhere, span.start):
             update = bisect_right(begins, span.start) - 1
             calls[update].append((span.name, max(0.0, span.own - DISPATCH)))
     names, work = [[name for name, _ in update] for update in calls], [[each for _, each in update] for update in calls]
@@ -282,18 +281,26 @@ def _add_up_work(trace: Trace, host: list[Span], steps: list[Span], elsewhere: l
         trace.work = statistics.median_low(map(sum, work)) * len(begins)
 
 
-def _watch_device(trace: Trace, device: list[Span], data: list[Interval], evaluations: list[Interval]) -> None:
-    """Split the window's time by activity of the device."""
+def _watch_device(
+    trace: Trace, device: list[Span], collectives: list[Span], data: list[Interval], evaluations: list[Interval]
+) -> list[Interval]:
+    """Split the window's time by activity of the device; return when it computed."""
     copies = [span for span in device if "HtoD" in span.name or "DtoH" in span.name]
-    copy_ids = {id(span) for span in copies}
-    busy = minus(union((s.start, s.end) for s in device if id(s) not in copy_ids), evaluations)
-    copying = minus(minus(union((s.start, s.end) for s in copies), evaluations), busy)
-    idle_data = minus(minus(data, busy), copying)
+    others = {id(span) for span in [*copies, *collectives]}
+    busy = minus(_times_of(span for span in device if id(span) not in others), evaluations)
+    working = union([*busy, *_times_of(collectives)])
+    copying = minus(minus(_times_of(copies), evaluations), working)
+    idle_data = minus(minus(data, working), copying)
     trace.busy, trace.copying, trace.starved = length(busy), length(copying), length(idle_data)
     for span in copies:
         if "HtoD" in span.name and not covers(evaluations, span.start):
             trace.copied += span.bytes
             trace.pageable += span.bytes if "Pageable" in span.name else 0
+    return busy
+
+
+def _times_of(spans: Iterable[Span]) -> list[Interval]:
+    return union((span.start, span.end) for span in spans)
 
 
 def _count_waits(trace: Trace, host: list[Span], waits: list[Span], window: list[Interval]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import forge
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, STEP, Trace
 
-Kind = Literal["data-bound", "transfer-bound", "host-bound", "compute-bound"]
+Kind = Literal["data-bound", "transfer-bound", "communication-bound", "host-bound", "compute-bound"]
 
 BUSY = 0.85
 """Share of busy time from which the device is the bottleneck."""
+EXPOSED = 0.1
+"""Share of exposed communication from which there is advice about it, whatever the bottleneck is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,10 @@ class Measured:
     "Waiting for the loader; on cuda only while the device was idle."
     copying: float = 0.0
     "cuda: copies from or to the host, without a concurrent kernel."
+    communicating: float = 0.0
+    "Collectives without concurrent computation."
+    collectives: float = 0.0
+    "Collectives, with computation at the same time or without."
     unrecorded: float | None = None
     "Seconds of an unrecorded update; recording costs the host time."
     calls: float = 0.0
@@ -48,7 +54,7 @@ class Measured:
     @property
     def host(self) -> float:
         """The rest: the host prepares work."""
-        return max(0.0, self.wall - self.busy - self.copying - self.data)
+        return max(0.0, self.wall - self.busy - self.copying - self.communicating - self.data)
 
     @property
     def surplus(self) -> float:
@@ -68,6 +74,7 @@ class Measured:
         parts: dict[Kind, float] = {
             "data-bound": self.data,
             "transfer-bound": self.copying,
+            "communication-bound": self.communicating,
             "host-bound": self.host - self.surplus,
             "compute-bound": self.busy,
         }
@@ -90,6 +97,10 @@ class Setup:
     "cuda: whether float32 matrix products use full precision."
     threads: int = 1
     cores: int = 1
+    strategy: str = ""
+    "The name of the plugin that joins the ranks."
+    options: Mapping[str, Any] = field(default_factory=dict)
+    "Its options."
 
 
 def provided(plugins: Iterable[forge.Plugin]) -> frozenset[str]:
@@ -119,6 +130,7 @@ def measured(
     on_cuda = device == "cuda"
     window = trace.window / updates
     data = (trace.starved if on_cuda else trace.phases["data"]) / updates
+    communicating = trace.communicating / updates
     most = trace.waits.most_common(1)
     absent = 0.0
     if ran is not None and not on_cuda and not trace.phases[EVALUATION]:
@@ -126,9 +138,11 @@ def measured(
     return Measured(
         device=device,
         wall=window,
-        busy=trace.busy / updates if on_cuda else min(trace.work / updates, max(0.0, window - data)),
+        busy=trace.busy / updates if on_cuda else min(trace.work / updates, max(0.0, window - data - communicating)),
         data=data,
         copying=trace.copying / updates,
+        communicating=communicating,
+        collectives=trace.communication.all.seconds / updates,
         unrecorded=unrecorded,
         calls=(sum(kernel.calls for kernel in trace.kernels) if on_cuda else trace.calls) / updates,
         waits=sum(trace.waits.values()) / updates,
@@ -146,10 +160,13 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
     shares = measured.shares
     kind: Kind = max(shares, key=lambda kind: shares[kind])
     if measured.device == "cuda":
-        idle: list[Kind] = ["data-bound", "transfer-bound", "host-bound"]
+        idle: list[Kind] = ["data-bound", "transfer-bound", "communication-bound", "host-bound"]
         is_busy = shares["compute-bound"] >= BUSY
         kind = "compute-bound" if is_busy else max(idle, key=lambda kind: shares[kind])
-    return Verdict(kind, shares[kind], evidence(measured, kind), tuple(ADVICE[kind](measured, setup))[:4])
+    advice = ADVICE[kind](measured, setup)[:MOST]
+    if kind != "communication-bound" and shares["communication-bound"] >= EXPOSED:
+        advice = [*advice[: MOST - 1], _for_communication(measured, setup)[0]]
+    return Verdict(kind, shares[kind], evidence(measured, kind), tuple(advice))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,6 +186,12 @@ def evidence(measured: Measured, kind: Kind) -> tuple[str, ...]:
         sentences.append(
             f"For {absent:.0%} of the time the system ran something else: all these numbers are uncertain."
         )
+    if measured.collectives:
+        total, exposed = (each / measured.wall for each in (measured.collectives, measured.communicating))
+        sentences.append(
+            f"Collectives run for {total:.0%} of the recorded time: {exposed:.0%} exposed, with nothing computed "
+            f"meanwhile, and {max(0.0, total - exposed):.0%} overlapped."
+        )
     if kind == "transfer-bound" and measured.pageable > 0.01:
         sentences.append(f"{measured.pageable:.0%} of the bytes are copied from memory that is not pinned.")
     if measured.waits >= 0.5:
@@ -185,6 +208,7 @@ def _where(measured: Measured, kind: Kind, share: Mapping[Kind, float]) -> str:
         idle = {
             "data-bound": f"for {share['data-bound']:.0%} it has nothing to do because the host waits for data",
             "transfer-bound": f"for {share['transfer-bound']:.0%} it only copies from or to the host",
+            "communication-bound": f"for {share['communication-bound']:.0%} it only waits in collectives",
             "host-bound": f"for {share['host-bound']:.0%} it has nothing to do because the host is not fast enough",
         }
         rest = idle.get(kind)
@@ -194,6 +218,8 @@ def _where(measured: Measured, kind: Kind, share: Mapping[Kind, float]) -> str:
         "compute-bound": f"{busy} into the work of operators",
         "host-bound": f"{share['host-bound']:.0%} into Python and the calling of operators",
     }
+    if measured.collectives:
+        parts["communication-bound"] = f"{share['communication-bound']:.0%} into waiting in collectives"
     first = parts.pop(kind)
     return f"Of an update's time {first.replace(' into', ' goes into')}, {', '.join(parts.values())}."
 
@@ -218,6 +244,8 @@ def duration(seconds: float) -> str:
 
 WORKERS = 4
 """Workers for a loader without any, where there are as many cores."""
+MOST = 4
+"""Lines of advice."""
 FUSED = "fused=True on the optimizer (Adam, AdamW, SGD): one call updates all parameters."
 
 
@@ -247,6 +275,28 @@ def _for_transfer(measured: Measured, setup: Setup) -> list[str]:
         advice.append("Or pin_memory=True on the loader: copies from pageable memory keep the host waiting.")
     advice.append("Send less: bytes rather than floats (uint8, made float on the device), no padding.")
     advice.append('Data that fit onto the device are copied once: forge.data.TensorLoader(..., device="cuda").')
+    return advice
+
+
+def _for_communication(measured: Measured, setup: Setup) -> list[str]:
+    name, options, advice = setup.strategy, setup.options, []
+    if "accumulation" not in setup.provided and "bucket_mb" in options and options.get("stage") != 2:
+        advice.append("-p accumulate exchanges gradients once per window of micro-batches.")
+    if "compress" in options and options["compress"] is None and options.get("stage") != 2:
+        advice.append(f"{name}.compress=bf16 sends gradients in half the bytes, with rounded sums.")
+    if "mixed_precision" in options and options["mixed_precision"] is None:
+        advice.append(f"{name}.mixed_precision=bf16 gathers parameters in half the bytes.")
+    if options.get("reshard"):
+        advice.append(f"{name}.reshard=false gathers parameters once per micro-batch, where memory allows.")
+    if options.get("replicate") == 1:
+        advice.append(f"{name}.replicate=HOSTS keeps shards inside hosts; between them only gradients are averaged.")
+    if "microbatches" in options:
+        advice.append(f"More than {name}.microbatches={options['microbatches']} leave stages less time to wait.")
+    if "bucket_mb" in options:
+        advice.append(
+            f"{name}.bucket_mb: smaller buckets leave earlier in the backward pass, larger ones are fewer messages."
+        )
+    advice.append("-p throughput names a rank that the others wait for: waiting for it counts as communication.")
     return advice
 
 
@@ -291,6 +341,7 @@ def _for_compute(measured: Measured, setup: Setup) -> list[str]:
 ADVICE: dict[Kind, Callable[[Measured, Setup], list[str]]] = {
     "data-bound": _for_data,
     "transfer-bound": _for_transfer,
+    "communication-bound": _for_communication,
     "host-bound": _for_host,
     "compute-bound": _for_compute,
 }

@@ -17,6 +17,7 @@ from forge_plugins.throughput.inspection import StepInspection
 from forge_plugins.throughput.items import Items
 from forge_plugins.throughput.peaks import peak_of
 from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Steps, Summary, percentile
+from forge_plugins.throughput.stragglers import LastGradient, Stragglers, meets_once
 
 logger = logging.getLogger("forge")
 
@@ -52,6 +53,14 @@ class Throughput(forge.Plugin):
     reset at the start), activations are the remainder at the peak, including temporary tensors, and `other` is memory
     held between steps beside the rest. On a CPU activations are what backward keeps.
 
+    On several ranks, `throughput/slowest_rank` is the rank that the others wait for, `straggler_share` the share of an
+    update for which it holds up the median rank, and `waited_ms_rank0`, `_rank1`, … the time that each rank waits for
+    it (up to 16 ranks). Each rank measures how long it takes until it begins to compute, and until its last gradient is
+    there, which is when ddp and zero begin to wait for others; at a log all ranks exchange three numbers over the host.
+    A rank that costs a tenth of an update or more at three logs in a row is named in a warning, with its host and what
+    to look at. With several optimizers, and where ranks meet inside of forward and backward (fsdp, tensor_parallel,
+    pipeline, zero.stage=2), only the time before computing is compared: a slow loader is found, a slow device is not.
+
     ::
 
         forge fit quickstart -p throughput trainer.max_epochs=3
@@ -76,6 +85,9 @@ class Throughput(forge.Plugin):
         "throughput/tokens or items per second": r"throughput/(?!samples_)\w+_per_s",
         "throughput/step time, in ms": r"throughput/step_ms_.+",
         "throughput/share of the time that is spent waiting for data": r"throughput/data_wait_share",
+        "throughput/rank that the others wait for": r"throughput/slowest_rank",
+        "throughput/share of the time that the median rank waits for it": r"throughput/straggler_share",
+        "throughput/time that each rank waits for the slowest, in ms per update": r"throughput/waited_ms_rank\d+",
         "throughput/TFLOP per second": r"throughput/tflops",
         "throughput/share of the device's peak (MFU)": r"throughput/mfu",
         "throughput/memory, in GB": r"throughput/.+_gb",
@@ -115,6 +127,11 @@ class Throughput(forge.Plugin):
         self._total = Summary.of([])
         self._times: deque[float] = deque(maxlen=RECENT)
         self._failed = False
+        self._stragglers = Stragglers(trainer.env) if trainer.env.world > 1 else None
+        self._last_gradient: LastGradient | None = None
+        if self._stragglers is not None and meets_once(trainer):
+            self._last_gradient = LastGradient(list(trainer.task.parameters()), self._steps.ready)
+            self._last_gradient.learn()
         if on_cuda and config.memory:
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -123,6 +140,8 @@ class Throughput(forge.Plugin):
         if self._step is not step:
             self._step, self._flops, self._counts = step, 0.0, self._updates > 0
             self._steps.begin(step.data_wait)
+            if self._stragglers is not None:
+                self._steps.computes()
         look = self._look.at(step)
         if look is None:
             result = yield
@@ -143,6 +162,8 @@ class Throughput(forge.Plugin):
         self._updates += 1
         done = Done(0.0, step.data_wait, step.samples, self._items.of(step), self._flops)
         self._steps.end(done, self._counts)
+        if self._last_gradient is not None:
+            self._last_gradient.settle()
         if self._look.fresh:
             self._log_flops(step.trainer)
         if step.ends_interval:
@@ -157,6 +178,8 @@ class Throughput(forge.Plugin):
         if not self._running:  # not a fit, or ended before it began
             return
         self._running = False
+        if self._last_gradient is not None:
+            self._last_gradient.remove()
         if not self._failed:
             trainer.env.synchronize()  # the run is over, so waiting for the device is fine
         self._take()
@@ -172,6 +195,8 @@ class Throughput(forge.Plugin):
             self._record_rates(step, done)
         if self.config.memory and self._updates > 1:
             self._record_memory(step)
+        if self._stragglers is not None:
+            self._record_stragglers(step, self._stragglers, done)
 
     def _take(self) -> Summary:
         done = Summary.of(self._steps.take())
@@ -192,6 +217,14 @@ class Throughput(forge.Plugin):
                 values["mfu"] = done.flops_per_second / self._peak
         for name, value in values.items():
             step.record(f"throughput/{name}", value)
+
+    def _record_stragglers(self, step: forge.Step, stragglers: Stragglers, done: Summary) -> None:
+        paces = stragglers.exchange(done)
+        if paces is not None:
+            for name, value in stragglers.judge(paces).items():
+                step.record(f"throughput/{name}", value)
+        if self._last_gradient is not None and done.updates and done.own is None:
+            self._last_gradient.learn()  # its parameter may be frozen by now
 
     def _record_memory(self, step: forge.Step) -> None:
         trainer, first = step.trainer, self._breakdown is None

@@ -29,6 +29,10 @@ class Done:
     samples: int
     items: Tensor | float
     flops: float | None
+    before: float | None = None
+    "Seconds until this rank began to compute, if that was noted."
+    own: float | None = None
+    "Seconds until its last gradient was there, if that was noted."
 
 
 class Steps(Protocol):
@@ -36,6 +40,14 @@ class Steps(Protocol):
 
     def begin(self, waited: float) -> None:
         """Begin a step, after `waited` seconds for its data."""
+        ...
+
+    def computes(self) -> None:
+        """Note that the step begins to compute."""
+        ...
+
+    def ready(self) -> None:
+        """Note that gradients are there; the last call of a step counts."""
         ...
 
     def end(self, done: Done, counts: bool) -> None:
@@ -52,14 +64,24 @@ class HostSteps:
 
     def __init__(self) -> None:
         self._began = 0.0
+        self._computes: float | None = None
+        self._ready: float | None = None
         self._done: list[Done] = []
 
     def begin(self, waited: float) -> None:
-        self._began = clock() - waited
+        self._began, self._computes, self._ready = clock() - waited, None, None
+
+    def computes(self) -> None:
+        self._computes = clock()
+
+    def ready(self) -> None:
+        self._ready = clock()
 
     def end(self, done: Done, counts: bool) -> None:
         if counts:
             done.seconds = clock() - self._began
+            done.before = None if self._computes is None else self._computes - self._began
+            done.own = None if self._ready is None else self._ready - self._began
             self._done.append(done)
 
     def take(self) -> list[Done]:
@@ -77,9 +99,11 @@ class DeviceSteps:
     def __init__(self, make_event: Callable[[], Any], stream: Any = None) -> None:
         self._make_event, self._stream = make_event, stream
         self._start: Any = None
+        self._marks: list[Any] = [None, None]
+        "Events at which the step began to compute, and at which its gradients were there."
         self._before = 0.0
         self._ended = float("-inf")
-        self._passed: deque[tuple[Any, Any, float, Done | None]] = deque()
+        self._passed: deque[tuple[Any, list[Any], Any, float, Done | None]] = deque()
         self._done: list[Done] = []
         self._free: list[Any] = []
 
@@ -89,11 +113,21 @@ class DeviceSteps:
             self._start, self._before = self._event(), waited
             self._start.record(self._stream)
 
+    def computes(self) -> None:
+        self._mark(0)
+
+    def ready(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        self._marks[which] = self._marks[which] or self._event()
+        self._marks[which].record(self._stream)
+
     def end(self, done: Done, counts: bool) -> None:
         event = self._event()
         event.record(self._stream)
-        self._passed.append((self._start, event, self._before, done if counts else None))
-        self._start, self._ended = event, clock()
+        self._passed.append((self._start, self._marks, event, self._before, done if counts else None))
+        self._start, self._marks, self._ended = event, [None, None], clock()
         if len(self._passed) >= AT_ONCE:
             self._look()
 
@@ -103,13 +137,16 @@ class DeviceSteps:
         return done
 
     def _look(self) -> None:
-        while self._passed and self._passed[0][1].query():
-            start, stop, before, done = self._passed.popleft()
+        while self._passed and self._passed[0][2].query():
+            start, marks, stop, before, done = self._passed.popleft()
             if done is not None:
                 done.seconds = start.elapsed_time(stop) / 1e3 + before
+                done.before, done.own = (
+                    None if mark is None else start.elapsed_time(mark) / 1e3 + before for mark in marks
+                )
                 self._done.append(done)
             # the next step begins at `stop`, or has its own event
-            self._free.append(start)
+            self._free += [start, *(mark for mark in marks if mark is not None)]
 
     def _event(self) -> Any:
         return self._free.pop() if self._free else self._make_event()
@@ -134,6 +171,10 @@ class Summary:
     flops: float
     times: list[float]
     "Seconds of each update, sorted."
+    before: float = 0.0
+    "Seconds until updates began to compute."
+    own: float | None = None
+    "Seconds until their gradients were there; None unless all of them told."
 
     @classmethod
     def of(cls, done: list[Done]) -> Summary:
@@ -147,6 +188,8 @@ class Summary:
             sum(one.seconds for one in known),
             sum(one.flops or 0.0 for one in known),
             sorted(one.seconds for one in done),
+            sum(one.before or 0.0 for one in done),
+            None if any(one.own is None for one in done) else sum(one.own or 0.0 for one in done),
         )
 
     def plus(self, other: Summary) -> Summary:

@@ -1,0 +1,261 @@
+"""profiler: the time of collectives, exposed and overlapped, in traces written by hand and of real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import forge
+from forge.contract.plugin import plugin_options
+from forge_plugins import DDP, FSDP, Profiler
+from forge_plugins.profiler.communication import kind_of
+from forge_plugins.profiler.trace import Trace, analyse
+from forge_plugins.profiler.verdict import Measured, Setup, judge, measured
+from tests.support.lasting_ranks import ranks
+from tests.support.profiler_kit import micro, summary
+
+Times = list[tuple[int, int]]
+MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
+
+
+def span(cat: str, name: str, start: float, end: float, tid: int = MAIN) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": tid, "args": {}}
+
+
+def update(end: float, *events: dict[str, Any]) -> Trace:
+    ranges = [span("user_annotation", "ProfilerStep#0", 0, end), span("user_annotation", "update 0", 0, end)]
+    return analyse([*ranges, *events], {})
+
+
+def found(trace: Trace) -> dict[str, tuple[int, float, float]]:
+    """By kind: calls, µs, and µs exposed."""
+    every = [*trace.communication.kinds, trace.communication.all]
+    return {each.kind: (each.calls, micro(each.seconds), micro(each.exposed)) for each in every}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traces of known intervals
+
+
+def on_device() -> list[dict[str, Any]]:
+    """Computation to 400 and from 600; an all-reduce half beside it, an all-gather inside it, a send after both."""
+    return [
+        span("kernel", "gemm", 100, 400, STREAM),
+        span("kernel", "gemm", 600, 900, STREAM),
+        span("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 300, 500, 20),
+        span("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 700, 800, 20),
+        span("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 880, 950, 20),
+        span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 480, 550, STREAM),
+    ]
+
+
+def test_nccl_is_exposed_where_no_other_kernel_runs() -> None:
+    trace = update(1000, *on_device())
+    assert found(trace) == {
+        "all_reduce": (1, 200, 100),
+        "send/recv": (1, 70, 50),
+        "all_gather": (1, 100, 0),
+        "all": (3, 370, 150),
+    }
+
+
+def test_time_on_a_device_is_divided_without_a_rest() -> None:
+    trace = update(1000, *on_device())
+    told = measured(trace, "cuda", 1)
+    assert micro(told.busy) == 600  # without NCCL's kernels
+    assert micro(told.communicating) == 150
+    assert micro(told.copying) == 50  # 500 to 550: while a collective runs, a copy costs nothing
+    assert micro(told.host) == 200
+    assert sum(told.shares.values()) == pytest.approx(1)
+
+
+def test_gloo_is_exposed_where_no_thread_computes() -> None:
+    trace = update(
+        1000,
+        span("cpu_op", "aten::mm", 0, 300),
+        span("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 300, 700),
+        span("cpu_op", "c10d::allreduce_", 310, 690),
+        span("cpu_op", "aten::add_", 800, 850, tid=5),
+        span("user_annotation", "gloo:all_reduce", 200, 900, GLOO),
+        span("user_annotation", "gloo:broadcast", 850, 950, GLOO + 1),
+    )
+    assert found(trace) == {"all_reduce": (1, 700, 550), "broadcast": (1, 100, 100), "all": (2, 750, 600)}
+    told = measured(trace, "cpu", 1)
+    assert micro(told.busy) == 290 + 10  # of mm and AccumulateGrad; the call of c10d is no work
+    assert micro(told.communicating) == 600
+
+
+def test_an_operator_that_waits_inside_computes_only_outside() -> None:
+    trace = update(
+        100,
+        span("cpu_op", "mylib::reduced", 0, 90),
+        span("cpu_op", "_c10d_functional::wait_tensor", 30, 80),
+        span("user_annotation", "gloo:all_reduce", 20, 80, GLOO),
+    )
+    assert found(trace)["all"] == (1, 60, 50)
+
+
+def test_gloo_scatters_by_an_all_reduce_that_keeps_its_kind() -> None:
+    trace = update(
+        100,
+        span("cpu_op", "c10d::_reduce_scatter_base_", 10, 15),
+        span("user_annotation", "gloo:all_reduce", 20, 40, GLOO),
+        span("cpu_op", "c10d::allreduce_", 50, 55),
+        span("user_annotation", "gloo:all_reduce", 60, 90, GLOO),
+    )
+    assert found(trace) == {"all_reduce": (1, 30, 30), "reduce_scatter": (1, 20, 20), "all": (2, 50, 50)}
+
+
+def test_collectives_of_an_evaluation_are_not_counted() -> None:
+    evaluation = [
+        span("user_annotation", "ProfilerStep#1", 1000, 2000),
+        span("user_annotation", "evaluation", 1000, 2000),
+        span("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 1200, 1900, 20),
+    ]
+    ranges = [span("user_annotation", "ProfilerStep#0", 0, 1000), span("user_annotation", "update 0", 0, 1000)]
+    trace = analyse([*ranges, *on_device(), *evaluation], {})
+    assert found(trace)["all"] == (3, 370, 150)
+    assert micro(trace.communicating) == 150
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+@given(INTERVALS, INTERVALS, INTERVALS)
+def test_exposed_and_overlapped_are_sets_of_moments(reduced: Times, gathered: Times, computed: Times) -> None:
+    def moments(times: Times) -> set[int]:
+        return {moment for start, end in times for moment in range(start, end)}
+
+    reduced, gathered, computed = ([(min(t), max(t)) for t in times] for times in (reduced, gathered, computed))
+    trace = update(
+        61,
+        span("kernel", "gemm", 60, 61, STREAM),
+        *(span("kernel", "ncclDevKernel_AllReduce_Sum(int)", *each, NCCL_STREAM) for each in reduced),
+        *(span("kernel", "ncclDevKernel_AllGather(int)", *each, NCCL_STREAM + 1) for each in gathered),
+        *(span("kernel", "gemm", *each, STREAM) for each in computed),
+    )
+    busy = moments(computed)
+    for kind, times in {"all_reduce": reduced, "all_gather": gathered, "all": [*reduced, *gathered]}.items():
+        sent = moments(times)
+        if times:
+            assert found(trace)[kind] == (len(times), len(sent), len(sent - busy))
+    overlapped = trace.communication.all.overlapped
+    assert micro(overlapped) == len(moments([*reduced, *gathered]) & busy)
+    assert micro(trace.communicating) == len(moments([*reduced, *gathered]) - busy)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce"),
+        ("ncclSymkDevKernel_ReduceScatter_LD_Sum_f32(ncclSymkDevWorkArgs)", "reduce_scatter"),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "broadcast"),
+        ("ncclDevKernel_Reduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send/recv"),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "other collectives"),
+        ("gloo:all_gather", "all_gather"),
+        ("gloo:recvAnySource", "send/recv"),
+        ("gloo:all_to_all", "all_to_all"),
+        ("gloo:barrier", "other collectives"),
+    ],
+)
+def test_a_collective_has_the_kind_of_its_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def exposed(share: float, device: Any = "cuda", **values: Any) -> Measured:
+    return Measured(device=device, wall=1.0, busy=0.9 - share, communicating=share, collectives=share + 0.1, **values)
+
+
+def test_a_device_that_only_communicates_is_communication_bound() -> None:
+    verdict = judge(exposed(0.4), Setup())
+    assert verdict.kind == "communication-bound"
+    assert verdict.evidence[0] == "The device computes for 50% of the time; for 40% it only waits in collectives."
+    collectives = "Collectives run for 50% of the recorded time: 40% exposed, with nothing computed meanwhile, and 10%"
+    assert f"{collectives} overlapped." in verdict.evidence
+    assert judge(exposed(0.6, "cpu"), Setup()).kind == "communication-bound"
+
+
+def test_advice_names_the_options_of_the_strategy() -> None:
+    ddp = Setup(strategy="ddp", options=plugin_options(DDP()))
+    told = "\n".join(judge(exposed(0.5), ddp).advice)
+    for words in ("-p accumulate", "ddp.compress=bf16", "ddp.bucket_mb", "-p throughput"):
+        assert words in told
+    followed = Setup(strategy="ddp", options=plugin_options(DDP(compress="fp16")), provided=frozenset({"accumulation"}))
+    told = "\n".join(judge(exposed(0.5), followed).advice)
+    assert "-p accumulate" not in told
+    assert "compress" not in told
+    told = "\n".join(judge(exposed(0.5), Setup(strategy="fsdp", options=plugin_options(FSDP()))).advice)
+    for words in ("fsdp.mixed_precision=bf16", "fsdp.reshard=false", "fsdp.replicate=HOSTS"):
+        assert words in told
+
+
+def test_a_large_exposed_share_has_its_line_of_advice() -> None:
+    setup = Setup(strategy="ddp", options=plugin_options(DDP()))
+    some, little = judge(exposed(0.12, "cpu"), setup), judge(exposed(0.02), setup)
+    assert "communication-bound" not in (some.kind, little.kind)
+    assert "-p accumulate" in some.advice[-1]
+    assert "-p accumulate" not in "".join(little.advice)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two real ranks, over gloo
+
+
+class Wide(forge.TaskModule):
+    """A step with gradients of 4 MB, and little else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def profiled(folder: Path, strategy: str) -> str:
+    plugin = {"ddp": DDP, "fsdp": FSDP}[strategy]()
+    data = list(torch.randn(9, 8, 512, generator=torch.Generator().manual_seed(0)))
+    plugins = [plugin, Profiler(wait=2, warmup=1, active=3)]
+    trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=folder, plugins=plugins)
+    trainer.fit(Wide(), data)
+    return plugins[1].reports[-1].text()
+
+
+@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", {"all_reduce"}), ("fsdp", {"all_gather"})])
+def test_two_ranks_see_their_collectives(strategy: str, kinds: set[str], tmp_path: Path) -> None:
+    texts = ranks(2)(profiled, tmp_path, strategy)
+    assert all("collectives of an update" in text for text in texts)
+    told = summary(tmp_path)
+    by_kind = told["communication"]
+    assert kinds <= set(by_kind)
+    every = by_kind.pop("all")
+    assert 0 < every["seconds"] <= told["seconds_recorded"]
+    assert every["seconds"] == pytest.approx(every["exposed"] + every["overlapped"])
+    assert every["calls"] == pytest.approx(sum(each["calls"] for each in by_kind.values()))
+    assert told["verdict"]["shares"]["communication"] > 0
+    assert sum(told["verdict"]["shares"].values()) == pytest.approx(1)
+    assert "| collectives of an update |" in (tmp_path / "profile" / "summary.md").read_text()
+
+
+def test_one_rank_has_no_table_of_collectives(tmp_path: Path) -> None:
+    plugins = [Profiler(wait=1, warmup=0, active=1)]
+    forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=tmp_path, plugins=plugins).fit(
+        Wide(), list(torch.randn(3, 8, 512))
+    )
+    assert "communication" not in summary(tmp_path)
+    assert "collectives" not in plugins[0].reports[-1].text()
