@@ -34,6 +34,7 @@ GROUPS = {
         "fsdp": "sharded training (FSDP2)",
         "pipeline": "pipeline parallelism",
         "tensor_parallel": "tensor parallelism",
+        "torchft": "replicas that survive each other (torchft)",
     },
     "Training": {
         "accumulate": "gradient accumulation",

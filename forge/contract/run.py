@@ -39,7 +39,7 @@ class Run:
     """One run of one verb, as plugins and tasks see it: attributes to read, metrics to publish, requests to make."""
 
     WRITABLE: ClassVar[frozenset[str]] = frozenset(
-        "max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means".split()  # noqa: SIM905
+        str.split("at_boundary max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means")
     )
     """The attributes that code outside the engine may set; all others are read only."""
 

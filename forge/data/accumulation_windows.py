@@ -110,15 +110,18 @@ class Feed:
     def epoch(self, number: int, plan: Callable[[], int]) -> Iterator[tuple[list[Any], bool]]:
         """Yield the windows of one epoch: (batches, whether this is the last). `plan` returns the next window's length.
 
-        A window is shorter than planned only at the end, and never empty. A loader without a length is read one batch
-        ahead; one with a length is not, so no sample is drawn early.
+        A window is shorter than planned only at the end, and never empty. If `plan` loads a state, none follows. A
+        loader without a length is read one batch ahead; one with a length is not, so no sample is drawn early.
         """
         batches, length = self._start(number), self.length
         ahead: list[Any] = []
         last = False
         while not last:
             window, ahead = ahead, []
-            count = plan() if length is None else min(plan(), length - self.batches)
+            planned = plan()
+            if self._resuming:  # the plan has set another position, which may be in another epoch
+                return
+            count = planned if length is None else min(planned, length - self.batches)
             if count < 1:
                 raise DataError(f"forge_plan_step returned a window of {count} micro-batches; it must be at least 1.")
             try:

@@ -106,7 +106,7 @@ class RankLoader:
                     f"{self.data_world} ranks: its number of samples is not known. Use forge.data.Loader."
                 )
             place = cut(0, size, self.data_rank, self.data_world)
-            yield Portion(_part(batch, place, size), place.samples, size)
+            yield Portion(part_of(batch, place, size), place.samples, size)
 
     def _refuse_another_order(self, batch: Any, env: Env) -> None:
         """Refuse a loader that draws its order from the process's random numbers, which differ between ranks."""
@@ -131,7 +131,7 @@ def _digest(batch: Any) -> int:
     return next((found for part in parts if (found := _digest(part))), 0)
 
 
-def _part(value: Any, place: Cut, size: int) -> Any:
+def part_of(value: Any, place: Cut, size: int) -> Any:
     """Return one rank's samples of a collated batch: slice what has one entry per sample, keep the rest."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -140,11 +140,11 @@ def _part(value: Any, place: Cut, size: int) -> Any:
     is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
     if is_list and len(value) == size and not any(batch_size([item]) == size for item in value):
         return value[place.begin : place.end]  # one entry per sample: texts, paths, boxes
-    part = map_items(value, lambda item: _part(item, place, size))
+    part = map_items(value, lambda item: part_of(item, place, size))
     if part is not None:
         return part
     if isinstance(value, Mapping):
-        return {key: _part(item, place, size) for key, item in value.items()}
+        return {key: part_of(item, place, size) for key, item in value.items()}
     raise DataError(
         f"A batch with a {type(value).__name__} in it cannot be divided among ranks. Use forge.data.Loader, which "
         "divides before it collates."

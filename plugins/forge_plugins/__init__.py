@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from forge_plugins.tensor_parallel import TensorParallel
     from forge_plugins.tensorboard import Tensorboard
     from forge_plugins.throughput import Throughput
+    from forge_plugins.torchft import Torchft
     from forge_plugins.validate_first import ValidateFirst
     from forge_plugins.wandb import Wandb
     from forge_plugins.zero import Zero
@@ -90,6 +91,7 @@ __all__ = [
     "TensorParallel",
     "Tensorboard",
     "Throughput",
+    "Torchft",
     "ValidateFirst",
     "Wandb",
     "Zero",
