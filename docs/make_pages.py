@@ -34,6 +34,7 @@ GROUPS = {
         "fsdp": "sharded training (FSDP2)",
         "pipeline": "pipeline parallelism",
         "tensor_parallel": "tensor parallelism",
+        "context_parallel": "context parallelism (long sequences)",
     },
     "Training": {
         "accumulate": "gradient accumulation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,8 +108,8 @@ class Counting(Tokens):
         x, y = batch
         logits, counts = self(x), y != IGNORED
         each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y)
-        right = ((logits.argmax(-1) == y) & counts).sum() / counts.sum().clamp(min=1)
-        return {"loss": (each * counts).sum() / counts.sum().clamp(min=1), "accuracy": right.double()}
+        right = ((logits.argmax(-1) == y) & counts).double().sum() / counts.sum().clamp(min=1)
+        return {"loss": (each * counts).sum() / counts.sum().clamp(min=1), "accuracy": right}
 
     validation_step = training_step
     test_step = training_step
@@ -242,7 +243,7 @@ class Drawing(Tokens):
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def token_batches(seed: int = 0, sizes: tuple[int, ...] = SIZES, length: int = LENGTH, ignored: bool = True) -> list[Any]:
+def token_batches(sizes: Sequence[int] = SIZES, seed: int = 0, length: int = LENGTH, ignored: bool = True) -> list[Any]:
     """Inputs and next tokens. Targets that do not count: none, single ones, and a whole tail."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -258,7 +259,7 @@ def token_batches(seed: int = 0, sizes: tuple[int, ...] = SIZES, length: int = L
 
 def fit_tokens(task: forge.TaskModule, plugins: list[Any], given: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Fit; on several ranks with context_parallel. Weights, metrics and counters."""
-    data, val = options.pop("data", token_batches()), options.pop("val", token_batches(1))
+    data, val = options.pop("data", token_batches()), options.pop("val", token_batches(seed=1))
     several = [ContextParallel(**given)] if "RANK" in os.environ else []
     options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
     trainer = forge.Trainer(plugins=[*plugins, *several], **options)

@@ -69,7 +69,7 @@ class ContextParallel(Replicated):
 
     ::
 
-        forge fit task=gpt "task.layers=1" "task.width=16" "task.heads=2" --nproc 2 -p context_parallel
+        forge fit shakespeare_char_cpu --nproc 2 -p context_parallel trainer.max_updates=50
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -202,8 +202,8 @@ class ContextParallel(Replicated):
         if calls.losses == losses and not self._warned:
             self._warned = True
             logger.info(
-                "context_parallel: the loss is not torch's cross_entropy, so it counts as a mean over all positions. If "
-                "some do not count, define num_items on the task."
+                "context_parallel: the loss is not torch's cross_entropy, so it counts as a mean over all positions. "
+                "If some do not count, define num_items on the task."
             )
         return output
 
@@ -221,9 +221,7 @@ class ContextParallel(Replicated):
         if key in self._checked:
             return
         if not self._checked and trainer.env.is_main:
-            logger.info(
-                "context_parallel: each rank has %d of %d positions.", length // slicing.size, length
-            )
+            logger.info("context_parallel: each rank has %d of %d positions.", length // slicing.size, length)
         self._checked.add(key)
         task, before = trainer.task, calls.attentions
         trained = {n: p for n, p in task.named_parameters() if p.requires_grad} if stage == "train" else {}
@@ -245,7 +243,9 @@ class ContextParallel(Replicated):
                 "scaled_dot_product_attention in this stage, so its positions do not see those of other ranks. Use it "
                 "for attention, or another strategy (ddp, fsdp)."
             )
-        dtype = min((p.dtype for p in task.parameters()), key=lambda each: torch.finfo(each).bits, default=torch.float32)
+        dtype = min(
+            (p.dtype for p in task.parameters()), key=lambda each: torch.finfo(each).bits, default=torch.float32
+        )
         found = difference(own, expected, list(trained), dtype)
         if trainer.env.all_max([found is not None])[0]:
             raise TaskError(_different(type(task).__name__, stage, found))

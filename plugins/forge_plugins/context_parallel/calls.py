@@ -30,8 +30,8 @@ DROPOUTS = {
 
 
 class SequenceCalls:
-    """While a task computes a slice, attention goes over the slices of all ranks, and a mean of cross-entropies is taken
-    over the counted positions of all of them.
+    """While a task computes a slice, attention goes over the slices of all ranks, and a mean of cross-entropies over
+    the counted positions of all of them.
 
     Functions are replaced in torch.nn.functional for the length of a run, because activation checkpointing calls them
     from other threads, and by a mode, which also sees names that a module has imported.
@@ -42,13 +42,12 @@ class SequenceCalls:
         self.attentions = self.losses = 0
         self.compiled = False
         "Whether torch.compile traces the task: then without the mode."
-        self._by_arange = positions_by_arange
         self._own: Tensor | None = None
         self._scope, self._replaced = ExitStack(), ExitStack()
         self.replaced = {
             functional.scaled_dot_product_attention: self.attention,
-            functional.cross_entropy: self._mean_of(functional.cross_entropy, weight_at=2),
-            functional.nll_loss: self._mean_of(functional.nll_loss, weight_at=2),
+            functional.cross_entropy: self._mean_of(functional.cross_entropy),
+            functional.nll_loss: self._mean_of(functional.nll_loss),
         }
         if positions_by_arange:
             self.replaced[torch.arange] = self.arange
@@ -113,9 +112,7 @@ class SequenceCalls:
         """`scaled_dot_product_attention` over the slices of all ranks."""
         own = self._own
         if own is None:
-            return _attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         self.attentions += 1
         self._refuse(query, key, value, attn_mask, dropout_p, own.shape[0])
         return self.ring.attend(query, key, value, is_causal, scale)
@@ -153,12 +150,13 @@ class SequenceCalls:
     def arange(self, *args: Any, **kwargs: Any) -> Tensor:
         """`torch.arange` over as many numbers as the slice has positions: those positions."""
         own, made = self._own, torch.arange(*args, **kwargs)
-        if own is None or made.shape != own.shape or made.is_floating_point():
+        first = kwargs.get("start", args[0] if len(args) > 1 else 0)
+        step = kwargs.get("step", args[2] if len(args) > 2 else 1)
+        if own is None or made.shape != own.shape or step != 1:
             return made
-        first, second = (made[:2].tolist() + [0, 1])[:2]
-        return made if second - first != 1 else own.to(made.device, made.dtype) + first
+        return own.to(made.device, made.dtype) + first
 
-    def _mean_of(self, original: F, weight_at: int) -> F:
+    def _mean_of(self, original: F) -> F:
         """Return the loss as a mean over the counted targets of all slices, times the number of slices: the mean over
         ranks is then that of one process, wherever the targets that count are."""
 

@@ -1,4 +1,4 @@
-"""Compare a divided sequence with the whole one, on the first batch: a model that mixes positions elsewhere is found."""
+"""Compare a divided sequence with the whole one, to find models that mix positions outside of attention."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from forge.errors import StackError

@@ -127,5 +127,7 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def _shown(found: dict[str, Tensor]) -> str:
-    shown = [f"{name or 'one tensor'} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in found.items()]
+    shown = [
+        f"{name or 'one tensor'} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in found.items()
+    ]
     return ", ".join(shown[:MANY]) + (", …" if len(shown) > MANY else "") if shown else "no tensors"
