@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -30,12 +27,7 @@ def positions(x: Tensor, dim: int = 1) -> Tensor:
     return own.to(x.device)
 
 
-@contextmanager
-def slice_at(own: Tensor | None) -> Iterator[None]:
-    """Let `positions` return these inside the `with`."""
+def set_slice(own: Tensor | None) -> None:
+    """Set what `positions` returns: the positions of this rank's slice; None: those of whole sequences."""
     global _own
-    before, _own = _own, own
-    try:
-        yield
-    finally:
-        _own = before
+    _own = own

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import functional
 
@@ -33,10 +37,12 @@ from forge_plugins import (
     Remat,
     Schedule,
 )
+from forge_plugins.context_parallel.ring import Method, Ring, RingAttention
 from forge_plugins.context_parallel.slices import Slicing
 from tests.support import context_kit as kit
 from tests.support.fsdp_kit import close
 from tests.support.lasting_ranks import ranks
+from tests.support.ranks import pretending
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against one process
@@ -55,14 +61,18 @@ def kinds() -> dict[str, Any]:
         "sam": lambda: (kit.Tokens(), [SAM(0.05), Accumulate(2), Clip(0.5)]),
         "stranger": lambda: (kit.Stranger(), [Clip(0.5)]),
         "compiled": lambda: (kit.Tokens(), [Compile(backend="aot_eager", blocks="Layer"), Accumulate(2)]),
+        "compiled whole": lambda: (kit.Counting(), [Compile(backend="aot_eager"), Remat("Layer")]),
     }
+
+
+COUNTED = ("counted items", "compiled whole")
 
 
 def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Divided batches need num_items where some targets do not count, as with ddp; divided sequences do not."""
     task, plugins = kinds()[kind]()
-    data = {"data": kit.token_batches(ignored="size" not in options or kind == "counted items")}
-    data["val"] = kit.token_batches(seed=1, ignored=kind == "counted items")
+    data = {"data": kit.token_batches(ignored="size" not in options or kind in COUNTED)}
+    data["val"] = kit.token_batches(seed=1, ignored=kind in COUNTED)
     return kit.fit_tokens(task, plugins, {**options, **({"positions": "arange"} if kind == "stranger" else {})}, **data)
 
 
@@ -98,7 +108,7 @@ MESHES = [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
 
 @pytest.mark.slow
 @given(
-    st.sampled_from([kind for kind in kinds() if kind != "compiled"]),
+    st.sampled_from([kind for kind in kinds() if "compiled" not in kind]),
     st.sampled_from(MESHES),
     st.sampled_from(["allgather", "alltoall"]),
     st.booleans(),
@@ -350,6 +360,22 @@ def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
     }
     for updates in ranks(count)(traffic, {"method": method}):
         assert updates == [expected] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["flash", "efficient"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_kernels_of_cuda_take_what_the_ring_passes(rank: int, dtype: torch.dtype) -> None:
+    """Shapes and arguments alone, on tensors without values; slices of 8 and 4 positions are no multiple of 32."""
+    methods: tuple[Method, ...] = ("allgather", "alltoall")
+    for method, balance, causal in itertools.product(methods, (True, False), (True, False)):
+        with pretending(rank, 4), FakeTensorMode(), torch.no_grad():
+            query, key, value = (torch.randn(2, 4, 8, 16, device="cuda", dtype=dtype) for _ in range(3))
+            context: Any = SimpleNamespace(saved_tensors=())
+            context.save_for_backward = lambda *tensors, own=context: setattr(own, "saved_tensors", tensors)
+            ring = Ring(dist.group.WORLD, method, balance)
+            out = RingAttention.forward(context, query, key, value, ring, causal, None)
+            gradients = RingAttention.backward(context, torch.randn_like(out))[:3]
+            assert {(each.shape, each.dtype) for each in (out, *gradients)} == {(query.shape, dtype)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -165,7 +164,7 @@ class ContextParallel(Replicated):
             return (yield)
         finally:
             self._in_step = False
-            calls.leave()
+            calls.enter(None)
 
     def run(self, inner: nn.Module, batch: Any, stage: str, name: str | None) -> Any:
         """Compute this rank's slice of a batch."""
@@ -174,20 +173,16 @@ class ContextParallel(Replicated):
             self._check(task.trainer, inner, batch, stage, name)
         if stage == "predict":
             return inner(batch, stage, name)
-        assert self._slicing is not None
-        with self._computing(stage):
-            return self._slice(task, inner, batch, stage, name, self._slicing.length(batch))
-
-    @contextmanager
-    def _computing(self, stage: str) -> Iterator[None]:
-        calls = self._calls
+        calls, slicing = self._calls, self._slicing
         assert calls is not None
+        assert slicing is not None
+        before = calls.own
         try:
             with calls.seen():
-                yield
+                return self._slice(task, inner, batch, stage, name, slicing.length(batch))
         finally:
             if stage != "train" or not self._in_step:
-                calls.leave()
+                calls.enter(before)
 
     def _slice(self, task: Any, inner: nn.Module, batch: Any, stage: str, name: str | None, length: int) -> Any:
         """Return the output on this rank's slice, weighed: its mean over the ranks is that of whole sequences."""
@@ -199,9 +194,9 @@ class ContextParallel(Replicated):
         output = inner(part, stage, name)
         if calls.counts_items:
             return _weighed(output, task.num_items(part), task.num_items(batch), slicing.size)
-        if calls.losses == losses and not self._warned:
+        if stage == "train" and calls.losses == losses and not self._warned:
             self._warned = True
-            logger.info(
+            logger.warning(
                 "context_parallel: the loss is not torch's cross_entropy, so it counts as a mean over all positions. "
                 "If some do not count, define num_items on the task."
             )
@@ -223,7 +218,7 @@ class ContextParallel(Replicated):
         if not self._checked and trainer.env.is_main:
             logger.info("context_parallel: each rank has %d of %d positions.", length // slicing.size, length)
         self._checked.add(key)
-        task, before = trainer.task, calls.attentions
+        task, before, slice_before = trainer.task, calls.attentions, calls.own
         trained = {n: p for n, p in task.named_parameters() if p.requires_grad} if stage == "train" else {}
         parameters = list(trained.values())
         precision = torch.get_float32_matmul_precision()
@@ -236,7 +231,7 @@ class ContextParallel(Replicated):
                 own = self._divided(task, inner, batch, stage, name, length, parameters)
         finally:
             torch.set_float32_matmul_precision(precision)
-            calls.leave()
+            calls.enter(slice_before)
         if calls.attentions == before:
             raise TaskError(
                 f"context_parallel: {type(task).__name__} does not call torch.nn.functional."

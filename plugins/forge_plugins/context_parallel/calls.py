@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from forge.distributed.positions import slice_at
+from forge.distributed.positions import set_slice
 from forge.errors import TaskError
 from forge_plugins.context_parallel.ring import Ring
 
@@ -42,8 +42,9 @@ class SequenceCalls:
         self.attentions = self.losses = 0
         self.compiled = False
         "Whether torch.compile traces the task: then without the mode."
-        self._own: Tensor | None = None
-        self._scope, self._replaced = ExitStack(), ExitStack()
+        self.own: Tensor | None = None
+        "The positions of the slice that is computed now; None: whole sequences."
+        self._undo = ExitStack()
         self.replaced = {
             functional.scaled_dot_product_attention: self.attention,
             functional.cross_entropy: self._mean_of(functional.cross_entropy),
@@ -59,42 +60,26 @@ class SequenceCalls:
         self.compiled = compiled
         for original, ours in self.replaced.items():
             if original is not torch.arange:
-                self._replace(original, torch.compiler.disable(ours) if compiled else ours)
-
-    def _replace(self, original: Any, ours: Any) -> None:
-        name = original.__name__
-        setattr(functional, name, ours)
-        self._replaced.callback(setattr, functional, name, original)
+                setattr(functional, original.__name__, torch.compiler.disable(ours) if compiled else ours)
+                self._undo.callback(setattr, functional, original.__name__, original)
+        # nn.MultiheadAttention evaluates by a kernel of its own, which would see one slice
+        self._undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
 
     def remove(self) -> None:
-        self.leave()
-        self._replaced.close()
+        self.enter(None)
+        self._undo.close()
 
     # -- a slice ------------------------------------------------------------------------------------------------------
 
-    def enter(self, own: Tensor) -> None:
-        """Begin to compute a slice with these positions."""
-        self.leave()
-        self._own = own
-        self._scope.enter_context(slice_at(own))
+    def enter(self, own: Tensor | None) -> None:
+        """Begin to compute a slice with these positions; None: whole sequences."""
+        self.own = own
+        set_slice(own)
 
-    def leave(self) -> None:
-        self._own = None
-        self._scope.close()
-
-    @contextmanager
-    def seen(self) -> Iterator[None]:
+    def seen(self) -> AbstractContextManager[Any]:
         """See calls of the functions under any name."""
-        if self.compiled:
-            yield
-            return
-        fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention's, which calls no function of torch's
-        try:
-            with CallMode(self.replaced):
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fastpath)
+        return nullcontext() if self.compiled else CallMode(self.replaced)
 
     # -- the functions ------------------------------------------------------------------------------------------------
 
@@ -110,7 +95,7 @@ class SequenceCalls:
         enable_gqa: bool = False,
     ) -> Tensor:
         """`scaled_dot_product_attention` over the slices of all ranks."""
-        own = self._own
+        own = self.own
         if own is None:
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         self.attentions += 1
@@ -149,7 +134,7 @@ class SequenceCalls:
 
     def arange(self, *args: Any, **kwargs: Any) -> Tensor:
         """`torch.arange` over as many numbers as the slice has positions: those positions."""
-        own, made = self._own, torch.arange(*args, **kwargs)
+        own, made = self.own, torch.arange(*args, **kwargs)
         first = kwargs.get("start", args[0] if len(args) > 1 else 0)
         step = kwargs.get("step", args[2] if len(args) > 2 else 1)
         if own is None or made.shape != own.shape or step != 1:
@@ -164,7 +149,7 @@ class SequenceCalls:
             given = dict(zip(ARGUMENTS[original.__name__], args, strict=False)) | kwargs
             other = given.get("size_average") is not None or given.get("reduce") is not None
             is_mean = given.get("reduction", "mean") == "mean" and not other and not target.is_floating_point()
-            if self._own is None or not is_mean:
+            if self.own is None or not is_mean:
                 return original(input, target, **given)
             self.losses += 1
             total = original(input, target, **{**given, "reduction": "sum"})

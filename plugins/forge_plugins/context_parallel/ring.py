@@ -14,12 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.nn.functional import pad
 
 from forge.errors import StackError
 
 Method = Literal["allgather", "alltoall"]
 METHODS = {"allgather": torchs._RotateMethod.ALL_GATHER, "alltoall": torchs._RotateMethod.ALL_TO_ALL}
 SHORT = (torch.bfloat16, torch.float16)
+ROWS = 32
 aten = torch.ops.aten
 
 
@@ -96,7 +98,7 @@ class RingAttention(torch.autograd.Function):
                 lse,
                 ctx.causal,
                 scale=ctx.scale,
-                **ctx.kernel.kept(ctx.rest, key),
+                **ctx.kernel.kept(ctx.rest),
             )
         return (*found[:3], None, None, None)
 
@@ -118,7 +120,7 @@ class OnCPU:
         )
 
     @staticmethod
-    def kept(rest: list[Any], key: Tensor) -> dict[str, Any]:
+    def kept(rest: list[Any]) -> dict[str, Any]:
         return {}
 
 
@@ -131,28 +133,40 @@ class FlashOnCUDA:
     backward = aten._scaled_dot_product_flash_attention_backward.default
 
     @staticmethod
-    def kept(rest: list[Any], key: Tensor) -> dict[str, Any]:
+    def kept(rest: list[Any]) -> dict[str, Any]:
         names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
         return {"dropout_p": 0.0, **dict(zip(names, rest, strict=False))}
 
 
 class EfficientOnCUDA:
-    """torch's choice of kernel and arguments for float32, as in its own handlers."""
+    """Memory-efficient attention for float32. Its sums of exponents are padded to rows of 32, which the ring cannot
+    merge where a slice is shorter: they are cut after the kernel, and padded before its backward pass."""
 
     gradient = "grad_out_"
-    given: dict[str, Any] = {"dropout_p": 0.0, "attn_bias": None, "compute_log_sumexp": True}
-    forward = aten._scaled_dot_product_efficient_attention
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    given: dict[str, Any] = {}
 
     @staticmethod
-    def kept(rest: list[Any], key: Tensor) -> dict[str, Any]:
-        names = ("philox_seed", "philox_offset")
-        mask = (True, True, True, False)
+    def forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Any:
+        out, lse, *rest = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, is_causal, scale=scale
+        )
+        return out, lse[:, :, : query.shape[2]], *rest
+
+    @staticmethod
+    def backward(logsumexp: Tensor, **others: Any) -> Any:
+        padded = pad(logsumexp, (0, -logsumexp.shape[2] % ROWS), value=torch.inf)
+        return aten._scaled_dot_product_efficient_attention_backward(logsumexp=padded, **others)
+
+    @staticmethod
+    def kept(rest: list[Any]) -> dict[str, Any]:
+        seed, offset = rest
+        mask = [True, True, True, False]
         return {
-            "dropout_p": 0.0,
             "attn_bias": None,
+            "philox_seed": seed,
+            "philox_offset": offset,
+            "dropout_p": 0.0,
             "grad_input_mask": mask,
-            **dict(zip(names, rest, strict=False)),
         }
 
 
