@@ -165,7 +165,7 @@ class FromHub(kit.Tokens):
         super().__init__()
         import transformers
 
-        sizes = {"vocab_size": kit.VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes: dict[str, Any] = {"vocab_size": kit.VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4}
         if name == "gpt2":
             config: Any = transformers.GPT2Config(n_embd=8, n_positions=32, resid_pdrop=0.1, attn_pdrop=0.0, **sizes)
             config.embd_pdrop = 0.0
@@ -322,7 +322,7 @@ def test_torchs_functions_are_put_back() -> None:
 
 def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
     """Messages and values of the ring in each update."""
-    seen = [dict.fromkeys(("gathered", "gathers", "passed", "passes"), 0)]
+    seen: list[dict[str, int]] = [{"gathered": 0, "gathers": 0, "passed": 0, "passes": 0}]
     gather, permute = _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor
 
     def gathered(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -376,7 +376,7 @@ def test_the_kernels_of_cuda_take_what_the_ring_passes(rank: int, dtype: torch.d
             context.save_for_backward = lambda *tensors, own=context: setattr(own, "saved_tensors", tensors)
             ring = Ring(dist.group.WORLD, method, balance)
             out = RingAttention.forward(context, query, key, value, ring, causal, None)
-            gradients = RingAttention.backward(context, torch.randn_like(out))[:3]
+            gradients: Any = RingAttention.backward(context, torch.randn_like(out))[:3]
             assert {(each.shape, each.dtype) for each in (out, *gradients)} == {(query.shape, dtype)}
 
 

@@ -28,11 +28,11 @@ def test_the_ring_of_one_rank_is_attention(alone: None, dtype: torch.dtype, leng
     made = [torch.randn(2, heads, length, 32, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
     results = []
     for ring in (Ring(dist.group.WORLD, "allgather", True), None):
-        own = [tensor.clone().requires_grad_() for tensor in made]
+        q, k, v = own = [tensor.clone().requires_grad_() for tensor in made]
         if ring is None:
-            out = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         else:
-            out = ring.attend(*own, causal, None)
+            out = ring.attend(q, k, v, causal, None)
         results.append((out, *torch.autograd.grad(out.square().sum(), own)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 if dtype is torch.bfloat16 else 1e-3)
