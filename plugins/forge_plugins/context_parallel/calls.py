@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
@@ -33,8 +34,8 @@ class SequenceCalls:
     """While a task computes a slice, attention goes over the slices of all ranks, and a mean of cross-entropies over
     the counted positions of all of them.
 
-    Functions are replaced in torch.nn.functional for the length of a run, because activation checkpointing calls them
-    from other threads, and by a mode, which also sees names that a module has imported.
+    Functions are replaced for the length of a run in torch.nn.functional and in modules that imported them, because a
+    backward pass calls them too, under activation checkpointing. A mode sees them in a forward under any name.
     """
 
     def __init__(self, ring: Ring, counts_items: bool, positions_by_arange: bool):
@@ -60,8 +61,10 @@ class SequenceCalls:
         self.compiled = compiled
         for original, ours in self.replaced.items():
             if original is not torch.arange:
-                setattr(functional, original.__name__, torch.compiler.disable(ours) if compiled else ours)
-                self._undo.callback(setattr, functional, original.__name__, original)
+                ours = torch.compiler.disable(ours) if compiled else ours
+                for module in _holders(original):
+                    setattr(module, original.__name__, ours)
+                    self._undo.callback(setattr, module, original.__name__, original)
         # nn.MultiheadAttention evaluates by a kernel of its own, which would see one slice
         self._undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -167,6 +170,15 @@ ARGUMENTS = {
     "nll_loss": ("weight", "size_average", "ignore_index", "reduce", "reduction"),
 }
 _attention = functional.scaled_dot_product_attention
+
+
+def _holders(original: Any) -> list[Any]:
+    """Return torch.nn.functional, and modules outside of torch that have imported the function."""
+    name, found = original.__name__, [functional]
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] != "torch" and getattr(module, "__dict__", {}).get(name) is original:
+            found.append(module)
+    return found
 
 
 @torch.no_grad()
