@@ -43,9 +43,9 @@ class ContextParallel(Replicated):
 
     The model calls `torch.nn.functional.scaled_dot_product_attention`, causal or full, without a mask and without
     dropout of attention weights. What knows positions needs those of the slice: write `forge.positions(x)` in place of
-    `torch.arange(x.shape[1])`, or pass it to models that take them, as `position_ids=forge.positions(tokens)` for those
-    of transformers. For a model that cannot be changed, `positions=arange` has `torch.arange` over as many numbers as
-    the slice is long return its positions. Targets are shifted in the data set, not in the step: the next token of a
+    `torch.arange(x.shape[1])`, or pass it to models that take them, as `position_ids=forge.positions(tokens)[None]` for
+    those of transformers. For a model that cannot be changed, `positions=arange` lets every `torch.arange` that is as
+    long as the slice return its positions. Targets are shifted in the data set, not in the step: the next token of a
     slice's last position is on another rank.
 
     The first batch of each stage is computed twice, divided and whole (up to 512 positions, or as many as a rank has),

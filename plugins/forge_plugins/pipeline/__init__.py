@@ -271,25 +271,27 @@ class Pipeline(forge.Plugin):
         """Record the metrics of the last stage on all ranks of the pipeline; nothing is read from the device."""
         env = self._env
         assert env is not None
-        source, means = self._rank_of(self._stages - 1), {}
+        source = self._rank_of(self._stages - 1)
+        means: dict[str, Any] = {}
         if env.pipe_rank == source:
             own = self._metrics[: len(weights)]
             means = {k: sum(w * each[k] for w, each in zip(weights, own, strict=True)) for k in own[0]}
-        if self._names is None:
-            names: Any = [list(means)]
-            dist.broadcast_object_list(names, group=env.pipe_control, group_src=source)
-            self._names = names[0]
-        if env.pipe_rank == source and list(means) != self._names:
+        names = self._names
+        if names is None:
+            sent: Any = [list(means)]
+            dist.broadcast_object_list(sent, group=env.pipe_control, group_src=source)
+            names = self._names = list(sent[0])
+        if env.pipe_rank == source and list(means) != names:
             raise TaskError(
-                f"pipeline: training_step returned {listed(self._names, MANY)} first, and now "
-                f"{listed(list(means), MANY)}. Return the same metrics in every step."
+                f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
+                "Return the same metrics in every step."
             )
-        values = torch.zeros(len(self._names), dtype=torch.float64, device=env.device)
+        values = torch.zeros(len(names), dtype=torch.float64, device=env.device)
         for place, value in enumerate(means.values()):
             values[place] = value
         dist.broadcast(values, group=env.pipe_group, group_src=source)
         if step.recording:
-            found = dict(zip(self._names, values.unbind(), strict=True))
+            found = dict(zip(names, values.unbind(), strict=True))
             step.trainer.means.add_all(step.prefix, found, step.items[step.micro])
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
