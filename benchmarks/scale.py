@@ -1,6 +1,6 @@
-"""Cost of forge's ddp and fsdp over torch's own in a hand-written loop: two ranks, the same work.
+"""Cost of forge's strategies over torch's own in a hand-written loop: two ranks, the same work.
 
-    python -m benchmarks.scale                                # both strategies, about 4 minutes
+    python -m benchmarks.scale                                # all strategies, about 8 minutes
     python -m benchmarks.scale --strategies ddp --rounds 30
     python -m benchmarks.scale --json > scale.jsonl           # one JSON object per line: the machine, then the rows
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
@@ -23,7 +23,9 @@ Collectives are counted by the sequence number of torch's process group. Bytes a
 that one rank passes to torch in an update, by torch's profiler, next to the formula: DDP all-reduces every gradient
 once (p); zero sends the new weights too (2 p; by hand, DDP with torch's ZeroRedundancyOptimizer); FSDP2 gathers a
 block's parameters for forward and again for backward in every micro-batch (2 m b), those outside blocks once (m r),
-and scatters all gradients once (p = b + r); m micro-batches make an update.
+and scatters all gradients once (p = b + r); m micro-batches make an update. context_parallel all-reduces gradients (p),
+and in each of l layers and micro-batches gathers keys and values k of a slice twice, and passes their gradients on n
+times (m l (2 + n) k on n ranks); by hand, DDP and a function around torch's private ring.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +54,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
@@ -60,15 +64,17 @@ import forge
 from benchmarks import levers, machine
 from benchmarks.cases import Batch, Transformer, loss_of
 from benchmarks.command_line import some_of
-from forge_plugins import DDP, FSDP, Accumulate, Clip, Zero
+from forge.distributed.positions import set_slice
+from forge_plugins import DDP, FSDP, Accumulate, Clip, ContextParallel, Zero
 
-WORLD, WINDOW, MAX_NORM, BATCH = 2, 2, 1.0, 32
+WORLD, WINDOW, MAX_NORM, BATCH, LENGTH = 2, 2, 1.0, 32, 32
 WARM_UP = 5
-STRATEGIES = ("ddp", "zero", "fsdp")
+STRATEGIES = ("ddp", "zero", "fsdp", "context_parallel")
 COLLECTIVES = {
     "ddp": ("gloo:all_reduce",),
     "zero": ("gloo:all_reduce", "gloo:broadcast"),
     "fsdp": ("c10d::_allgather_base", "c10d::_reduce_scatter_base"),
+    "context_parallel": ("gloo:all_reduce", "gloo:all_gather", "gloo:all_to_all"),
 }
 """Names in torch's profiler of collectives with known sizes; gloo scatters by reducing, which is not counted."""
 FEW = 64
@@ -156,7 +162,9 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    hand = {"ddp": ddp_by_hand, "zero": zero_by_hand, "fsdp": fsdp_by_hand}[strategy]
+    hand = {"ddp": ddp_by_hand, "zero": zero_by_hand, "fsdp": fsdp_by_hand, "context_parallel": context_by_hand}[
+        strategy
+    ]
     contenders: dict[str, Callable[[Batches], Weights]] = {
         **dict.fromkeys(BY_HAND, lambda batches: _to_the_end(hand(batches))),
         "forge": lambda batches: with_forge(strategy, batches),
@@ -185,7 +193,7 @@ class Batches:
     def __init__(self, updates: int):
         self.updates = WARM_UP + updates + 1
         generator = torch.Generator().manual_seed(1)
-        tokens = [torch.randint(64, (2, BATCH, 32), generator=generator) for _ in range(8)]
+        tokens = [torch.randint(64, (2, BATCH, LENGTH), generator=generator) for _ in range(8)]
         self.pool: list[Batch] = [(x, y) for x, y in tokens]
 
     def __len__(self) -> int:
@@ -248,7 +256,15 @@ def _loss(network: nn.Module, batch: Batch) -> Tensor:
 
 def _network() -> Transformer:
     torch.manual_seed(0)
-    return Transformer(width=128)
+    return Divisible(width=128)
+
+
+class Divisible(Transformer):
+    """The Transformer, with positions of a slice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + F.embedding(forge.positions(x), self.position)
+        return self.head(self.blocks(hidden, mask=self.mask, is_causal=True)).flatten(0, 1)
 
 
 def _share(batch: Batch) -> Batch:
@@ -283,9 +299,71 @@ def fsdp_by_hand(batches: Batches) -> Hand:
     return _train(model, network, batches, exchange)
 
 
+def context_by_hand(batches: Batches) -> Hand:
+    """DDP over slices of sequences: the head and tail of each rank, as torch's load balancer has them."""
+    rank, network = dist.get_rank(), _network()
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    pieces = torch.arange(LENGTH).chunk(2 * WORLD)
+    own = torch.cat([pieces[rank], pieces[-1 - rank]])
+
+    def exchange(last: bool) -> None:
+        model.require_backward_grad_sync = last
+
+    def slices() -> Iterator[Batch]:
+        for x, y in batches:
+            yield x[:, own], y[:, own]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        return RingByHand.apply(q, k, v)
+
+    @contextmanager
+    def divided() -> Iterator[None]:
+        plain = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = attend  # pyright: ignore[reportAttributeAccessIssue]
+        set_slice(own)
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = plain  # pyright: ignore[reportAttributeAccessIssue]
+            set_slice(None)
+
+    return _train(model, network, slices(), exchange, around=divided, share=lambda batch: batch)
+
+
+class RingByHand(torch.autograd.Function):
+    """Causal attention over the slices of all ranks, by torch's private functions."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Any:
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+
+        torchs._cp_options.convert_to_f32 = False
+        out, lse = torchs._templated_ring_attention(dist.group.WORLD, 2, attend, q, k, v, is_causal=True)  # pyright: ignore
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        def backward(is_causal: bool, **tensors: Tensor) -> Any:
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                **tensors, dropout_p=0.0, is_causal=is_causal
+            )
+
+        back: Any = torchs._templated_ring_attention_backward
+        return back(dist.group.WORLD, 2, backward, grads[0].contiguous(), "grad_out", *ctx.saved_tensors, True)
+
+
 def _train(
-    model: nn.Module, network: nn.Module, batches: Batches, exchange: Callable[[bool], None], zero: bool = False
+    model: nn.Module,
+    network: nn.Module,
+    batches: Iterable[Batch],
+    exchange: Callable[[bool], None],
+    zero: bool = False,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    share: Callable[[Batch], Batch] | None = None,
 ) -> Hand:
+    share = share or _share
     parameters = network.parameters()
     optimizer: Any = torch.optim.Adam(parameters, lr=1e-3) if not zero else None
     if zero:
@@ -293,7 +371,8 @@ def _train(
     for index, batch in enumerate(batches, 1):
         last = index % WINDOW == 0
         exchange(last)
-        (_loss(model, _share(batch)) / WINDOW).backward()
+        with around():
+            (_loss(model, share(batch)) / WINDOW).backward()
         if last:
             clip_grad_norm_(network.parameters(), MAX_NORM)
             optimizer.step()
@@ -305,7 +384,12 @@ def _to_the_end(hand: Hand) -> Weights:
     return _whole(collections.deque(hand, maxlen=1).pop())
 
 
-STACKS: dict[str, Callable[[], forge.Plugin]] = {"ddp": DDP, "zero": Zero, "fsdp": lambda: FSDP(min_size=0)}
+STACKS: dict[str, Callable[[], forge.Plugin]] = {
+    "ddp": DDP,
+    "zero": Zero,
+    "fsdp": lambda: FSDP(min_size=0),
+    "context_parallel": ContextParallel,
+}
 
 
 class Task(forge.TaskModule):
@@ -396,7 +480,9 @@ def _row(
     network = _network()
     every, blocks = (sum(p.nbytes for p in module.parameters()) for module in (network, network.blocks.layers))
     fsdp = 2 * WINDOW * blocks + WINDOW * (every - blocks) + every
-    expected = {"ddp": every, "zero": 2 * every, "fsdp": fsdp}[strategy]
+    slices = 2 * BATCH * LENGTH // WORLD * network.embed.weight[0].nbytes
+    ring = every + WINDOW * len(network.blocks.layers) * (2 + WORLD) * slices
+    expected = {"ddp": every, "zero": 2 * every, "fsdp": fsdp, "context_parallel": ring}[strategy]
     everybody = [each for turns in times.values() for each in turns]
     return Row(
         strategy,
@@ -443,7 +529,9 @@ def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
-    parser.add_argument("--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,zero,fsdp")
+    parser.add_argument(
+        "--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,zero,fsdp,context_parallel"
+    )
     parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
     parser.add_argument("--updates", type=int, default=40, help="updates timed in each round (default 40)")
     parser.add_argument(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from forge.contract.run import Run
     from forge.contract.step import Step
     from forge.contract.task import TaskModule
+    from forge.distributed.positions import positions
     from forge.engine.trainer import FitResult, Trainer
     from forge.errors import (
         CheckpointError,
@@ -80,6 +81,7 @@ _HOME = {
     "load_recipe": "forge.config",
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
+    "positions": "forge.distributed.positions",
     "seed": "forge.rng",
     "sweep": "forge.sweeping.sweep",
 }
@@ -115,6 +117,7 @@ __all__ = [
     "load_recipe",
     "load_weights",
     "on",
+    "positions",
     "seed",
     "sweep",
     "testing",

@@ -44,6 +44,8 @@ class Env:
     "Parameters that all of `parts` hold: they count once."
     is_divided: bool = False
     "Whether ranks hold different whole tensors of the state: a checkpoint then collects who holds which."
+    divides_samples: bool = False
+    "Whether ranks with the same part of a batch see different positions of its samples: metrics count all of them."
     inference_mode: bool = True
     "Whether evaluation may run under `torch.inference_mode`; sharded parameters do not support it."
 

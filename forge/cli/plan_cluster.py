@@ -193,7 +193,7 @@ def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
     if layout.data.startswith("zero"):
         wanted.append("zero")
         options["zero.stage"] = int(layout.data.removeprefix("zero"))
-    elif layout.data != "single" and layout.pipeline == 1:
+    elif layout.data != "single" and layout.pipeline == layout.context == 1:
         wanted.append(layout.data)
     if layout.replicate > 1:
         options["fsdp.replicate"] = layout.replicate

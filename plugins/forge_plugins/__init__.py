@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
     from forge_plugins.compile import Compile
+    from forge_plugins.context_parallel import ContextParallel
     from forge_plugins.csv import CSV
     from forge_plugins.cuda_graph import CudaGraph
     from forge_plugins.ddp import DDP
@@ -71,6 +72,7 @@ __all__ = [
     "Checkpoint",
     "Clip",
     "Compile",
+    "ContextParallel",
     "CudaGraph",
     "Duration",
     "EarlyStop",

@@ -97,8 +97,7 @@ class GPT(forge.TaskModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the last hidden states."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)
+        x = self.tokens(tokens) + self.positions(forge.positions(tokens))
         if torch.is_autocast_enabled(x.device.type):  # else all is in the dtype of the weights
             x = x.to(self.residual)
         for block in self.blocks:

@@ -106,7 +106,7 @@ class CharGPT(forge.TaskModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of the next character at each position; the head is tied to the embedding."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions(forge.positions(tokens))
         return F.linear(self.norm(self.blocks(self.dropout(x))), self.tokens.weight)
 
     def training_step(self, batch: Batch) -> Tensor:

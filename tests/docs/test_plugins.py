@@ -45,12 +45,14 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-LONG = ("autotune", "compile", "ddp", "fsdp", "pipeline", "tensor_parallel", "zero")
+LONG = ("autotune", "compile", "context_parallel", "ddp", "fsdp", "pipeline", "tensor_parallel", "zero")
 """Seconds each: in the quick profile tests/plugins and tests/distributed are enough."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OURS])
-def test_the_example_of_a_page_runs(name: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_page_runs(
+    name: str, empty_folder: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name in ("mlflow", "wandb"):
         pytest.importorskip(name)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

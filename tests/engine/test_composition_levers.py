@@ -247,6 +247,7 @@ def test_a_compiled_stack_equals_the_loop_and_resumes(
 def test_every_built_in_plugin_is_in_these_laws() -> None:
     ours = {n for n, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins.")}
     strategies = {
+        "context_parallel",
         "ddp",
         "fsdp",
         "pipeline",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -251,6 +253,33 @@ def test_an_update_sends_one_boundary_there_and_back() -> None:
         assert updates == [(parts, batch * width)] * 3
 
 
+def read_from_device() -> list[int]:
+    """How often each update sends objects, which are read from the device first."""
+    seen, send = [0], dist.broadcast_object_list
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen[-1] += 1
+        return send(*args, **options)
+
+    @forge.on("step_end")
+    def next_one(step: forge.Step) -> None:
+        seen.append(0)
+
+    dist.broadcast_object_list = counted
+    try:
+        fit(deep(Deeper), [Pipeline(2), Accumulate(2), next_one], validate_every=None, max_epochs=3)
+    finally:
+        dist.broadcast_object_list = send
+    return seen[:-1]
+
+
+def test_metrics_stay_on_the_device() -> None:
+    for updates in ranks(2)(read_from_device):
+        assert len(updates) == 6
+        assert updates[0] > 0  # shapes and names
+        assert updates[2:] == [0] * 4  # the first epoch had all shapes of batches
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Refused
 
@@ -286,6 +315,15 @@ def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: st
     options = {"schedule": "zbv"} if kind is Conditioned else {}
     for error in ranks(2).errors(broken, kind, options):
         assert said in error
+
+
+def test_metrics_that_change_are_refused_by_name() -> None:
+    pipeline: Any = Pipeline()
+    pipeline._env = SimpleNamespace(pipe_rank=1, pipe_world=2)
+    pipeline._names, pipeline._metrics = ["loss", "accuracy"], [{"loss": 1.0, "other": 2.0}]
+    said = "returned loss, accuracy first, and now loss, other. Return the same metrics in every step"
+    with pytest.raises(TaskError, match=said):
+        pipeline._record(None, [1.0])
 
 
 def too_few() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,6 @@ def noted(folder: Path) -> list[tuple[int, int]]:
     return [(row["update"], row["of"]) for row in map(json.loads, (folder / "updates.jsonl").read_text().splitlines())]
 
 
-def wait_for_update(folder: Path, update: int) -> None:
-    deadline = time.monotonic() + 120
-    while not ((folder / "updates.jsonl").exists() and noted(folder) and noted(folder)[-1][0] >= update):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def assert_as_one_process(tmp_path: Path, *names: str) -> None:
     expected = weights(tmp_path / "one")
     first = weights(tmp_path / names[0])
@@ -90,25 +82,24 @@ class TestReplicas:
     def test_one_that_is_killed_comes_back_while_others_train(self, start: Start, tmp_path: Path) -> None:
         assert start("one", 150, alone=True).wait(120) == 0
         stays = start("replica0", 150, pause=0.15)
-        assert start("replica1", 150, pause=0.15, die=25).wait(120) == -9
+        assert start("replica1", 150, pause=0.15, die=10).wait(120) == -9
+        died = noted(tmp_path / "replica1")[-1][0]
         back = start("replica1", 150, pause=0.15)
         assert (stays.wait(120), back.wait(120)) == (0, 0)
         assert_as_one_process(tmp_path, "replica0", "replica1")
         seen = noted(tmp_path / "replica0")
-        assert (25, 2) in seen
-        assert (25, 1) in seen  # the same update again, alone
+        assert [row for row in seen if row[0] == died] == [(died, 2), (died, 1)]  # the same update again, alone
         assert seen[-1] == (149, 2)  # together again at the end
-        assert [update for update, of in seen if (update, of) != (25, 1)] == list(range(150))  # it never went back
+        assert [update for update, of in seen if (update, of) != (died, 1)] == list(range(150))  # it never went back
 
     def test_one_that_missed_an_update_takes_over_the_state(self, start: Start, tmp_path: Path) -> None:
         assert start("one", 60, alone=True).wait(120) == 0
-        stays = start("replica0", 60, pause=0.1)
-        wait_for_update(tmp_path / "replica0", 0)
-        missed = start("replica1", 60, pause=0.1, fail=45)
+        stays, missed = start("replica0", 60, pause=0.15), start("replica1", 60, pause=0.15, fail=5)
         assert (stays.wait(120), missed.wait(120)) == (0, 0)
         assert_as_one_process(tmp_path, "replica0", "replica1")
         seen = noted(tmp_path / "replica1")
-        assert [row for row in seen if row[0] == 45] == [(45, 2)]  # not trained again: the other one had finished it
+        assert sum(of == 2 for _, of in seen) >= 6
+        # no update is trained again: the other one had finished the one that failed here
         assert [update for update, _ in seen] == list(range(seen[0][0], 60))
 
 

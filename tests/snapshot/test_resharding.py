@@ -17,7 +17,7 @@ import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader
 from forge.testing import TinyTask
-from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Pipeline, Schedule, Zero
+from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, ContextParallel, Pipeline, Schedule, Zero
 from tests.support.lasting_ranks import ranks
 
 EXACT = 1e-11
@@ -27,21 +27,37 @@ CHAINS = {
     "long": [(2, "ddp"), (1, None), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, None)],
 }
 """Ranks and strategy of one attempt after the other."""
-STRATEGIES = ["ddp", "fsdp", "zero 2", "pipeline", "zero", "zbv"]
+STRATEGIES = ["ddp", "fsdp", "zero 2", "pipeline", "context", "zero", "zbv"]
+
+
+class Attending(nn.Linear):
+    """Causal attention, with one layer for all it needs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        h = super().forward(input)
+        return input + nn.functional.scaled_dot_product_attention(h, input, h, is_causal=True)
 
 
 class Wide(TinyTask):
-    """Layers to shard, uneven ones too; nothing that depends on the rank; AdamW, whose state must come along."""
+    """A classifier of tokens: layers to shard, uneven ones too; AdamW, whose state must come along. Nothing depends on
+    the rank."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(0, dropout)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
+            self.tokens = nn.Embedding(6, 7)
             self.net = nn.Sequential(
-                nn.Linear(6, 7), nn.LayerNorm(7), nn.ReLU(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Linear(5, 3)
+                Attending(7), nn.LayerNorm(7), nn.ReLU(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Linear(5, 3)
             )
         self.double()
         self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.tokens(x)).transpose(1, 2)
 
     def training_step(self, batch: Any) -> Any:
         x, y, number = batch
@@ -57,7 +73,7 @@ class Wide(TinyTask):
 
 def data() -> Loader:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(45, 6, generator=generator).double(), torch.randint(3, (45,), generator=generator)
+    x, y = (torch.randint(most, (45, 8), generator=generator) for most in (6, 3))
     return Loader(TensorDataset(x, y, torch.arange(45)), 8, shuffle=True)
 
 
@@ -71,6 +87,7 @@ def go_on(
         "zero": lambda: [Zero()],
         "zero 2": lambda: [Zero(stage=2)],
         "pipeline": lambda: [Pipeline(4)],
+        "context": lambda: [ContextParallel()],
         "zbv": lambda: [Pipeline(4, schedule="zbv", stages=2)],
     }
     plugins: list[Any] = [Accumulate(2), Clip(0.5), EMA(0.9, warmup=True), Schedule("constant")]
@@ -149,7 +166,7 @@ EVERY = list(itertools.permutations([None, *STRATEGIES], 2))
 @pytest.mark.parametrize(
     ("count", "pairs"),
     [
-        (2, [("zero", "pipeline"), ("pipeline", None)]),
+        (2, [("zero", "pipeline"), ("pipeline", "context"), ("context", None)]),
         pytest.param(2, EVERY, marks=pytest.mark.slow),
         pytest.param(4, EVERY, marks=pytest.mark.slow),
     ],
@@ -169,7 +186,14 @@ def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "fsdp", "zero 2", "pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[4:])],
+    [
+        "ddp",
+        "fsdp",
+        "zero 2",
+        "pipeline",
+        "context",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[5:]),
+    ],
 )
 def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)

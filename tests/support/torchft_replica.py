@@ -35,21 +35,24 @@ class Wide(forge.TaskModule):
 
 
 class Fate(forge.Plugin):
-    """Pauses in every update, notes it, and does what is asked for at one of them: die, or fail alone."""
+    """Pauses in every update and notes it; dies, or fails alone, in the update after so many with others."""
 
     def __init__(self, note: Path, pause: float, die: int, fail: int, strategy: Torchft | None):
         super().__init__()
         self.note, self.pause, self.die, self.fail, self.strategy = note, pause, die, fail, strategy
+        self.together = 0
 
     @forge.hookimpl
     def forge_backward(self, step: forge.Step, loss: Tensor) -> None:
         manager = self.strategy and self.strategy._manager
+        others = manager.num_participants() if manager else 1
         with self.note.open("a") as file:
-            file.write(json.dumps({"update": step.index, "of": manager.num_participants() if manager else 1}) + "\n")
+            file.write(json.dumps({"update": step.index, "of": others}) + "\n")
         time.sleep(self.pause)
-        if step.index == self.die:
+        self.together += others > 1
+        if self.together == self.die:
             os.kill(os.getpid(), signal.SIGKILL)
-        if step.index == self.fail and manager and self.fail >= 0:
+        if self.together == self.fail and manager:
             self.fail = -1
             manager.report_error(RuntimeError("a cable was pulled"))
 

@@ -48,9 +48,11 @@ class Layout:
 
     @property
     def has_plugins(self) -> bool:
-        """Whether forge can train so: there is no plugin for context parallelism, and pipeline replicates its stages
-        itself, without another strategy."""
-        return self.context == 1 and (self.pipeline == 1 or (self.data == "ddp" and self.tensor == 1))
+        """Whether forge can train so: context_parallel and pipeline replicate the model themselves, without another
+        strategy."""
+        if self.context == self.pipeline == 1:
+            return True
+        return 1 in (self.context, self.pipeline) and self.data == "ddp" and self.tensor == 1
 
     @property
     def label(self) -> str:

@@ -173,13 +173,16 @@ class Model:
     def _exchanged(self, layout: Layout, forward: float, backward: float) -> tuple[float, float]:
         """Return what data parallelism exchanges in an update: exposed, and hidden behind forward and backward."""
         work, m, p = self.work, layout.micros, layout.pipeline
-        if layout.data == "single" or layout.data_ranks == 1:
+        replicas = layout.data_ranks * (layout.context if layout.data == "ddp" else 1)
+        if layout.data == "single" or replicas == 1:
             return 0.0, 0.0
         state = work.at(work.base, 1)
         stage = self._stage_share(layout) / layout.tensor
         parameters, gradients = (state["parameters"] - state["buffers"]) * stage, state["gradients"] * stage
         units = max(1, math.ceil(work.blocks / p)) + 1
         shard = self._group(layout, "shard")
+        if layout.data == "ddp":  # context_parallel averages over its ranks too
+            shard = group(self.cluster, replicas, layout.tensor)
         behind = self.cluster.efficiency.overlap
         if layout.data != "fsdp":
             reduced = units * shard.all_reduce(gradients / units)

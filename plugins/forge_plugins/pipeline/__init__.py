@@ -120,6 +120,8 @@ class Pipeline(forge.Plugin):
         self._parts: list[Any] = []
         self._scales: list[Any] = []
         self._metrics: list[dict[str, Any]] = []
+        self._names: list[str] | None = None
+        "The metrics of a step, known to all ranks from the first one on."
         self._step: forge.Step | None = None
         self._failed = False
 
@@ -266,17 +268,31 @@ class Pipeline(forge.Plugin):
         return [count / total for count in items]
 
     def _record(self, step: forge.Step, weights: list[Any]) -> None:
-        """Record the metrics of the last stage on all ranks of the pipeline."""
+        """Record the metrics of the last stage on all ranks of the pipeline; nothing is read from the device."""
         env = self._env
         assert env is not None
         source = self._rank_of(self._stages - 1)
-        means: Any = [None]
+        means: dict[str, Any] = {}
         if env.pipe_rank == source:
             own = self._metrics[: len(weights)]
-            means = [{k: _number(sum(w * each[k] for w, each in zip(weights, own, strict=True))) for k in own[0]}]
-        dist.broadcast_object_list(means, group=env.pipe_control, group_src=source)
+            means = {k: sum(w * each[k] for w, each in zip(weights, own, strict=True)) for k in own[0]}
+        names = self._names
+        if names is None:
+            sent: Any = [list(means)]
+            dist.broadcast_object_list(sent, group=env.pipe_control, group_src=source)
+            names = self._names = list(sent[0])
+        if env.pipe_rank == source and list(means) != names:
+            raise TaskError(
+                f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
+                "Return the same metrics in every step."
+            )
+        values = torch.zeros(len(names), dtype=torch.float64, device=env.device)
+        for place, value in enumerate(means.values()):
+            values[place] = value
+        dist.broadcast(values, group=env.pipe_group, group_src=source)
         if step.recording:
-            step.trainer.means.add_all(step.prefix, means[0], step.items[step.micro])
+            found = dict(zip(names, values.unbind(), strict=True))
+            step.trainer.means.add_all(step.prefix, found, step.items[step.micro])
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
         """Return torch's schedule for parts of these shapes."""
@@ -535,7 +551,3 @@ def _sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.
         flat.mul_(scale)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view(gradient.shape))
-
-
-def _number(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

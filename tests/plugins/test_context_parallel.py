@@ -1,0 +1,501 @@
+"""context_parallel: ranks that hold a slice of every sequence train what one process trains."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.nn import functional
+
+import forge
+from forge.errors import DataError, RecipeError, StackError, TaskError
+from forge_plugins import (
+    AMP,
+    DDP,
+    EMA,
+    FSDP,
+    SAM,
+    Accumulate,
+    Clip,
+    Compile,
+    ContextParallel,
+    CudaGraph,
+    Freeze,
+    Guard,
+    Kernels,
+    Remat,
+    Schedule,
+)
+from forge_plugins.context_parallel.ring import Method, Ring, RingAttention
+from forge_plugins.context_parallel.slices import Slicing
+from tests.support import context_kit as kit
+from tests.support.fsdp_kit import close
+from tests.support.lasting_ranks import ranks
+from tests.support.ranks import pretending
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against one process
+
+
+def kinds() -> dict[str, Any]:
+    return {
+        "levers": lambda: (
+            kit.Tokens(),
+            [Accumulate(3), Clip(0.5), EMA(0.9), Remat("Layer"), Schedule("linear"), Guard("skip")],
+        ),
+        "both sides": lambda: (kit.Full(), [Accumulate(2), Remat("Imported")]),
+        "counted items": lambda: (kit.Counting(), [Accumulate(3), Clip(0.5)]),
+        "padded": lambda: (kit.Padded(), [Accumulate(2), Guard()]),
+        "frozen": lambda: (kit.Tokens(), [Freeze(["blocks.0", "places"], thaw="1 epoch")]),
+        "sam": lambda: (kit.Tokens(), [SAM(0.05), Accumulate(2), Clip(0.5)]),
+        "stranger": lambda: (kit.Stranger(), [Clip(0.5)]),
+        "compiled": lambda: (kit.Tokens(), [Compile(backend="aot_eager", blocks="Layer"), Accumulate(2)]),
+        "compiled whole": lambda: (kit.Counting(), [Compile(backend="aot_eager"), Remat("Layer")]),
+    }
+
+
+COUNTED = ("counted items", "compiled whole")
+
+
+def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Divided batches need num_items where some targets do not count, as with ddp; divided sequences do not."""
+    task, plugins = kinds()[kind]()
+    data = {"data": kit.token_batches(ignored="size" not in options or kind in COUNTED)}
+    data["val"] = kit.token_batches(seed=1, ignored=kind in COUNTED)
+    return kit.fit_tokens(task, plugins, {**options, **({"positions": "arange"} if kind == "stranger" else {})}, **data)
+
+
+QUICK = [
+    (2, "levers", {}),
+    (2, "both sides", {"method": "alltoall"}),
+    (2, "padded", {}),
+    (2, "stranger", {}),
+    (4, "counted items", {"size": 2, "balance": False}),
+]
+SLOW = [
+    *((count, kind, {}) for count in (2, 4) for kind in kinds()),
+    *((8, kind, {}) for kind in ("levers", "both sides", "counted items", "padded")),
+    (8, "levers", {"balance": False, "method": "alltoall"}),
+    (8, "levers", {"size": 4, "method": "alltoall"}),
+    (8, "counted items", {"size": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "options"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK)],
+)
+def test_slices_train_what_one_process_trains(count: int, kind: str, options: dict[str, Any]) -> None:
+    alone, together = run(kind, options), ranks(count)(run, kind, options)
+    for rank in together:
+        close(rank, alone, 1e-11)
+        assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
+
+
+MESHES = [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from([kind for kind in kinds() if "compiled" not in kind]),
+    st.sampled_from(MESHES),
+    st.sampled_from(["allgather", "alltoall"]),
+    st.booleans(),
+)
+@settings(max_examples=16, deadline=None)
+def test_any_mesh_method_and_balance(kind: str, mesh: tuple[int, int], method: str, balance: bool) -> None:
+    count, size = mesh
+    if kind in ("both sides", "padded"):  # weights of classes, and counts in float32, are not exact over batches
+        size = count
+    options: dict[str, Any] = {"size": size, "method": method, "balance": balance}
+    alone = run(kind, options)
+    for rank in ranks(count)(run, kind, options):
+        close(rank, alone, 1e-11)
+
+
+class Single(kit.Tokens):
+    """In float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+
+def in_bf16(amp: bool) -> dict[str, Any]:
+    return kit.fit_tokens(Single(), [AMP("bf16")] if amp else [], {})["weights"]
+
+
+def test_amp_rounds_within_its_precision() -> None:
+    plain, alone = in_bf16(False), in_bf16(True)
+    for weights in ranks(2)(in_bf16, True):
+        apart = max(float((weights[name] - alone[name]).abs().max()) for name in alone)
+        rounding = max(float((plain[name] - alone[name]).abs().max()) for name in alone)
+        assert 0 < apart < 3 * rounding
+
+
+class Encoder(kit.Tokens):
+    """torch's own TransformerEncoder; in evaluation it would call a kernel that no mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(kit.WIDTH, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.blocks = torch.nn.ModuleList()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(x) + self.places(forge.positions(x))))
+
+
+class FromHub(kit.Tokens):
+    """A model of transformers in a tiny configuration, called as its users do."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers
+
+        sizes: dict[str, Any] = {"vocab_size": kit.VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if name == "gpt2":
+            config: Any = transformers.GPT2Config(n_embd=8, n_positions=32, resid_pdrop=0.1, attn_pdrop=0.0, **sizes)
+            config.embd_pdrop = 0.0
+        else:
+            config = transformers.LlamaConfig(hidden_size=8, intermediate_size=12, num_key_value_heads=2, **sizes)
+        torch.manual_seed(3)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).double()
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        del self.tokens, self.places, self.blocks, self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, position_ids=forge.positions(x)[None]).logits
+
+
+class Unchanged(FromHub):
+    """Leaves positions to the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+class Labelled(FromHub):
+    """Leaves the loss to the model, which shifts the labels."""
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch[0], labels=batch[0], position_ids=forge.positions(batch[0])[None]).loss}
+
+
+def of_others(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    makes = {"encoder": Encoder, "positions": lambda: FromHub(name), "arange": lambda: Unchanged(name)}
+    given = {**options, **({"positions": "arange"} if kind == "arange" else {})}
+    return kit.fit_tokens(makes[kind](), [Accumulate(2), Clip(0.5)], given)
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "name", "options"),
+    [
+        (2, "encoder", "", {}),
+        (2, "positions", "llama", {}),
+        (2, "arange", "gpt2", {}),
+        pytest.param(4, "arange", "llama", {"balance": False}, marks=pytest.mark.slow),
+        pytest.param(4, "positions", "gpt2", {"method": "alltoall"}, marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_others_train_as_they_are(count: int, kind: str, name: str, options: dict[str, Any]) -> None:
+    if name:
+        pytest.importorskip("transformers")
+    alone = of_others(kind, name, {})
+    for rank in ranks(count)(of_others, kind, name, options):
+        close(rank, alone, 1e-11)
+
+
+def recipe_tasks(kind: str) -> dict[str, Any]:
+    from forge_recipes.gpt import GPT
+    from forge_recipes.shakespeare import CharGPT
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "context": 32}
+    task = GPT(**sizes, vocabulary=11) if kind == "gpt" else CharGPT(**sizes, dropout=0.0, sample=0)
+    return kit.fit_tokens(task.double(), [Accumulate(2)], {})
+
+
+@pytest.mark.parametrize("kind", ["gpt", "shakespeare"])
+def test_the_models_of_recipes_know_their_positions(kind: str) -> None:
+    alone = recipe_tasks(kind)
+    for rank in ranks(2)(recipe_tasks, kind):
+        close(rank, alone, 1e-11)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation, random numbers, checks
+
+
+def evaluated(folder: str) -> dict[str, Any]:
+    several = [ContextParallel()] if "RANK" in os.environ else []
+    trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=folder, plugins=[EMA(0.5), *several])
+    trainer.fit(kit.Counting(), kit.token_batches(), kit.token_batches(seed=1))
+    fresh = kit.Counting()
+    found = {
+        "val": trainer.validate(fresh, kit.token_batches(seed=1)),
+        "test": trainer.test(fresh, kit.token_batches(seed=2)),
+    }
+    return {**found, "predicted": torch.cat(trainer.predict(fresh, kit.token_batches(seed=1)))}
+
+
+def test_evaluations_and_exports_are_those_of_one_process(tmp_path: Path) -> None:
+    alone = evaluated(str(tmp_path / "one"))
+    for rank in ranks(2)(evaluated, str(tmp_path / "two")):
+        for stage in ("val", "test"):
+            assert rank[stage] == pytest.approx(alone[stage], rel=1e-11)
+        torch.testing.assert_close(rank["predicted"], alone["predicted"], rtol=1e-11, atol=1e-11)
+    ours, theirs = (kit.Counting.from_checkpoint(tmp_path / name).state_dict() for name in ("two", "one"))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-11)
+
+
+def counted_metric() -> float:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(kit.Tokens):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f1 = torchmetrics.F1Score(task="multiclass", num_classes=kit.VOCABULARY, average="macro")
+
+        def validation_step(self, batch: Any) -> Any:
+            self.f1.update(self(batch[0]).flatten(0, 1), batch[1].flatten())
+            return {"f1": self.f1}
+
+    several = [ContextParallel(check=False)] if "RANK" in os.environ else []
+    trainer = forge.Trainer(seed=0, device="cpu", run_dir=False, plugins=several)
+    return trainer.validate(Measured(), kit.token_batches(ignored=False))["val/f1"]
+
+
+def test_a_torchmetric_counts_the_positions_of_all_ranks() -> None:
+    assert ranks(4)(counted_metric) == [pytest.approx(counted_metric())] * 4
+
+
+def drawn() -> tuple[float, list[int]]:
+    seen: list[Any] = []
+
+    class Seen(kit.Tokens):
+        def training_step(self, batch: Any) -> Any:
+            seen.append((torch.rand(()).item(), forge.positions(batch[0]).tolist()))
+            return super().training_step(batch)
+
+    kit.fit_tokens(Seen(dropout=0.5), [], {}, max_epochs=1, val=None)
+    return seen[-1]
+
+
+def test_each_rank_draws_its_own_numbers_for_its_own_positions() -> None:
+    (first, head), (second, tail) = ranks(2)(drawn)
+    assert first != second
+    assert head == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert tail == list(range(4, 12))
+    assert forge.positions(torch.zeros(2, 3)).tolist() == [0, 1, 2]
+
+
+def undone() -> bool:
+    names = ("scaled_dot_product_attention", "cross_entropy", "nll_loss")
+    before = [getattr(functional, name) for name in names]
+    kit.fit_tokens(kit.Full(), [], {}, max_epochs=1)
+    assert forge.positions(torch.zeros(1, 5)).tolist() == [0, 1, 2, 3, 4]
+    return [getattr(functional, name) for name in names] == before and vars(kit)[names[0]] is before[0]
+
+
+def test_torchs_functions_are_put_back() -> None:
+    assert ranks(2)(undone) == [True, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+
+
+def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
+    """Messages and values of the ring in each update."""
+    seen: list[dict[str, int]] = [{"gathered": 0, "gathers": 0, "passed": 0, "passes": 0}]
+    gather, permute = _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor
+
+    def gathered(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        seen[-1]["gathers"] += 1
+        seen[-1]["gathered"] += tensor.numel()
+        return gather(tensor, *args, **named)
+
+    def passed(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        seen[-1]["passes"] += 1
+        seen[-1]["passed"] += tensor.numel()
+        return permute(tensor, *args, **named)
+
+    @forge.on("step_end")
+    def next_one(step: forge.Step) -> None:
+        seen.append(dict.fromkeys(seen[-1], 0))
+
+    _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor = gathered, passed
+    try:
+        data = kit.token_batches(sizes=(4,) * 3)
+        kit.fit_tokens(kit.Tokens(), [next_one], {**options, "check": False}, data=data, val=None, max_epochs=1)
+    finally:
+        _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor = gather, permute
+    return seen[:-1]
+
+
+@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
+    layers, slice_of_both = 2, 2 * 4 * (kit.LENGTH // count) * kit.WIDTH  # keys and values of one rank
+    gathers = 2 * layers if method == "allgather" else 0
+    passes = layers * (count if method == "allgather" else 3 * count - 2)
+    expected = {
+        "gathers": gathers,
+        "gathered": gathers * slice_of_both,
+        "passes": passes,
+        "passed": passes * slice_of_both,
+    }
+    for updates in ranks(count)(traffic, {"method": method}):
+        assert updates == [expected] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["flash", "efficient"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_kernels_of_cuda_take_what_the_ring_passes(rank: int, dtype: torch.dtype) -> None:
+    """Shapes and arguments alone, on tensors without values; slices of 8 and 4 positions are no multiple of 32."""
+    methods: tuple[Method, ...] = ("allgather", "alltoall")
+    for method, balance, causal in itertools.product(methods, (True, False), (True, False)):
+        with pretending(rank, 4), FakeTensorMode(), torch.no_grad():
+            query, key, value = (torch.randn(2, 4, 8, 16, device="cuda", dtype=dtype) for _ in range(3))
+            context: Any = SimpleNamespace(saved_tensors=())
+            context.save_for_backward = lambda *tensors, own=context: setattr(own, "saved_tensors", tensors)
+            ring = Ring(dist.group.WORLD, method, balance)
+            out = RingAttention.forward(context, query, key, value, ring, causal, None)
+            gradients: Any = RingAttention.backward(context, torch.randn_like(out))[:3]
+            assert {(each.shape, each.dtype) for each in (out, *gradients)} == {(query.shape, dtype)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused
+
+
+def broken(kind: str, options: dict[str, Any]) -> None:
+    task = Labelled("gpt2") if kind == "Labelled" else getattr(kit, kind)()
+    kit.fit_tokens(task, [], options)
+
+
+DIFFERS = "does not compute the same on divided sequences"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("Stranger", {}, DIFFERS),
+        ("Stranger", {"balance": False}, "Use forge.positions(x) in place of torch.arange(length)"),
+        ("Sliced", {"positions": "arange"}, DIFFERS),
+        ("Shifting", {}, "Shift targets in the data set"),
+        ("Shifting", {"balance": False}, DIFFERS),
+        ("Labelled", {}, DIFFERS),
+        ("Convolving", {"balance": False}, DIFFERS),
+        ("Pooling", {}, DIFFERS),
+        ("Normalising", {}, DIFFERS),
+        ("Drawing", {}, "set context_parallel.check=false"),
+        ("Masking", {}, "passes a mask to scaled_dot_product_attention"),
+        ("Dropping", {}, "drops attention weights (dropout_p=0.1)"),
+        ("Summarising", {}, "attention of 9 queries over 9 keys, where the rank's slice of the sequence has 8"),
+        ("ByHand", {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
+    ],
+)
+def test_a_task_that_mixes_positions_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+    for error in ranks(2).errors(broken, kind, options):
+        assert error.startswith((f"{TaskError.__name__}: context_parallel", "PeerFailed"))
+        assert said in error
+
+
+def validated_stranger() -> None:
+    trainer = forge.Trainer(seed=0, device="cpu", run_dir=False, plugins=[ContextParallel()])
+    trainer.validate(kit.Stranger(), kit.token_batches())
+
+
+def test_a_validation_alone_is_compared_too() -> None:
+    for error in ranks(2).errors(validated_stranger):
+        assert DIFFERS in error
+        assert "(val: loss is" in error
+
+
+def of_length(length: int, options: dict[str, Any]) -> None:
+    data = kit.token_batches(length=length)
+    kit.fit_tokens(kit.Tokens(), [], options, data=data, val=None)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "said"),
+    [
+        (18, {}, "2 ranks cannot divide a sequence of 18 positions evenly in two halves each, a head and a tail"),
+        (18, {}, "or set context_parallel.balance=false"),
+        (17, {"balance": False}, "Use sequences of a multiple of 2, or fewer ranks (context_parallel.size)."),
+        (16, {"entries": ["tokens"]}, "the batch has no tensor 'tokens' with a dimension 1; it has 0 (4, 16) int64"),
+        (16, {"dim": 2}, "finds no tokens in the batch, which has 0 (4, 16) int64, 1 (4, 16) int64. Name the tensors"),
+        (16, {"size": 3}, "2 processes cannot be arranged as context 3"),
+    ],
+)
+def test_sequences_that_cannot_be_divided_are_refused(length: int, options: dict[str, Any], said: str) -> None:
+    for error in ranks(2).errors(of_length, length, options):
+        assert said in error
+
+
+@pytest.mark.parametrize("plugin", [DDP(), FSDP(), Kernels(), CudaGraph()], ids=lambda plugin: plugin.name)
+def test_a_stack_that_makes_no_sense_is_refused(plugin: Any) -> None:
+    with pytest.raises(StackError, match="context_parallel"):
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[ContextParallel(), plugin]).fit(
+            kit.Tokens(), kit.token_batches()
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"size": 1}, "context_parallel.size is 1"),
+        ({"dim": -1}, "context_parallel.dim is -1"),
+        ({"method": "ring"}, "ring"),
+        ({"watchdog": 0}, "context_parallel.watchdog is 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        ContextParallel(**values)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
+def test_slices_are_a_partition_of_the_batch(size: int, each: int, balance: bool, named: bool) -> None:
+    length = size * each * (2 if balance else 1)
+    text = torch.arange(3 * length).view(3, length)
+    batch = {"ids": text, "more": [text.double()[..., None].expand(3, length, 2), "title"], "label": torch.zeros(3)}
+    parts, places = [], []
+    for rank in range(size):
+        slicing = Slicing(("ids", "more.0") if named else (), 1, rank, size, balance)
+        assert slicing.length(batch) == length
+        parts.append(slicing.cut(batch, length))
+        places.append(slicing.positions(length, torch.device("cpu")))
+    order = torch.cat(places).argsort()
+    assert torch.equal(torch.cat([part["ids"] for part in parts], 1)[:, order], text)
+    assert torch.equal(torch.cat([part["more"][0] for part in parts], 1)[:, order], batch["more"][0])
+    assert all(part["label"] is batch["label"] for part in parts)
+    assert all(part["more"][1] == "title" for part in parts)
+
+
+def test_entries_of_different_lengths_are_refused() -> None:
+    with pytest.raises(DataError, match="different lengths along dimension 1"):
+        Slicing(("0", "1"), 1, 0, 2, False).length((torch.zeros(2, 4), torch.zeros(2, 6)))
+
+
+def test_one_process_alone_trains_with_it_too() -> None:
+    plugins = [ContextParallel(), Clip(0.5)]
+    ours = kit.fit_tokens(kit.Stranger(), plugins, {})
+    close(ours, kit.fit_tokens(kit.Stranger(), [Clip(0.5)], {}))
