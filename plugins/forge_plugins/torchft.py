@@ -35,6 +35,8 @@ logger = logging.getLogger("forge")
 
 TRIES = 20
 """How often in a row an update may fail before the run ends."""
+QUORUM = 4
+"""How many times longer a replica waits for a quorum than for an answer: others may notice a loss only by `timeout`."""
 PATIENCE = 30.0
 """Seconds between two lines that say that a replica waits for others."""
 
@@ -63,7 +65,7 @@ class Torchft(forge.Plugin):
 
     ::
 
-        TORCHFT_LIGHTHOUSE=http://host:29510 REPLICA_GROUP_ID=0 forge fit quickstart -p torchft
+        forge fit quickstart -p torchft  # once per replica, with REPLICA_GROUP_ID=0, 1, ... and TORCHFT_LIGHTHOUSE set
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -153,7 +155,7 @@ class Torchft(forge.Plugin):
             min_replica_size=self.config.least,
             use_async_quorum=False,
             timeout=limit,
-            quorum_timeout=limit,
+            quorum_timeout=limit * QUORUM,
             connect_timeout=limit,
             rank=0,
             world_size=1,
@@ -193,6 +195,7 @@ class Torchft(forge.Plugin):
                     manager.start_quorum()
                 break
             except (TimeoutError, RuntimeError) as error:
+                manager._quorum_future = None  # its error would be raised again by the next attempt
                 waited = time.monotonic() - begun
                 if waited > said:
                     said = waited + PATIENCE
@@ -244,9 +247,7 @@ class Torchft(forge.Plugin):
             random.restore(trainer.env.device)
             for (owner, name), before in zip(self._buffers, buffers, strict=True):
                 owner[name].copy_(before)
-            logger.warning(
-                "torchft: update %d is trained again, without a replica that was lost (%s).", *self._why(step)
-            )
+            logger.warning("torchft: update %d failed, and is trained again: %s", *self._why(step))
             with self._at_boundary(step):
                 self._meet()
             if self._received is not None:

@@ -53,8 +53,13 @@ LONG = ("autotune", "compile", "context_parallel", "ddp", "fsdp", "pipeline", "t
 def test_the_example_of_a_page_runs(
     name: str, empty_folder: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("mlflow", "wandb"):
+    if name in ("mlflow", "torchft", "wandb"):
         pytest.importorskip(name)
+    if name == "torchft":
+        from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
+
+        house = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://127.0.0.1:{house.address().rsplit(':', 1)[1]}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (empty_folder / "store").as_uri())
     lines = plugin_page.examples(plugin_page.plugin_class(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -31,11 +32,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     address = f"http://127.0.0.1:{house.address().rsplit(':', 1)[1]}"
     running: list[subprocess.Popen[bytes]] = []
 
-    def begin(name: str, updates: int, pause: float = 0.0, die: int = -1, fail: int = -1, alone: bool = False) -> Any:
+    def begin(
+        name: str, updates: int, pause: float = 0.15, die: int = -1, fail: int = -1, miss: int = -1, alone: bool = False
+    ) -> Any:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         own = {} if alone else {"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": name[-1]}
-        words = [str(word) for word in (folder, updates, pause, die, fail)]
+        words = [str(word) for word in (folder, updates, 0 if alone else pause, die, fail, miss)]
         command = [sys.executable, "-m", "tests.support.torchft_replica", *words]
         running.append(subprocess.Popen(command, cwd=REPO, env=os.environ | own))
         return running[-1]
@@ -74,27 +77,36 @@ class TestReplicas:
 
     def test_several_train_what_one_process_trains(self, start: Start, tmp_path: Path) -> None:
         assert start("one", 40, alone=True).wait(120) == 0
-        replicas = [start(f"replica{number}", 40, pause=0.1) for number in range(3)]
+        replicas = [start(f"replica{number}", 40) for number in range(3)]
         assert [replica.wait(120) for replica in replicas] == [0, 0, 0]
         assert max(of for _, of in noted(tmp_path / "replica0")) >= 2
         assert_as_one_process(tmp_path, "replica0", "replica1", "replica2")
 
     def test_one_that_is_killed_comes_back_while_others_train(self, start: Start, tmp_path: Path) -> None:
         assert start("one", 150, alone=True).wait(120) == 0
-        stays = start("replica0", 150, pause=0.15)
-        assert start("replica1", 150, pause=0.15, die=10).wait(120) == -9
+        stays = start("replica0", 150)
+        assert start("replica1", 150, die=10).wait(120) == -9
         died = noted(tmp_path / "replica1")[-1][0]
-        back = start("replica1", 150, pause=0.15)
+        back = start("replica1", 150)
         assert (stays.wait(120), back.wait(120)) == (0, 0)
         assert_as_one_process(tmp_path, "replica0", "replica1")
         seen = noted(tmp_path / "replica0")
         assert [row for row in seen if row[0] == died] == [(died, 2), (died, 1)]  # the same update again, alone
         assert seen[-1] == (149, 2)  # together again at the end
-        assert [update for update, of in seen if (update, of) != (died, 1)] == list(range(150))  # it never went back
+        rest = [update for update, of in seen if (update, of) != (died, 1)]
+        assert rest == list(range(rest[0], 150))  # it never went back
+
+    def test_an_update_that_fails_is_trained_again_by_all(self, start: Start, tmp_path: Path) -> None:
+        assert start("one", 60, alone=True).wait(120) == 0
+        replicas = start("replica0", 60), start("replica1", 60, fail=5)
+        assert [replica.wait(120) for replica in replicas] == [0, 0]
+        assert_as_one_process(tmp_path, "replica0", "replica1")
+        updates = [update for update, _ in noted(tmp_path / "replica1")]
+        assert sum(later == earlier for earlier, later in itertools.pairwise(updates)) >= 1
 
     def test_one_that_missed_an_update_takes_over_the_state(self, start: Start, tmp_path: Path) -> None:
         assert start("one", 60, alone=True).wait(120) == 0
-        stays, missed = start("replica0", 60, pause=0.15), start("replica1", 60, pause=0.15, fail=5)
+        stays, missed = start("replica0", 60), start("replica1", 60, miss=5)
         assert (stays.wait(120), missed.wait(120)) == (0, 0)
         assert_as_one_process(tmp_path, "replica0", "replica1")
         seen = noted(tmp_path / "replica1")

@@ -20,7 +20,7 @@ from forge_plugins import Clip, Torchft
 
 
 class Wide(forge.TaskModule):
-    """A classifier in float64; the loss is a sum over counted items where `counts` is set."""
+    """A classifier in float64, with a parameter that no loss uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,26 @@ class Wide(forge.TaskModule):
 
 
 class Fate(forge.Plugin):
-    """Pauses in every update and notes it; dies, or fails alone, in the update after so many with others."""
+    """Pauses in every update and notes it; dies, fails, or misses that others succeed, after so many with others."""
 
-    def __init__(self, note: Path, pause: float, die: int, fail: int, strategy: Torchft | None):
+    def __init__(self, note: Path, pause: float, die: int, fail: int, miss: int, strategy: Torchft | None):
         super().__init__()
-        self.note, self.pause, self.die, self.fail, self.strategy = note, pause, die, fail, strategy
-        self.together = 0
+        self.note, self.pause, self.strategy = note, pause, strategy
+        self.die, self.fail, self.miss, self.together = die, fail, miss, 0
+        if strategy is not None:
+            add_up, strategy._add_up = strategy._add_up, self.add_up_and_miss
+            self.add_up = add_up
+
+    def add_up_and_miss(self, step: forge.Step) -> None:
+        self.add_up(step)
+        if self.together == self.miss:
+            self.miss = -1
+            self.report("the answer was lost")
+
+    def report(self, what: str) -> None:
+        assert self.strategy is not None
+        assert self.strategy._manager is not None
+        self.strategy._manager.report_error(RuntimeError(what))
 
     @forge.hookimpl
     def forge_backward(self, step: forge.Step, loss: Tensor) -> None:
@@ -52,17 +66,20 @@ class Fate(forge.Plugin):
         self.together += others > 1
         if self.together == self.die:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.together == self.fail and manager:
+        if self.together == self.fail:
             self.fail = -1
-            manager.report_error(RuntimeError("a cable was pulled"))
+            self.report("a cable was pulled")
 
 
-def main(folder: str, updates: str, pause: str = "0", die: str = "-1", fail: str = "-1") -> None:
+def main(folder: str, updates: str, pause: str = "0", die: str = "-1", fail: str = "-1", miss: str = "-1") -> None:
     torch.manual_seed(0)
     data = torch.randn(60, 6, dtype=torch.float64), torch.randint(3, (60,))
-    strategy = Torchft(timeout=20.0, hostname="127.0.0.1") if "TORCHFT_LIGHTHOUSE" in os.environ else None
+    strategy = Torchft(timeout=4.0, hostname="127.0.0.1") if "TORCHFT_LIGHTHOUSE" in os.environ else None
     note = Path(folder) / "updates.jsonl"
-    plugins: list[forge.Plugin] = [Fate(note, float(pause), int(die), int(fail), strategy), Clip(max_norm=0.5)]
+    plugins: list[forge.Plugin] = [
+        Fate(note, float(pause), int(die), int(fail), int(miss), strategy),
+        Clip(max_norm=0.5),
+    ]
     plugins += [strategy] if strategy else []
     options: dict[str, Any] = {"max_epochs": None, "max_updates": int(updates), "seed": 3, "run_dir": False}
     task = Wide()
