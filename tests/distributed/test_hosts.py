@@ -1,4 +1,4 @@
-"""Several hosts: network namespaces with addresses of their own, joined by a bridge, and torchrun on each of them."""
+"""Several hosts: network namespaces with addresses of their own, with torchrun or SLURM's variables on each."""
 
 from __future__ import annotations
 
@@ -64,9 +64,15 @@ class Host:
     link: str
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, folder: Path, *words: str) -> subprocess.Popen[str]:
+    def start(self, folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
         """Run a command there; what it says goes into a file named for the host."""
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.link, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            **variables,
+            "GLOO_SOCKET_IFNAME": self.link,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         log = (folder / f"{self.address}.log").open("a")
         command = ["ip", "netns", "exec", self.name, *words]
         process = subprocess.Popen(
@@ -80,6 +86,9 @@ class Host:
         )
         self.running.append(process)
         return process
+
+    def join(self) -> None:
+        _ip("-n", self.name, "link", "set", self.link, "up")
 
     def cut_off(self) -> None:
         _ip("-n", self.name, "link", "set", self.link, "down")
@@ -113,7 +122,7 @@ def hosts() -> Iterator[list[Host]]:
             _ip("-n", first.name, "link", "set", second.link, "netns", second.name)
             for host in made:
                 _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.link)
-                _ip("-n", host.name, "link", "set", host.link, "up")
+                host.join()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr}")
         yield made
@@ -128,9 +137,13 @@ def torchrun(host: Host, first: Host, run: Path, strategy: str, updates: int, pa
     launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:29400", f"--local-addr={host.address}"]
     launch += [f"--rdzv-conf=is_host={int(host is first)},keep_alive_interval=1,keep_alive_max_attempt=3"]
     launch += ["--rdzv-id=job", "--monitor-interval=0.2", "-m", "forge", "fit", "mine.py", "--run-dir", str(run)]
+    return [sys.executable, *launch, *settings(strategy, updates, pause)]
+
+
+def settings(strategy: str, updates: int, pause: float) -> list[str]:
     options = [f"task.pause={pause}", f"trainer.max_updates={updates}", "trainer.seed=3", "trainer.max_epochs=null"]
     options += ["trainer.device=cpu", "checkpoint.every=5 updates", "checkpoint.keep=100", "-p", strategy]
-    return [sys.executable, *launch, *options, "--data", "mine.py:data"]
+    return [*options, "--data", "mine.py:data"]
 
 
 def wait_for(found: Any, process: subprocess.Popen[str], seconds: float) -> None:
@@ -165,6 +178,44 @@ def test_one_host_goes_on_alone_when_the_other_is_cut_off(strategy: str, hosts: 
 
     straight = alone(tmp_path, updates)
     for name, value in straight.items():
+        torch.testing.assert_close(last["model"][name], value, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_job_of_slurm_is_requeued_when_a_host_is_lost(strategy: str, hosts: list[Host], tmp_path: Path) -> None:
+    """With the variables that srun sets on two nodes; SLURM itself starts all tasks of a requeued job again."""
+    (tmp_path / "mine.py").write_text(TASK)
+    run, updates = tmp_path / "run", 40
+    saved = Checkpoints(run / "checkpoints")
+
+    def srun(attempt: int) -> list[subprocess.Popen[str]]:
+        shared = {"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
+        shared |= {"SLURM_STEP_NODELIST": ",".join(host.address for host in hosts)}
+        shared |= {"SLURM_RESTART_COUNT": str(attempt)} if attempt else {}
+        command = [sys.executable, "-m", "forge", "fit", "mine.py", "--run-dir", str(run), "--resume"]
+        command += settings(strategy, updates, 0.3)
+        return [
+            host.start(tmp_path, *command, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID="0")
+            for rank, host in enumerate(hosts)
+        ]
+
+    try:
+        jobs = srun(0)
+        wait_for(lambda: len(saved.all()) >= 2, jobs[0], 120)
+        hosts[1].cut_off()
+        os.killpg(jobs[1].pid, signal.SIGKILL)
+        assert jobs[0].wait(240) != 0
+        hosts[1].join()
+        assert [job.wait(240) for job in srun(1)] == [0, 0]
+    except BaseException:
+        for host in hosts:
+            print(f"-- {host.address}\n{(tmp_path / f'{host.address}.log').read_text()[-6000:]}")
+        raise
+    last = forge.checkpoint.StoredCheckpoint(saved.path(updates)).load()
+    assert len(last["rng"]) == 2
+    assert "does not answer" in (text := (tmp_path / f"{hosts[0].address}.log").read_text()) or "gone" in text
+    for name, value in alone(tmp_path, updates).items():
         torch.testing.assert_close(last["model"][name], value, rtol=EXACT, atol=EXACT)
 
 
