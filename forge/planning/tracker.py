@@ -24,8 +24,8 @@ class Tracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self.moments: dict[str, Moment] = {}
-        self.in_blocks = False
-        "Whether backward has passed the loss and is in the repeated blocks; their worst moment is kept as `blocks`."
+        self.in_blocks: bool | None = None
+        "Whether backward has come from the `loss` to the repeated `blocks`, whose worst moments are kept too."
 
     def watch(self, task: nn.Module) -> None:
         """Count the task's parameters, buffers and gradients separately from other tensors."""
@@ -53,10 +53,11 @@ class Tracker(MemTracker):
         moment = Moment(now["Total"], now[_MemRefType.GRAD])
         if phase not in self.moments or self.moments[phase].total < moment.total:
             self.moments[phase] = moment
-        if self.in_blocks and phase == "backward":  # strategies divide gradients, so the worst moment is without them
-            known = self.moments.get("blocks", Moment(0, 0))
-            if known.total - known.gradients < moment.total - moment.gradients:
-                self.moments["blocks"] = moment
+        if self.in_blocks is not None and phase == "backward":
+            part = "blocks" if self.in_blocks else "loss"
+            known = self.moments.get(part, Moment(0, 0))
+            if known.total - known.gradients < moment.total - moment.gradients:  # strategies divide gradients
+                self.moments[part] = moment
 
     def _ignore(self, *args: Any) -> None:
         pass

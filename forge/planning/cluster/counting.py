@@ -42,6 +42,7 @@ class OpCounter(TorchDispatchMode):
         """Note what goes on inside the task's repeated blocks."""
         blocks = repeated(task)
         self.blocks = len(blocks)
+        tracker.in_blocks = False
         for block in blocks:
             before: list[float] = []
 

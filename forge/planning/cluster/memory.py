@@ -90,9 +90,8 @@ def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool
         return fixed + _fsdp(work, layout, part, gradients, rests, stepping, reserved, fp8)
     q = work.at(layout.variant, work.batch / layout.data_ranks / layout.micros)
     if layout.data == "single":
-        held = {"forward": "forward", "loss": "backward", "blocks": "blocks"}
-        moments = [rests[name] + q[f"held {phase}"] * here for name, phase in held.items()]
-        moments.append(q["rest optimizer"] * here + q["held optimizer"] * here)
+        moments = [rests[name] + q[f"held {name}"] * here for name in rests]
+        moments += [q["rest backward"] + q["held backward"], q["rest optimizer"] + q["held optimizer"]]
     else:
         kept = gradients / _zero(layout, 2)
         moments = [rests["forward"] + kept, rests["loss"] + gradients, rests["blocks"] + gradients]
@@ -129,11 +128,9 @@ def _fsdp(
     # after its last micro-batch, and if there are no more of them than ranks, before the next chunk begins.
     summed = 0.0 if m == 1 else gradients / (layout.chunks if m <= layout.pipeline else 1)
     unit = work.block / t
-    passing = wide * unit + (wide * part.largest / t + unit if m == 1 else 0.0)  # a block's, and the head's, which waits
-    held = {
-        name: 0.0 if reserved else share * state[f"held {phase}"] / max(1.0, state["gradients"])
-        for name, phase in (("forward", "forward"), ("loss", "backward"), ("blocks", "blocks"))
-    }
+    # the gradients of a block, with its copy that is reduced, and of the head, which waits for the end
+    passing = wide * unit + (unit + wide * part.largest / t if m == 1 else 0.0)
+    held = {name: 0.0 if reserved else share * state[f"held {name}"] / max(1.0, state["gradients"]) for name in rests}
     moments = [units + rests[name] + max(summed, held[name]) for name in ("forward", "loss")]
     moments.append(units + rests["blocks"] + max(summed, held["blocks"]) + passing)
     # the end: a gradient is reduced whole, in the type of the parameters
@@ -162,8 +159,7 @@ def _rests(work: Workload, layout: Layout, stage: int) -> dict[str, float]:
     one = q["rest blocks"] - q["block activations"]  # what the backward of a block adds
     passing = max(0.0, one) / layout.context * mixed
     outside = {
-        name: max(0.0, q[f"rest {phase}"] - q["block activations"]) / layout.context
-        for name, phase in (("forward", "forward"), ("loss", "backward"))
+        name: max(0.0, q[f"rest {name}"] - q["block activations"]) / layout.context for name in ("forward", "loss")
     }
     if t > 1 and layout.split_loss:
         again = DIVIDED_LOSS_COPIES * q["loss"] / layout.context
@@ -180,7 +176,7 @@ def _rests(work: Workload, layout: Layout, stage: int) -> dict[str, float]:
         # are the blocks' own inputs, and their outputs are kept instead
         kept += 2 * layout.micros * hidden / (t if layout.sequence else 1)
         if stage < p - 1:
-            return {name: kept + passing for name in ("forward", "loss", "blocks")}
+            return dict.fromkeys(("forward", "loss", "blocks"), kept + passing)
     return {**{name: kept + size for name, size in outside.items()}, "blocks": kept + passing}
 
 

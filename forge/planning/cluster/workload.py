@@ -33,7 +33,7 @@ WORTH_IT = 6
 APART = (AMP, REMAT, "accumulate", "compile", "zero", "pipeline", "context_parallel", *STRATEGIES)
 """Plugins that are planned, and so not rehearsed."""
 PHASES = ("forward", "backward", "optimizer")
-MOMENTS = (*PHASES, "blocks")
+MOMENTS = (*PHASES, "loss", "blocks")
 Quantities = dict[str, float]
 
 
