@@ -9,11 +9,14 @@ ever allocated.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import forge
 from forge.data import Splits
@@ -53,10 +56,31 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
     return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2).to(x.dtype)
 
 
+def recomputed(block: nn.Module, x: Tensor, turns: Tensor, products: tuple[int, ...]) -> Tensor:
+    """Run a block that keeps attention and some matrix products only."""
+
+    def contexts() -> Any:
+        counts = {False: itertools.count(1), True: itertools.count(1)}
+
+        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            kept = "scaled_dot_product" in str(operation)
+            if operation == torch.ops.aten.mm.default:
+                kept = next(counts[context.is_recompute]) in products
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return checkpoint(
+        functools.partial(block), x, turns, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+    )
+
+
 class Llama3_8B(forge.TaskModule):
     """Llama 3 with 8 billion parameters; AdamW."""
 
     layers, width, heads, key_heads, hidden = 32, 4096, 32, 8, 14336
+    products: tuple[int, ...] | None = None
+    "Which matrix products of a block are kept, from 1; the rest of the block is computed again. None: all of it."
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +93,7 @@ class Llama3_8B(forge.TaskModule):
         tokens, following = batch
         x, turns = self.embed(tokens), self.turns(tokens.shape[1], tokens.device)
         for block in self.blocks:
-            x = block(x, turns)
+            x = block(x, turns) if self.products is None else recomputed(block, x, turns, self.products)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
@@ -81,6 +105,18 @@ class Llama3_8B(forge.TaskModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
+
+
+class Llama3_8BSelective(Llama3_8B):
+    """The 8B whose blocks keep attention and every second matrix product: torchtitan's selective rule `op`."""
+
+    products = 1, 3, 5, 7
+
+
+class Llama3_8BSelectiveCompiled(Llama3_8B):
+    """The same when compiled: the seventh product is added to the block's output, and backward does not read it."""
+
+    products = 1, 3, 5
 
 
 class Llama3_70B(Llama3_8B):

@@ -24,6 +24,8 @@ class Tracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self.moments: dict[str, Moment] = {}
+        self.in_blocks: bool | None = None
+        "Whether backward has come from the `loss` to the repeated `blocks`, whose worst moments are kept too."
 
     def watch(self, task: nn.Module) -> None:
         """Count the task's parameters, buffers and gradients separately from other tensors."""
@@ -46,8 +48,16 @@ class Tracker(MemTracker):
     def _update_peak_stats(self, peak_state: Any) -> None:
         now = self._curr_mem_snap.get(HOST)
         phase = "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
-        if now is not None and (phase not in self.moments or self.moments[phase].total < now["Total"]):
-            self.moments[phase] = Moment(now["Total"], now[_MemRefType.GRAD])
+        if now is None:
+            return
+        moment = Moment(now["Total"], now[_MemRefType.GRAD])
+        if phase not in self.moments or self.moments[phase].total < moment.total:
+            self.moments[phase] = moment
+        if self.in_blocks is not None and phase == "backward":
+            part = "blocks" if self.in_blocks else "loss"
+            known = self.moments.get(part, Moment(0, 0))
+            if known.total - known.gradients < moment.total - moment.gradients:  # strategies divide gradients
+                self.moments[part] = moment
 
     def _ignore(self, *args: Any) -> None:
         pass

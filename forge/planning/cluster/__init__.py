@@ -8,7 +8,7 @@ from forge.planning.cluster.calibration import calibrated_cluster
 from forge.planning.cluster.failures import Goodput, goodput
 from forge.planning.cluster.hardware import Cluster, Link, MeasuredStep, load_cluster, read_cluster
 from forge.planning.cluster.layouts import Layout, layouts
-from forge.planning.cluster.memory import memory_of
+from forge.planning.cluster.memory import memory_of, reserved_of
 from forge.planning.cluster.ranking import ClusterPlan, Prediction, plan_cluster
 from forge.planning.cluster.timing import Model, UpdateTiming
 from forge.planning.cluster.workload import Variant, Workload, count_workload
@@ -33,4 +33,5 @@ __all__ = [
     "memory_of",
     "plan_cluster",
     "read_cluster",
+    "reserved_of",
 ]

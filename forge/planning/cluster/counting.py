@@ -29,20 +29,27 @@ class OpCounter(TorchDispatchMode):
         self.found: dict[str, float] = defaultdict(float)
         self.hidden = self.key_values = 0.0
         "Bytes that one block hands to the next, and of the keys and values of one attention."
+        self.loss = self.narrow = 0.0
+        "Bytes of a log-softmax, the largest, and of its input before a cast to a wider type; 0 without a cast."
         self.positions: int | None = None
         self.heads: int | None = None
         self.blocks = 0
         self._depth = 0
+        self._widened = 0, 0.0
+        "Number of elements and former bytes of the tensor that was cast to a wider type last."
 
     def watch(self, task: nn.Module, tracker: Tracker) -> None:
         """Note what goes on inside the task's repeated blocks."""
         blocks = repeated(task)
         self.blocks = len(blocks)
+        tracker.in_blocks = False
         for block in blocks:
             before: list[float] = []
 
             def enter(*_: Any, before: list[float] = before) -> None:
                 self._depth += 1
+                if self.phase == FORWARD:
+                    tracker.in_blocks = False
                 before.append(tracker.live)
 
             def leave(_module: Any, _inputs: Any, output: Any, before: list[float] = before) -> None:
@@ -50,7 +57,7 @@ class OpCounter(TorchDispatchMode):
                 kept = tracker.live - before.pop()
                 if self.phase == FORWARD:
                     self.found["block activations"] += max(0.0, kept)
-                    self._note(output)
+                    self._note(output, tracker)
 
             block.register_forward_pre_hook(enter)
             block.register_forward_hook(leave)
@@ -59,11 +66,16 @@ class OpCounter(TorchDispatchMode):
         """Start the next update."""
         self.found.clear()
 
-    def _note(self, output: Any) -> None:
+    def _note(self, output: Any, tracker: Tracker) -> None:
+        def reached(_gradient: Tensor) -> None:
+            tracker.in_blocks = True
+
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if tensors:
             self.hidden = float(tensors[0].numel() * tensors[0].element_size())
             self.positions = tensors[0].shape[1] if tensors[0].dim() == 3 else None
+            if tensors[0].requires_grad:
+                tensors[0].register_hook(reached)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -72,6 +84,8 @@ class OpCounter(TorchDispatchMode):
         if func.namespace == "prim" or getattr(func, "is_view", False) or name.startswith(FREE):
             return out
         self.found[f"ops {self.phase}"] += 1
+        if name in ("_to_copy", "_log_softmax"):
+            self._watch_loss(name, args[0], out)
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
             kind = "attention" if "attention" in name else "matmul"
@@ -88,6 +102,14 @@ class OpCounter(TorchDispatchMode):
             written = _bytes(out)
             self.found[f"bytes {self.phase}"] += 2 * written if name in ROWS else written + _bytes((args, kwargs))
         return out
+
+    def _watch_loss(self, name: str, given: Tensor, out: Tensor) -> None:
+        if name == "_to_copy":
+            if out.element_size() > given.element_size():
+                self._widened = out.numel(), _bytes(given)
+        elif _bytes(out) > self.loss:
+            count, narrow = self._widened
+            self.loss, self.narrow = _bytes(out), narrow if count == out.numel() else 0.0
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:

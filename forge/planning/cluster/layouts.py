@@ -33,6 +33,10 @@ class Layout:
     schedule: str | None = None
     micros: int = 1
     "Micro-batches of a rank in an update: of the pipeline, or accumulated."
+    sequence: bool = False
+    "Whether tensor parallelism divides norms and what blocks hand on by positions, as its style `sequence` does."
+    split_loss: bool = False
+    "Whether tensor parallelism divides the loss by classes; otherwise every rank has all logits."
 
     @property
     def data_ranks(self) -> int:

@@ -56,14 +56,18 @@ class Model:
         predicted = sum(plain.compute(variant, measured.samples))
         return Model(self.work, self.cluster, measured.seconds / predicted, self.fp8)
 
-    def compute(self, variant: Variant, samples: float, tensor: int = 1, context: int = 1) -> tuple[float, ...]:
+    def compute(
+        self, variant: Variant, samples: float, tensor: int = 1, context: int = 1, sequence: bool = False
+    ) -> tuple[float, ...]:
         """Return the seconds of forward, backward and optimizer for one micro-batch of the whole model."""
-        key = variant, samples, tensor, context
+        key = variant, samples, tensor, context, sequence
         if key not in self._known:
             self._known[key] = self._computed(*key)
         return self._known[key]
 
-    def _computed(self, variant: Variant, samples: float, tensor: int, context: int) -> tuple[float, ...]:
+    def _computed(
+        self, variant: Variant, samples: float, tensor: int, context: int, sequence: bool
+    ) -> tuple[float, ...]:
         cluster, reached = self.cluster, self.cluster.efficiency
         q = self.work.at(variant, samples)
         precision = "bf16" if variant.short else "fp32"
@@ -81,7 +85,8 @@ class Model:
                 traffic *= reached.compiled
             moved = traffic / (cluster.memory_bandwidth * reached.memory)
             if phase != "optimizer":
-                device = (device / tensor + moved * (1 - DIVIDED + DIVIDED / tensor)) / context
+                mixed = 1 / tensor if sequence else 1 - DIVIDED + DIVIDED / tensor
+                device = (device / tensor + moved * mixed) / context
             else:
                 device += moved
             host = q[f"ops {phase}"] * cluster.launch * (0.3 if self.work.compiled else 1.0)
@@ -93,7 +98,7 @@ class Model:
         """Return the time of an update; the pipeline's by its formula, or event by event."""
         work, m, p = self.work, layout.micros, layout.pipeline
         samples = work.batch / layout.data_ranks / m
-        forward, backward, step = self.compute(layout.variant, samples, layout.tensor, layout.context)
+        forward, backward, step = self.compute(layout.variant, samples, layout.tensor, layout.context, layout.sequence)
         inside = self._inside(layout.variant, samples)
         # of a whole model's pass: what the mean stage and the last stage, with the head, compute
         deep = math.ceil(work.blocks / p) / work.blocks if work.blocks else 1 / p
@@ -121,7 +126,7 @@ class Model:
         """Simulate the pipeline of an update, with the head on its last stage."""
         work, p, v = self.work, layout.pipeline, layout.chunks
         samples = work.batch / layout.data_ranks / layout.micros
-        forward, backward, _ = self.compute(layout.variant, samples, layout.tensor, layout.context)
+        forward, backward, _ = self.compute(layout.variant, samples, layout.tensor, layout.context, layout.sequence)
         inside = self._inside(layout.variant, samples)
         deep = math.ceil(work.blocks / p) / work.blocks
         extra = self._layers(layout, samples, attention=self._attention(layout, samples) * deep)
@@ -160,7 +165,7 @@ class Model:
         q = self.work.at(layout.variant, samples)
         blocks = math.ceil(self.work.blocks / layout.pipeline)
         tensor = self._group(layout, "tensor").all_reduce(q["hidden"] / layout.context)
-        again = 1 if layout.variant.remat else 0
+        again = 1 if self.work.recomputes(layout.variant) else 0
         forward, backward = 2 * blocks * tensor, (2 + 2 * again) * blocks * tensor
         if layout.context > 1:
             ring = self._group(layout, "context")

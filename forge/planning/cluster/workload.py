@@ -33,6 +33,7 @@ WORTH_IT = 6
 APART = (AMP, REMAT, "accumulate", "compile", "zero", "pipeline", "context_parallel", *STRATEGIES)
 """Plugins that are planned, and so not rehearsed."""
 PHASES = ("forward", "backward", "optimizer")
+MOMENTS = (*PHASES, "loss", "blocks")
 Quantities = dict[str, float]
 
 
@@ -76,6 +77,11 @@ class Workload:
             found = {name: max(0.0, value + samples * slope[name]) for name, value in fixed.items()}
             self._known[variant, samples] = found
         return found
+
+    def recomputes(self, variant: Variant) -> bool:
+        """Return whether backward repeats matrix products of forward: by remat, or because the task does it itself."""
+        q = self.at(variant, 1)
+        return q["matmul backward"] > 2.02 * q["matmul forward"]
 
     @property
     def base(self) -> Variant:
@@ -210,13 +216,16 @@ def _quantities(f: Footprint, counter: OpCounter) -> Quantities:
         "activations": f.activations,
         "hidden": counter.hidden,
         "key values": counter.key_values,
+        "loss": counter.loss,
+        "narrow loss": counter.narrow,
         "block activations": counter.found["block activations"],
         "block flops": counter.found["block flops"],
     }
+    for name in MOMENTS:
+        moment = f.moments.get(name)
+        found[f"rest {name}"] = f.rest(name) if moment else 0.0
+        found[f"held {name}"] = moment.gradients if moment else 0.0
     for phase in PHASES:
-        moment = f.moments.get(phase)
-        found[f"rest {phase}"] = f.rest(phase) if moment else 0.0
-        found[f"held {phase}"] = moment.gradients if moment else 0.0
         for kind in ("matmul", "attention", "bytes", "ops"):
             found[f"{kind} {phase}"] = counter.found[f"{kind} {phase}"]
     return found

@@ -1,0 +1,147 @@
+"""The terms of a layout's memory, each against a count made another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
+from forge.config.recipe import load_recipe
+from forge.planning import WORKSPACE, rehearse
+from forge.planning.cluster import Layout, Variant, Workload, count_workload, memory_of, reserved_of
+from forge.planning.cluster.counting import OpCounter
+from forge.planning.cluster.memory import in_flight
+from forge.planning.cluster.pipeline_events import orders, simulate
+
+LENGTH, SAMPLES = 512, 4
+PLAIN, SHORT = Variant("fp32", False), Variant("bf16", False)
+
+
+class Sizes:
+    layers, width, heads, key_heads, hidden = 4, 256, 4, 2, 512
+
+
+class Small(Sizes, Llama3_8B):
+    """A small Llama with the vocabulary of the large ones: its loss is its worst moment."""
+
+
+class Selective(Sizes, Llama3_8BSelective):
+    """The same under torchtitan's selective rule."""
+
+
+def counted(task: type, *precisions: str) -> Workload:
+    recipe = load_recipe(
+        "default", [f"data.batch_size={SAMPLES}", f"data.length={LENGTH}"], [], [], task=task, data=data
+    )
+    return replace(count_workload(recipe, precisions), batch=2 * SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def small() -> Workload:
+    return counted(Small, "fp32", "bf16")
+
+
+def logits(samples: float, element: int = 4) -> float:
+    return samples * LENGTH * 128256 * element
+
+
+def test_a_selective_rule_keeps_what_it_names() -> None:
+    counter = OpCounter()
+    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
+    rehearse(Selective, (tokens, tokens), counter=counter)
+    hidden = SAMPLES * LENGTH * Sizes.width * 4
+    kept = 1 + 1 + 0.5 + 1 + 2 + 1  # output, query, value of half the heads, attention, gate, down
+    sums = SAMPLES * LENGTH * Sizes.heads * 4  # of attention's softmax
+    assert counter.found["block activations"] == pytest.approx(Sizes.layers * (kept * hidden + sums), rel=0.01)
+
+
+def test_recomputing_is_seen_by_its_products(small: Workload) -> None:
+    assert not small.recomputes(PLAIN)
+    assert small.recomputes(Variant("fp32", True))
+
+
+def test_the_loss_is_three_copies_of_the_logits(small: Workload) -> None:
+    q = small.at(SHORT, SAMPLES)
+    assert q["loss"] == logits(SAMPLES)
+    assert q["narrow loss"] == logits(SAMPLES, 2)
+    assert small.at(PLAIN, SAMPLES)["narrow loss"] == 0
+    assert q["rest loss"] - q["block activations"] == pytest.approx(3 * logits(SAMPLES), rel=0.02)
+    assert q["block activations"] < q["rest blocks"] < q["rest loss"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("schedule", "chunks"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize("times", [1, 3])
+def test_micro_batches_in_flight_equal_the_simulation(schedule: str, chunks: int, ranks: int, times: int) -> None:
+    run = simulate(schedule, ranks, times * ranks, lambda _: 1.0, chunks=chunks)
+    layout = Layout("ddp", PLAIN, pipeline=ranks, schedule=schedule, micros=times * ranks)
+    assert [in_flight(layout, stage) for stage in range(ranks)] == [held / chunks for held in run.held]
+
+
+@pytest.mark.parametrize(("times", "in_turn"), [(1, True), (2, False)])
+def test_chunks_end_one_by_one_with_few_micro_batches(times: int, in_turn: bool) -> None:
+    """What lets an interleaved pipeline reduce one chunk's gradients before the next chunk has any."""
+    for order in orders("Interleaved1F1B", 4, 4 * times, 2):
+        stages = [action.stage for action in order if action.kind == "B"]
+        assert (stages == sorted(stages, reverse=True)) == in_turn
+
+
+def test_interleaved_chunks_share_memory_for_gradients(small: Workload) -> None:
+    work = replace(small, batch=16)
+
+    def at(schedule: str, micros: int) -> float:
+        layout = Layout("fsdp", SHORT, shard=1, pipeline=2, schedule=schedule, micros=micros)
+        return memory_of(replace(work, batch=micros), layout)  # one sample each
+
+    assert at("1F1B", 2) > at("Interleaved1F1B", 2)
+    assert at("Interleaved1F1B", 4) > at("Interleaved1F1B", 2) + 0.9 * small.block * Sizes.layers / 4
+
+
+def test_every_tensor_rank_has_all_logits_unless_divided(small: Workload) -> None:
+    """Dividing the loss takes 3 copies away, less what stays of 4 on each rank: DTensor's loss makes one more."""
+    layout = Layout("fsdp", PLAIN, shard=2, tensor=4, sequence=True)
+    work = replace(small, batch=64)
+    whole, divided = memory_of(work, layout), memory_of(work, replace(layout, split_loss=True))
+    assert whole - divided == pytest.approx((3 - 4 / 4) * logits(32), rel=0.02)
+
+
+def test_norms_by_positions_divide_all_activations(small: Workload) -> None:
+    variant, samples = Variant("fp32", True), 32  # so many that the loss is the worst moment
+    sizes = {
+        sequence: memory_of(
+            replace(small, batch=2 * samples),
+            Layout("fsdp", variant, 2, tensor=4, sequence=sequence, split_loss=True),
+        )
+        for sequence in (False, True)
+    }
+    hidden = samples * LENGTH * Sizes.width * 4
+    kept = Sizes.layers * hidden * (10 / 34 + 24 / 34 / 4 - 1 / 4)
+    assert sizes[False] - sizes[True] == pytest.approx(kept - 0.75 * hidden, rel=0.1)  # less the head's gathered input
+
+
+def test_streams_and_the_cast_are_reserved_beside_the_peak(small: Workload) -> None:
+    layout, samples = Layout("fsdp", SHORT, shard=2), 32
+    work, state = replace(small, batch=2 * samples), small.at(PLAIN, 1)
+    gathered = 0.5 * max(small.outside, 2 * small.block) - 0.5 * small.block
+    more = state["gradients"] / 2 + gathered + logits(samples, 2)
+    assert reserved_of(work, layout) - memory_of(work, layout) == pytest.approx(more, rel=0.01)
+
+
+def test_one_process_reserves_what_it_allocates(small: Workload) -> None:
+    layout = Layout("single", PLAIN)
+    assert reserved_of(small, layout) == memory_of(small, layout) > WORKSPACE
+
+
+def test_the_selective_rule_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    one, other = Small(), Selective()
+    other.load_state_dict(one.state_dict())
+    tokens = torch.randint(128256, (1, 16))
+    for task in (one, other):
+        task.training_step((tokens, tokens)).backward()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
