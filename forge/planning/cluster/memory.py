@@ -45,7 +45,7 @@ def _stages(layout: Layout) -> set[int]:
     return {0, min(1, layout.pipeline - 1), layout.pipeline - 1}
 
 
-class Part(NamedTuple):
+class StageWeights(NamedTuple):
     """Parameters of one stage, in bytes of the task's own type; tensor parallelism is not counted yet."""
 
     blocks: float
@@ -58,21 +58,21 @@ class Part(NamedTuple):
         return self.blocks + self.outside
 
 
-def part_of(work: Workload, layout: Layout, stage: int) -> Part:
+def weights_of(work: Workload, layout: Layout, stage: int) -> StageWeights:
     """Return what a stage has: the last one the largest parameter outside of blocks, which is the head, the first one
     the rest of them, with the embedding."""
     blocks = work.block * math.ceil(work.blocks / layout.pipeline)
     if layout.pipeline == 1:
-        return Part(work.block * work.blocks, work.outside, work.largest_outside)
+        return StageWeights(work.block * work.blocks, work.outside, work.largest_outside)
     last, first = work.largest_outside, work.outside - work.largest_outside
     outside = last if stage == layout.pipeline - 1 else first if stage == 0 else 0.0
-    return Part(blocks, outside, outside)
+    return StageWeights(blocks, outside, outside)
 
 
 def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool) -> float:
     """Return the bytes on the GPUs of a stage of the pipeline."""
     state = work.at(work.base, 1)
-    part = part_of(work, layout, stage)
+    part = weights_of(work, layout, stage)
     weights = state["parameters"] - state["buffers"]
     here = part.total / max(1.0, work.block * work.blocks + work.outside) / layout.tensor
     if layout.pipeline == 1:
@@ -102,7 +102,7 @@ def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool
 def _fsdp(
     work: Workload,
     layout: Layout,
-    part: Part,
+    part: StageWeights,
     gradients: float,
     rests: dict[str, float],
     stepping: float,
