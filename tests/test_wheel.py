@@ -29,6 +29,7 @@ OTHERS = {
     "pytorch_lightning": "as above",
     "torchmetrics": "only where a task has its metrics",
     "torchdata": "only where its loader is given",
+    "torchft": "a nightly package: the plugin torchft says how to install it",
     "PIL": "torchvision requires it",
     "google": "tensorboard requires protobuf",
     "markupsafe": "jinja2 requires it",

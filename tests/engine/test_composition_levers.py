@@ -252,6 +252,7 @@ def test_every_built_in_plugin_is_in_these_laws() -> None:
         "fsdp",
         "pipeline",
         "tensor_parallel",
+        "torchft",
         "zero",
     }  # tests/plugins/test_ddp.py and its neighbours compare these
     services = {"mlflow", "wandb"}  # observers that talk to others: their own tests hold them to the same

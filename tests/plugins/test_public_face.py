@@ -23,15 +23,15 @@ OUTSIDE_ENGINE = sorted(
     if house.room_of(module) not in ("engine", "contract", "forge_kernels")
 )
 
-MODULES_OF_OTHERS = {"torch", "sys"}
-"""Modules whose own underscore names may be used: `torch._foreach_add_`, `sys._getframe`."""
+MODULES_OF_OTHERS = {"torch", "sys", "aten", "torchs"}
+"""Modules whose own underscore names may be used: `torch._foreach_add_`, `sys._getframe`; torch's by two more names."""
 
 OF_MODULES = {"_buffers", "_call_impl", "_compiled_call_impl", "_modules", "_orig_mod", "_parameters"}
 OF_MODULES |= {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"}
 OF_TENSORS = {"_cdata", "_version"}
 OF_OPERATORS = {"_overloadpacket", "_schema", "_sequence_nr"}
 OF_OPTIMIZERS = {"_found_inf_per_device", "_per_optimizer_states", "_step_supports_amp_scaling"}
-OF_OTHERS = {"_fields", "_get_file_writer", "_module_state_mapping"}
+OF_OTHERS = {"_fields", "_get_file_writer", "_module_state_mapping", "_quorum_future"}
 OF_SCHEDULES = {"_schedulers"}
 ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_SCHEDULES | OF_OTHERS
 """Underscore names of torch's objects, and `_fields` of a namedtuple: not forge's to publish."""

@@ -48,8 +48,9 @@ def small_heap_for_each() -> None:
     gc.freeze()
 
 
-NOT_ALONE = {"tensor_parallel"}
-"""What needs another plugin beside it, and a plan for its task: tests/plugins/test_tensor_parallel.py has both."""
+NOT_ALONE = {"tensor_parallel", "torchft"}
+"""What needs another plugin beside it and a plan for its task, or a server: tests/plugins/test_tensor_parallel.py and
+test_torchft.py have them."""
 
 
 THOROUGH = {"amp", "clip", "ema", "freeze"}
