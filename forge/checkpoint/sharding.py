@@ -167,7 +167,8 @@ def _deal_held(keys: Sequence[Any], held: dict[Any, tuple[int, ...]], sizes: dic
 def _is_ours(tensor: DTensor, replicas: dict[tuple[Any, ...], list[int]]) -> bool:
     """Whether this rank writes its shard. `replicas` counts the bytes assigned so far to ranks with equal shards.
 
-    Of several meshes with equal content (tensor parallelism inside DDP), the one with rank 0 writes.
+    Of several meshes with equal content (tensor parallelism inside DDP), the one with rank 0 writes, or with the first
+    rank that holds the tensor.
     """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -181,7 +182,8 @@ def _is_ours(tensor: DTensor, replicas: dict[tuple[Any, ...], list[int]]) -> boo
         number = number * mesh.shape[d] + coordinate[d]
     if number != chosen or (not is_cut(tensor) and any(coordinate[d] for d in cuts)):
         return False
-    return bool((mesh.mesh == 0).any())
+    held = held_by(tensor)
+    return bool((mesh.mesh == (0 if held is None else held.ranks[0])).any())
 
 
 # -- the shard of this rank -------------------------------------------------------------------------------------------

@@ -215,7 +215,8 @@ def _check_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> None:
     if sharding.is_distributed(tensor):
         why = sharding.obstacle(tensor)
         if why is None:
-            return _check_tensor(tensor.to_local(), path)
+            part, held = tensor.to_local(), sharding.held_by(tensor)
+            return _check_tensor(part if held is None else sharding.mark_held(part, held), path)
     elif type(tensor) not in (Tensor, nn.Parameter):
         why = f"is a {_name_of(type(tensor))}; only plain tensors can be saved"
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:

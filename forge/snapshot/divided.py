@@ -36,20 +36,23 @@ class TensorOutline:
     "Whether the rank has its values."
     memory: int
     "The number of its memory: tied tensors have the same."
+    cut: tuple[tuple[str, ...], tuple[Any, ...]] | None = None
+    "Of a DTensor: the axes of its mesh, and its placements."
 
 
 def together(tree: Any, env: Env) -> Any:
     """Return the tree with the values of all ranks; a collective call. Plain values are those of the lowest rank."""
     outlines = env.gather(_outline(tree, {}))
-    return _merged(tree, outlines)
+    return _merged(tree, outlines, env)
 
 
 def _outline(value: Any, memories: dict[Any, int]) -> Any:
     if isinstance(value, Tensor):
+        cut = None
         if sharding.is_distributed(value):
-            return None  # its shards say themselves who holds them
+            cut = (value.device_mesh.mesh_dim_names or (), value.placements)
         memory = memories.setdefault(id(value) if value.is_meta else sharding.place_of(value), len(memories))
-        return TensorOutline(tuple(value.shape), value.stride(), value.dtype, not value.is_meta, memory)
+        return TensorOutline(tuple(value.shape), value.stride(), value.dtype, not value.is_meta, memory, cut)
     if isinstance(value, dict):
         return {key: _outline(item, memories) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -57,22 +60,20 @@ def _outline(value: Any, memories: dict[Any, int]) -> Any:
     return value
 
 
-def _merged(own: Any, outlines: Sequence[Any]) -> Any:
+def _merged(own: Any, outlines: Sequence[Any], env: Env) -> Any:
     """Return this rank's value with what other ranks have beside it."""
     first = next(outline for outline in outlines if outline is not _Missing)
     if isinstance(first, TensorOutline):
-        return _merged_tensor(own, outlines)
-    if isinstance(own, Tensor):
-        return own
+        return _merged_tensor(own, outlines, env)
     if isinstance(first, dict):
         there = [outline for outline in outlines if outline is not _Missing]
         keys = dict.fromkeys(key for outline in there for key in outline)
         mine = {} if own is _Missing else own
-        return {key: _merged(mine.get(key, _Missing), [_item(o, key) for o in outlines]) for key in keys}
+        return {key: _merged(mine.get(key, _Missing), [_item(o, key) for o in outlines], env) for key in keys}
     if type(first) in (list, tuple):
         mine = [_Missing] * len(first) if own is _Missing else own
         parts = [[_Missing if o is _Missing else o[i] for o in outlines] for i in range(len(first))]
-        return type(first)(_merged(item, part) for item, part in zip(mine, parts, strict=True))
+        return type(first)(_merged(item, part, env) for item, part in zip(mine, parts, strict=True))
     return first
 
 
@@ -80,7 +81,7 @@ def _item(outline: Any, key: Any) -> Any:
     return _Missing if outline is _Missing else outline.get(key, _Missing)
 
 
-def _merged_tensor(own: Any, outlines: Sequence[Any]) -> Any:
+def _merged_tensor(own: Any, outlines: Sequence[Any], env: Env) -> Any:
     ranks = tuple(rank for rank, o in enumerate(outlines) if o is not _Missing and o.here)
     if len(ranks) == len(outlines) or not ranks:
         return own
@@ -89,4 +90,10 @@ def _merged_tensor(own: Any, outlines: Sequence[Any]) -> Any:
     if own is not _Missing and not own.is_meta:
         return sharding.mark_held(own, held)
     made = torch.empty_strided(outline.shape, outline.strides, dtype=outline.dtype, device="meta")
+    if outline.cut is not None:
+        from torch.distributed.tensor import distribute_tensor
+
+        axes, placements = outline.cut
+        assert env.mesh is not None
+        made = distribute_tensor(made, env.mesh[axes], placements, src_data_rank=None)
     return sharding.mark_held(made, held)

@@ -27,3 +27,12 @@ def _is_block(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and any(
         next(child.parameters(), None) is not None for child in module.children()
     )
+
+
+def is_tied(block: nn.Module, task: nn.Module) -> bool:
+    """Whether modules outside of a block have a parameter of it."""
+    everything = list(task.named_modules(remove_duplicate=False))
+    inside = tuple(f"{name}." for name, module in everything if module is block)
+    outside = [module for name, module in everything if not f"{name}.".startswith(inside)]
+    own = {id(parameter) for parameter in block.parameters()}
+    return any(id(parameter) in own for module in outside for parameter in module._parameters.values())

@@ -54,11 +54,22 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | Non
 
 
 def _own_norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
-    norms: list[Tensor] = [get_total_norm(group, norm_type) for group in _by_mesh(tensors).values()]
-    norms = [norm.full_tensor() if is_distributed(norm) else norm for norm in norms]
+    norms = [_norm_on(mesh, group, norm_type) for mesh, group in _by_mesh(tensors).items()]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _norm_on(mesh: Any, tensors: list[Any], norm_type: float) -> Tensor:
+    if mesh is None or norm_type != math.inf:
+        norm = get_total_norm(tensors, norm_type)
+        return norm.full_tensor() if is_distributed(norm) else norm
+    parts = [part for part in map(local, tensors) if part.numel()]  # torch refuses the largest of nothing
+    norm = get_total_norm(parts, norm_type) if parts else local(tensors[0]).new_zeros(())
+    norm = norm.to(mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return norm
 
 
 def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, env: Env | None = None) -> Tensor:

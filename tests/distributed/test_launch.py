@@ -138,6 +138,10 @@ STRATEGIES = {
     "zero 1": ("-p", "no:ddp", "-p", "zero"),
     "zero 2": ("-p", "no:ddp", "-p", "zero", "zero.stage=2"),
     "pipeline": ("-p", "no:ddp", "-p", "pipeline"),
+    "sharded stages": (
+        *("-p", "no:ddp", "-p", "pipeline", "pipeline.microbatches=2", "pipeline.stages=2", "pipeline.shard=true"),
+        *("--nproc", "4"),
+    ),
     "context_parallel": ("-p", "no:ddp", "-p", "context_parallel"),
 }
 OF_TOKENS = f"""

@@ -89,6 +89,7 @@ def go_on(
         "pipeline": lambda: [Pipeline(4)],
         "context": lambda: [ContextParallel()],
         "zbv": lambda: [Pipeline(4, schedule="zbv", stages=2)],
+        "sharded stages": lambda: [Pipeline(4, stages=2, shard=True)],
     }
     plugins: list[Any] = [Accumulate(2), Clip(0.5), EMA(0.9, warmup=True), Schedule("constant")]
     plugins += [Checkpoint(every=f"{every} updates", keep=20), *(kinds[strategy]() if strategy else [])]
@@ -161,16 +162,19 @@ def test_a_run_goes_on_over_any_ranks_and_either_strategy(kind: str, tmp_path: P
 
 
 EVERY = list(itertools.permutations([None, *STRATEGIES], 2))
+SHARDED = "sharded stages"
+INTO_AND_OUT_OF = [pair for other in (None, *STRATEGIES) for pair in ((SHARDED, other), (other, SHARDED))]
 
 
 @pytest.mark.parametrize(
     ("count", "pairs"),
     [
         (2, [("zero", "pipeline"), ("pipeline", "context"), ("context", None)]),
+        (4, [("fsdp", SHARDED), (SHARDED, None)]),
         pytest.param(2, EVERY, marks=pytest.mark.slow),
-        pytest.param(4, EVERY, marks=pytest.mark.slow),
+        pytest.param(4, [*EVERY, *INTO_AND_OUT_OF], marks=pytest.mark.slow),
     ],
-    ids=["few of 2 ranks", "all of 2 ranks", "all of 4 ranks"],
+    ids=["few of 2 ranks", "few of 4 ranks", "all of 2 ranks", "all of 4 ranks"],
 )
 def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_path: Path) -> None:
     alone(str(tmp_path / "straight"), 4, None)

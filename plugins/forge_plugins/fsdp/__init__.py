@@ -18,9 +18,9 @@ from forge.env import pick_device
 from forge.errors import RecipeError
 from forge.rng import RNGState, seed_all
 from forge_plugins._patterns import MANY, as_list, listed
+from forge_plugins._shards import Shards, refuse_unshardable
 from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
-from forge_plugins.fsdp.shards import Shards, refuse_unshardable
 
 logger = logging.getLogger("forge")
 
@@ -136,7 +136,7 @@ class FSDP(forge.Plugin):
             return
         assert self._env is not None
         task, env = build.task, self._env
-        refuse_unshardable(task)
+        refuse_unshardable(task, self.name)
         blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
         self._shards = Shards(task)
         if has_meta(task):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge.errors import RecipeError, TaskError
 from forge_plugins._blocks import repeated
+from forge_plugins._sharded import whole
 
 
 def blocks_of(task: nn.Module, split: Sequence[str]) -> dict[str, nn.Module]:
@@ -104,7 +105,7 @@ class Cutting:
         """Return all values by place, from the ranks that hold them; a collective call over the pipeline."""
         found = []
         for place, name, _, owner in self._own:
-            tensor = place[name].detach()
+            tensor = whole(place[name].detach())
             if tensor.is_meta:
                 tensor = torch.empty_like(tensor, device=device)
             dist.broadcast(tensor, group=group, group_src=owner)

@@ -54,8 +54,9 @@ class Shards:
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]
 
     def add(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Shard the parameters of a module that are not in a module added before."""
-        own = [entry for key, entry in _places(module).items() if key not in self._sharded]
+        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`."""
+        skipped = self._sharded | {id(parameter) for parameter in options.get("ignored_params", ())}
+        own = [entry for key, entry in places_of(module).items() if key not in skipped]
         self._classes.append((module, type(module)))
         fully_shard(module, **options)
         self._sharded |= {id(parameter) for parameter in module.parameters()}
@@ -73,6 +74,33 @@ class Shards:
         for module in self.modules:
             module.reshard()
 
+    # -- without torch's hooks ----------------------------------------------------------------------------------------
+
+    def remove_forward_hooks(self) -> None:
+        """Leave it to `gather` and `reduce` when parameters are gathered and gradients divided: for a step that calls
+        modules in an order of its own, and leaves them in the middle."""
+        for state in self._states:
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+
+    def gather(self) -> None:
+        """Put whole parameters into all modules; a collective call, unless they are there."""
+        self._states[-1]._lazy_init()  # as torch's hook of the outermost module would
+        for module in self.modules:
+            module.unshard()
+
+    def reduce(self) -> None:
+        """Average the gradients of whole parameters over the ranks, as those of shards, and free what was gathered."""
+        groups = [state._fsdp_param_group for state in reversed(self._states) if state._fsdp_param_group is not None]
+        for group in groups:
+            group.post_backward()
+        for group in groups:
+            group._wait_for_post_backward()
+
+    @property
+    def _states(self) -> list[Any]:
+        return [module._get_fsdp_state() for module in self.modules]
+
     def remove(self, gather: bool) -> None:
         """Remove the sharding. `gather`, on all ranks, restores the task's parameters with all weights; else the task
         keeps its shards."""
@@ -88,24 +116,25 @@ class Shards:
         self.__init__(self._task)
 
 
-def refuse_unshardable(task: nn.Module) -> None:
-    """Refuse parameters that torch cannot shard, by name."""
+def refuse_unshardable(task: nn.Module, who: str) -> None:
+    """Refuse parameters that torch cannot shard, by name; `who` divides them."""
     named = list(task.named_parameters())
     scalars = [name for name, parameter in named if not parameter.ndim]
     if scalars:
         raise TaskError(
-            f"fsdp divides parameters along their first dimension, and {listed(scalars)} of {type(task).__name__} has "
+            f"{who} divides parameters along their first dimension, and {listed(scalars)} of {type(task).__name__} has "
             "none. Give it the shape (1,)."
         )
     odd = [name for name, parameter in named if not parameter.is_contiguous()]
     if odd:
         raise TaskError(
-            f"fsdp divides parameters that are contiguous in memory, and {listed(odd)} of {type(task).__name__} is not "
-            "(channels_last, or a transposed view). Call .contiguous() on its data."
+            f"{who} divides parameters that are contiguous in memory, and {listed(odd)} of {type(task).__name__} is "
+            "not (channels_last, or a transposed view). Call .contiguous() on its data."
         )
 
 
-def _places(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:
+def places_of(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:
+    """Return a module's parameters with all places of each, by id."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
