@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,19 +240,20 @@ class TestFailures:
     def test_a_failed_download_is_tried_again(
         self, there: Path, tmp_path: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        original, calls = LocalFileSystem.get_file, []
+        original, calls = LocalFileSystem.get_file, Counter[str]()
 
         def get_file(self: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
-            calls.append(path)
-            if len(calls) % 3 == 1:
+            calls[path] += 1  # archives are fetched by several threads
+            if calls[path] == 1:
                 raise ConnectionError("reset by peer")
             original(self, path, target, *rest, **options)
-            if len(calls) % 3 == 2:
+            if calls[path] == 2:
                 os.truncate(target, 700)
 
         monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
         shards = remote(there, tmp_path / "cache")
         assert [shards[i]["cls"] for i in range(60)] == list(range(60))
+        assert set(calls.values()) == {3}
 
     def test_what_fails_for_good_is_named_without_secrets(
         self, there: Path, tmp_path: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch

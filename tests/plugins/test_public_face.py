@@ -33,7 +33,9 @@ OF_OPERATORS = {"_overloadpacket", "_schema", "_sequence_nr"}
 OF_OPTIMIZERS = {"_found_inf_per_device", "_per_optimizer_states", "_step_supports_amp_scaling"}
 OF_OTHERS = {"_fields", "_get_file_writer", "_module_state_mapping", "_quorum_future"}
 OF_SCHEDULES = {"_schedulers"}
-ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_SCHEDULES | OF_OTHERS
+OF_FSDP = {"_fsdp_param_group", "_get_fsdp_state", "_lazy_init", "_wait_for_post_backward"}
+OF_FSDP |= {"_post_forward_hook_handle", "_pre_forward_hook_handle"}
+ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_SCHEDULES | OF_OTHERS | OF_FSDP
 """Underscore names of torch's objects, and `_fields` of a namedtuple: not forge's to publish."""
 
 RUNS = {"trainer", "step.trainer", "self.trainer", "self._trainer", "run", "self.run", "self._run"}
