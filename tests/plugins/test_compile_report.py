@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import runpy
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from forge_plugins import Compile
 from forge_plugins.compile import compile_watch
 from forge_plugins.compile.quiet import SOURCE
 from tests.support import compile_kit
-from tests.support.compile_kit import Breaks, Chain, Plain, counts, fit
+from tests.support.compile_kit import EVEN, Breaks, Chain, Plain, counts, fit
 
 nothing_of_the_last_test = compile_kit.nothing_of_the_last_test
 every_line = compile_kit.every_line
@@ -42,6 +43,30 @@ def test_a_break_is_logged_with_file_line_and_reason(caplog: pytest.LogCaptureFi
     line = line_of(Breaks.training_step, "graph_break()")
     assert f"  break at {compile_kit.__file__}:{line}: User-inserted graph break." in caplog.text
     assert caplog.text.count("break at") == 1
+
+
+def test_a_warning_of_transformers_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """torch 2.10 and 2.11 write their settings as JSON with every compilation, and lose its record if they cannot."""
+    logger = pytest.importorskip("transformers.utils.logging").get_logger("transformers.modeling_utils")
+
+    class Warns(Plain):
+        def training_step(self, batch: Any) -> Any:
+            logits = self.net(batch[0])
+            logger.warning_once("once")
+            return F.cross_entropy(logits, batch[1])
+
+    settings: list[str] = []
+
+    class Look(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self) -> None:
+            settings.append(json.dumps(sorted(torch._dynamo.config.get_config_copy()["ignore_logging_functions"])))
+
+    before = torch._dynamo.config.ignore_logging_functions
+    assert counts(fit(Compile(backend="eager"), Warns(), Look(), validate_every=None)[1]) == (1, 0, 0)
+    assert settings == ['["warning_once"]'] * len(EVEN)
+    assert torch._dynamo.config.ignore_logging_functions == before == set()
+    assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
 
 
 def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:

@@ -38,15 +38,18 @@ def without_breaks_for_messages() -> Iterator[None]:
 
     ignored: Any = getattr(torch._dynamo.config, "ignore_logging_functions", None)
     once: Any = getattr(sys.modules.get("transformers.utils.logging"), "warning_once", None)
-    # torch 2.11 sorts this set for its own records, which it cannot if there are two
-    adds = isinstance(ignored, set) and once is not None and not ignored
-    if adds:
-        ignored.add(once)
-    try:
+    if isinstance(ignored, set) and once is not None:
+        with torch._dynamo.config.patch(ignore_logging_functions=_Ignored((*ignored, once))):
+            yield
+    else:
         yield
-    finally:
-        if adds:
-            ignored.discard(once)
+
+
+class _Ignored(set[Any]):
+    """Functions that the compiler skips; a copy holds their names, for torch 2.10 and 2.11 write a copy as JSON."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> set[str]:
+        return {getattr(function, "__qualname__", repr(function)) for function in self}
 
 
 class _Quiet(logging.Filter):
