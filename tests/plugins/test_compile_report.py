@@ -45,8 +45,9 @@ def test_a_break_is_logged_with_file_line_and_reason(caplog: pytest.LogCaptureFi
     assert caplog.text.count("break at") == 1
 
 
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "ignore_logging_functions"), reason="needs torch 2.11")
 def test_a_warning_of_transformers_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """torch 2.10 and 2.11 write their settings as JSON with every compilation, and lose its record if they cannot."""
+    """torch 2.11 writes its settings as JSON with every compilation, and loses its record if it cannot."""
     logger = pytest.importorskip("transformers.utils.logging").get_logger("transformers.modeling_utils")
 
     class Warns(Plain):

@@ -46,7 +46,7 @@ def without_breaks_for_messages() -> Iterator[None]:
 
 
 class _Ignored(set[Any]):
-    """Functions that the compiler skips; a copy holds their names, for torch 2.10 and 2.11 write a copy as JSON."""
+    """Functions that the compiler skips; a copy holds their names, for torch 2.11 writes a copy as JSON."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> set[str]:
         return {getattr(function, "__qualname__", repr(function)) for function in self}
