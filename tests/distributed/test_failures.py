@@ -76,9 +76,18 @@ def data():
 class Ranks:
     """Two ranks, started as srun starts them: rank 0 keeps the store, and nobody ends one because of the other."""
 
-    def __init__(self, folder: Path, how: str, who: int = 1, at: int = 3, options: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        how: str,
+        who: int = 1,
+        at: int = 3,
+        options: tuple[str, ...] = (),
+        strategy: str = "ddp",
+        task: str = TASK,
+    ):
         self.folder = folder
-        (folder / "troubled.py").write_text(TASK)
+        (folder / "troubled.py").write_text(task)
         common = {
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
@@ -87,7 +96,7 @@ class Ranks:
             "NO_COLOR": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        words = [sys.executable, "-u", "-m", "forge", "fit", "troubled.py", "-p", "ddp", "-p", "no:progress"]
+        words = [sys.executable, "-u", "-m", "forge", "fit", "troubled.py", "-p", strategy, "-p", "no:progress"]
         words += ["trainer.max_epochs=100000", "trainer.device=cpu", "--run-dir", "run", *options]
         trouble = {"HOW": how, "WHO": str(who), "AT": str(at)}
         self.output = folder / "output"
