@@ -179,21 +179,42 @@ def bare(mode: str | None, **options: Any) -> Train:
         task = case.build(tiny, **options).to(device()).train()
         compiled = mode or ("default" if case.name == "gpt2" else None)
         step = torch.compile(task.training_step, mode=compiled) if compiled else task.training_step
-        optimizer = task.configure_optimizers()
+        optimizers = named(task.configure_optimizers())
         loss = torch.zeros(())
         for batch in batches:
             inputs = tuple(t.to(device(), non_blocking=True) for t in batch)
-            with torch.autocast(device(), torch.bfloat16, enabled=case.bf16):
-                output = step(inputs)
-                loss = output["loss"] if isinstance(output, dict) else output
-            loss.backward()
-            if case.clip:
-                nn.utils.clip_grad_norm_(task.parameters(), case.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            for names in optimizers:
+                with only(optimizers, names):
+                    with torch.autocast(device(), torch.bfloat16, enabled=case.bf16):
+                        output = step(inputs, *names)
+                        loss = output["loss"] if isinstance(output, dict) else output
+                    loss.backward()
+                if case.clip:
+                    nn.utils.clip_grad_norm_(task.parameters(), case.clip)
+                optimizers[names].step()
+                optimizers[names].zero_grad()
         return float(loss)
 
     return train
+
+
+Optimizers = dict[tuple[str, ...], torch.optim.Optimizer]
+"""By the arguments that a training step takes besides a batch: none, or with several optimizers the name of one."""
+
+
+def named(optimizers: Any) -> Optimizers:
+    return {(name,): each for name, each in optimizers.items()} if isinstance(optimizers, dict) else {(): optimizers}
+
+
+@contextlib.contextmanager
+def only(optimizers: Optimizers, names: tuple[str, ...]) -> Iterator[None]:
+    """Compute gradients of one optimizer's parameters only, as forge and Lightning do."""
+    others = [p for other in optimizers if other != names for g in optimizers[other].param_groups for p in g["params"]]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    yield
+    for parameter in others:
+        parameter.requires_grad_()
 
 
 def ours(logs: bool = True, default: bool = False, compiled: bool = False, task: Any = None, **plugins: Any) -> Train:
@@ -220,7 +241,9 @@ def ours(logs: bool = True, default: bool = False, compiled: bool = False, task:
             plugins={**stack, **plugins},
             **options,
         )
-        return trainer.fit(made, batches).metrics["train/loss"]
+        metrics = trainer.fit(made, batches).metrics
+        last = next(reversed(named(made.configure_optimizers())))
+        return metrics["/".join(("train", *last, "loss"))]
 
     return train
 
@@ -235,17 +258,31 @@ def lightning(logs: bool) -> Train:
                 self.task = case.build(tiny)
                 self.step = torch.compile(self.task.training_step) if case.name == "gpt2" else self.task.training_step
                 self.last = torch.zeros(())
+                self.automatic_optimization = len(named(self.task.configure_optimizers())) == 1
+                self.made: Optimizers = {}
 
-            def training_step(self, batch: Any) -> Tensor:
-                output = self.step(batch)
+            def training_step(self, batch: Any) -> Tensor | None:
+                if self.automatic_optimization:
+                    return self.loss(batch)
+                for names, optimizer in zip(self.made, self.optimizers(), strict=True):  # pyright: ignore
+                    self.toggle_optimizer(optimizer)
+                    self.manual_backward(self.loss(batch, *names))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    self.untoggle_optimizer(optimizer)
+                return None
+
+            def loss(self, batch: Any, *names: str) -> Tensor:
+                output = self.step(batch, *names)
                 loss = output["loss"] if isinstance(output, dict) else output
                 if logs:
-                    self.log("loss", loss, prog_bar=True)
+                    self.log("_".join(("loss", *names)), loss, prog_bar=True)
                 self.last = loss.detach()
                 return loss
 
             def configure_optimizers(self) -> Any:
-                return self.task.configure_optimizers()
+                self.made = named(self.task.configure_optimizers())  # now that parameters are on the device
+                return list(self.made.values())
 
             def configure_gradient_clipping(
                 self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
@@ -280,21 +317,25 @@ def accelerated(case: Case, batches: Batches, tiny: bool, folder: Path) -> float
             super().__init__()
             self.task = case.build(tiny)
 
-        def forward(self, batch: Any) -> Any:
-            output = self.task.training_step(batch)
+        def forward(self, batch: Any, *names: str) -> Any:
+            output = self.task.training_step(batch, *names)
             return output["loss"] if isinstance(output, dict) else output
 
     shell = Shell().to(device())
-    optimizer = shell.task.configure_optimizers()
-    model, optimizer = accelerator.prepare(torch.compile(shell) if case.name == "gpt2" else shell, optimizer)
+    made = named(shell.task.configure_optimizers())
+    model, *prepared = accelerator.prepare(torch.compile(shell) if case.name == "gpt2" else shell, *made.values())
+    optimizers = dict(zip(made, prepared, strict=True))
     loss = torch.zeros(())
     for batch in batches:
-        loss = model(tuple(t.to(device(), non_blocking=True) for t in batch))
-        accelerator.backward(loss)
-        if case.clip:
-            accelerator.clip_grad_norm_(model.parameters(), case.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        inputs = tuple(t.to(device(), non_blocking=True) for t in batch)
+        for names in optimizers:
+            with only(optimizers, names):
+                loss = model(inputs, *names)
+                accelerator.backward(loss)
+            if case.clip:
+                accelerator.clip_grad_norm_(model.parameters(), case.clip)
+            optimizers[names].step()
+            optimizers[names].zero_grad()
     return float(loss)
 
 

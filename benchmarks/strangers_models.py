@@ -152,6 +152,48 @@ def lstm(tiny: bool, **options: Any) -> Stranger:
     return Stranger(Reader(16, 1) if tiny else Reader(512, 2), classified)
 
 
+class DCGAN(forge.TaskModule):
+    """The networks of Radford, Metz and Chintala (2016) for 64 × 64 pixels, with the losses and Adam of the paper."""
+
+    def __init__(self, width: int):
+        super().__init__()
+
+        def up(before: int, after: int, stride: int = 2) -> list[nn.Module]:
+            layer = nn.ConvTranspose2d(before, after, 4, stride, stride - 1, bias=False)
+            return [layer, nn.BatchNorm2d(after), nn.ReLU()]
+
+        def down(before: int, after: int) -> list[nn.Module]:
+            return [nn.Conv2d(before, after, 4, 2, 1, bias=False), nn.BatchNorm2d(after), nn.LeakyReLU(0.2)]
+
+        first = [*up(100, 8 * width, 1), *up(8 * width, 4 * width), *up(4 * width, 2 * width), *up(2 * width, width)]
+        self.generator = nn.Sequential(*first, nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh())
+        last = [*down(width, 2 * width), *down(2 * width, 4 * width), *down(4 * width, 8 * width)]
+        entry = [nn.Conv2d(3, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
+        self.discriminator = nn.Sequential(*entry, *last, nn.Conv2d(8 * width, 1, 4, bias=False))
+
+    def training_step(self, batch: Batch, name: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        real = batch[0]
+        fake = self.generator(torch.randn(len(real), 100, 1, 1, device=real.device))
+        if name == "generator":
+            return self._told(fake, 1.0)
+        return self._told(real, 1.0) + self._told(fake.detach(), 0.0)
+
+    def _told(self, images: Tensor, real: float) -> Tensor:
+        logits = self.discriminator(images)
+        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, real))
+
+    def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name: self._adam(getattr(self, name)) for name in ("discriminator", "generator")}
+
+    def _adam(self, network: nn.Module) -> torch.optim.Optimizer:
+        fused = next(network.parameters()).is_cuda
+        return torch.optim.Adam(network.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=fused)
+
+
+def dcgan(tiny: bool, **options: Any) -> DCGAN:
+    return DCGAN(4 if tiny else 64)
+
+
 class Graph(nn.Module):
     """torch_geometric's GraphSAGE over a graph, which comes as features and edges."""
 
@@ -201,6 +243,7 @@ MODELS = {
         _case("whisper", "transformers Whisper encoder, 16 × 30 s", of_transformers("whisper"), sounds),
         _case("convnext", "timm ConvNeXt tiny, batch 64", convnext, images(64)),
         _case("gnn", "torch_geometric GraphSAGE, 20,000 nodes, 200,000 edges", graph, edges),
+        _case("dcgan", "DCGAN, 64 × 64 pixels, batch 128, two optimizers", dcgan, images(128, 64)),
         _case("lstm", "torch's LSTM, 2 × 512, 64 × 256", lstm, sentences),
     )
 }

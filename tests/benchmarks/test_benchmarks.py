@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import benchmarks.overhead
-from benchmarks import fp8, gpu, no_grad, serving, startup
+from benchmarks import fp8, gpu, no_grad, serving, startup, strangers_models
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -85,6 +86,21 @@ def test_gpu_measures_the_same_training_by_hand_and_with_forge(tmp_path: Path) -
     assert all(row.ms_per_update > 0 for row in rows if row.ms_per_update is not None)
     # forge logs the mean of the last interval, the loop its last loss: both are of the same few updates
     assert rows[0].loss == pytest.approx(rows[1].loss, rel=0.2)
+
+
+def test_a_gan_by_hand_and_with_forge_ends_in_the_same_bits(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def build(tiny: bool, **options: Any) -> Any:
+        made.append(strangers_models.dcgan(tiny))
+        torch.manual_seed(0)  # the Trainer seeds too: from here on both draw the same noise
+        return made[-1]
+
+    case = dataclasses.replace(strangers_models.MODELS["dcgan"], build=build, bf16=False)
+    for train in (gpu.bare(None), gpu.ours(logs=False)):
+        train(case, gpu.Batches(case, tiny=True), True, tmp_path)
+    ours, theirs = made[1].state_dict(), made[0].state_dict()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_gpu_names_every_row_and_refuses_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
