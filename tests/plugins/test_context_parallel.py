@@ -321,10 +321,14 @@ def test_torchs_functions_are_put_back() -> None:
 # What is sent
 
 
+GATHER = "all_gather_single" if hasattr(_attention.ft_c, "all_gather_single") else "all_gather_tensor"
+"""What torch's ring calls."""
+
+
 def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
     """Messages and values of the ring in each update."""
     seen: list[dict[str, int]] = [{"gathered": 0, "gathers": 0, "passed": 0, "passes": 0}]
-    gather, permute = _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor
+    gather, permute = getattr(_attention.ft_c, GATHER), _attention.ft_c.permute_tensor
 
     def gathered(tensor: Tensor, *args: Any, **named: Any) -> Any:
         seen[-1]["gathers"] += 1
@@ -340,12 +344,14 @@ def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
     def next_one(step: forge.Step) -> None:
         seen.append(dict.fromkeys(seen[-1], 0))
 
-    _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor = gathered, passed
+    for name, counted in ((GATHER, gathered), ("permute_tensor", passed)):
+        setattr(_attention.ft_c, name, counted)
     try:
         data = kit.token_batches(sizes=(4,) * 3)
         kit.fit_tokens(kit.Tokens(), [next_one], {**options, "check": False}, data=data, val=None, max_epochs=1)
     finally:
-        _attention.ft_c.all_gather_single, _attention.ft_c.permute_tensor = gather, permute
+        for name, own in ((GATHER, gather), ("permute_tensor", permute)):
+            setattr(_attention.ft_c, name, own)
     return seen[:-1]
 
 

@@ -304,14 +304,13 @@ class Pipeline(forge.Plugin):
         self._scales = [weight * whole for weight in weights] + [0.0] * spare
         self._metrics = [{} for _ in self._parts]
         schedule = self._schedule(trainer, parts[0])
-        numbers = [{"part": number} for number in range(most)]
-        inputs = [(torch.tensor([number], device=env.device),) for number in range(most)]
+        numbers = torch.arange(most)
         is_first = self._rank_of(0) == env.pipe_rank
         is_last = self._rank_of(self._stages - 1) == env.pipe_rank
         schedule.step(
-            arg_mbs=inputs if is_first else None,
-            kwarg_mbs=numbers,
-            target_mbs=[None] * most if is_last else None,
+            *([numbers.to(env.device)] if is_first else []),
+            part=numbers,
+            target=numbers if is_last else None,
             return_outputs=False,
         )
         self._record(step, weights)
@@ -361,7 +360,7 @@ class Pipeline(forge.Plugin):
             name = SCHEDULES[self.config.schedule][0]
             sent = self._boundaries(trainer)
             own = [
-                PipelineStage(
+                Stage(
                     StagePart(self, stage),
                     stage,
                     self._stages,
@@ -535,6 +534,14 @@ class Pipeline(forge.Plugin):
             env.close(failed)
 
 
+class Stage(PipelineStage):
+    """torch's stage. torch 2.10 greets the neighbours of a stage first; gloo cannot greet its own rank."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # pyright: ignore[reportAttributeAccessIssue]
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+
+
 class StagePart(nn.Module):
     """One stage, as torch's schedules call it."""
 
@@ -547,8 +554,8 @@ class StagePart(nn.Module):
         """Those that a schedule computes gradients of apart from those of inputs."""
         return (parameter for parameter in self._own if parameter.requires_grad)
 
-    def forward(self, received: Tensor, *, part: int) -> Tensor:
-        return self._run(self._stage, part, received if self._stage else None)
+    def forward(self, received: Tensor, *, part: Tensor) -> Tensor:
+        return self._run(self._stage, int(part), received if self._stage else None)
 
 
 class StagedModel(nn.Module):
