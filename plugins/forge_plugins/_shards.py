@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from forge.errors import TaskError
+from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import listed
 from forge_plugins._sharded import is_distributed, whole
 
@@ -54,8 +57,12 @@ class Shards:
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]
 
     def add(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`."""
-        skipped = self._sharded | {id(parameter) for parameter in options.get("ignored_params", ())}
+        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`. Inner modules
+        whose parameters have another type are separate units: torch gathers those of one type together."""
+        ignored = {id(parameter) for parameter in options.get("ignored_params", ())}
+        for inner in _of_other_types(module, self._task, self._sharded | ignored):
+            self.add(inner, options)
+        skipped = self._sharded | ignored
         own = [entry for key, entry in places_of(module).items() if key not in skipped]
         self._classes.append((module, type(module)))
         fully_shard(module, **options)
@@ -131,6 +138,33 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
             f"{who} divides parameters that are contiguous in memory, and {listed(odd)} of {type(task).__name__} is "
             "not (channels_last, or a transposed view). Call .contiguous() on its data."
         )
+
+
+def _of_other_types(module: nn.Module, task: nn.Module, skipped: set[int]) -> list[nn.Module]:
+    """Return the inner modules whose parameters have another type than most of the module's; refuse a module with
+    several types of its own."""
+    own = {id(m): [p for p in m._parameters.values() if p is not None and id(p) not in skipped] for m in module.modules()}
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in {p for held in own.values() for p in held}:
+        sizes[parameter.dtype] += parameter.numel()
+    if len(sizes) < 2:
+        return []
+    main = sizes.most_common(1)[0][0]
+    found = []
+    for name, inner in module.named_modules():
+        types = {parameter.dtype for parameter in own[id(inner)]} - {main}
+        if types and (len(types) > 1 or any(p.dtype is main for p in own[id(inner)]) or is_tied(inner, task)):
+            raise TaskError(
+                f"Parameters of {name or type(module).__name__} ({type(inner).__name__}) are {_shown({main, *types})}: "
+                "torch's FSDP shards those of one type together. Give them one, as task.to(torch.float32) does."
+            )
+        if types and inner is not module:
+            found.append(inner)
+    return found
+
+
+def _shown(types: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
 
 
 def places_of(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:

@@ -17,6 +17,7 @@ from forge.distributed import DistributedEnv
 from forge.env import pick_device
 from forge.errors import RecipeError
 from forge.rng import RNGState, seed_all
+from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins._shards import Shards, refuse_unshardable
 from forge_plugins.fsdp.blocks import blocks_of
@@ -205,6 +206,10 @@ class FSDP(forge.Plugin):
         )
 
     # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Run) -> None:
+        warn_of_divided_batches(trainer, self.name)
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:

@@ -21,6 +21,7 @@ from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.rng import RNGState, combine_seeds
 from forge.snapshot.sandbox import without_side_effects
+from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
 from forge_plugins._sharded import local
@@ -316,8 +317,10 @@ class Pipeline(forge.Plugin):
                 target_mbs=[None] * most if is_last else None,
                 return_outputs=False,
             )
-        except RuntimeError as error:  # torch wraps what a stage raises
-            raise error.__cause__ if isinstance(error.__cause__, ForgeError) else error
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ForgeError):  # torch wraps what a stage raises
+                raise error.__cause__ from None
+            raise
         self._record(step, weights)
         self._step, self._parts = None, []
         return True
@@ -365,6 +368,7 @@ class Pipeline(forge.Plugin):
             assert env is not None
             name = SCHEDULES[self.config.schedule][0]
             calls.forms = {}
+            self._refuse_batch_norm(trainer.task)
             sent = self._boundaries(trainer, calls)
             own = [
                 PipelineStage(
@@ -423,12 +427,19 @@ class Pipeline(forge.Plugin):
                 calls.forms.update(forms)
         return [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in found]
 
+    def _refuse_batch_norm(self, task: nn.Module) -> None:
+        if names := dividing_norms(task):
+            raise TaskError(
+                f"pipeline computes a batch in parts, and BatchNorm ({listed(names)}) would take statistics of each part, "
+                "in several stages. Use GroupNorm, or ddp or fsdp, which take them of the samples of one rank."
+            )
+
     def _refuse_leak(self, output: Tensor, stage: int) -> None:
         if stage and bool(output.isnan().any()):
             raise TaskError(
                 f"pipeline: the output of stage {stage} is NaN for a finite input. If it is not in one process, "
-                "the output of an early block is used by more than the next block, as a skip connection does, or a bias "
-                "that the first block computes for all: such a model cannot be cut there. Use fsdp."
+                "the output of an early block is used by more than the next block, as a skip connection does, or a "
+                "bias that the first block computes for all: such a model cannot be cut there. Use fsdp."
             )
 
     def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, rng: RNGState) -> None:

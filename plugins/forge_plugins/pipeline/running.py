@@ -103,6 +103,11 @@ class BlockCalls:
             result = forward(*args, **kwargs)
             if number not in self.forms:
                 self.forms[number] = _form(result, name)
+            elif not isinstance(result, Tensor) and _form(result, name) != self.forms[number]:
+                raise TaskError(
+                    f"pipeline: {name} returns other numbers or shapes than for an earlier batch of the same shapes, "
+                    "which other ranks do not know. Return tensors of one shape, or use fsdp."
+                )
             if number == self._end - 1:
                 self._inner = RNGState.capture(self._device)
                 assert self._outer is not None
@@ -128,26 +133,26 @@ class TensorForm:
 
 
 def _form(value: Any, name: str) -> Any:
-    """Return what a block returned, without values, so that another rank can pretend to have computed it."""
+    """Return what a block returned without the values of tensors, so that other ranks can imitate it."""
     if isinstance(value, Tensor):
         return TensorForm(tuple(value.shape), value.dtype)
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, (int, str)):
         return value
-    if isinstance(value, (int, float)):
+    if isinstance(value, float):
         return TensorForm((), torch.float64)
     mapped = map_items(value, lambda item: _form(item, name))
     if mapped is None:
         raise TaskError(
-            f"pipeline: {name} returns a {type(value).__name__}, which cannot be passed to other ranks. Return tensors, "
-            "or use fsdp."
+            f"pipeline: {name} returns a {type(value).__name__}, which other ranks cannot imitate. Return tensors, or "
+            "use fsdp."
         )
     return mapped
 
 
 def _filled(form: Any, device: torch.device) -> Any:
-    """Return a value of that form. All numbers are NaN, in whole tensors too: whatever else uses them shows."""
+    """Return a value of that form with NaN in all tensors, of integers too: whatever else uses them shows."""
     if isinstance(form, TensorForm):
         dtype = form.dtype if form.dtype.is_floating_point or form.dtype.is_complex else torch.get_default_dtype()
         return torch.full((), float("nan"), dtype=dtype, device=device).expand(form.shape)
-    mapped = None if isinstance(form, (bool, str)) else map_items(form, lambda item: _filled(item, device))
+    mapped = map_items(form, lambda item: _filled(item, device))
     return form if mapped is None else mapped
