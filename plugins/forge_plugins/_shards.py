@@ -57,8 +57,8 @@ class Shards:
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]
 
     def add(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`. Inner modules
-        whose parameters have another type are separate units: torch gathers those of one type together."""
+        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`. Inner
+        modules whose parameters have another type are separate units: torch gathers those of one type together."""
         ignored = {id(parameter) for parameter in options.get("ignored_params", ())}
         for inner in _of_other_types(module, self._task, self._sharded | ignored):
             self.add(inner, options)
@@ -141,9 +141,12 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
 
 
 def _of_other_types(module: nn.Module, task: nn.Module, skipped: set[int]) -> list[nn.Module]:
-    """Return the inner modules whose parameters have another type than most of the module's; refuse a module with
-    several types of its own."""
-    own = {id(m): [p for p in m._parameters.values() if p is not None and id(p) not in skipped] for m in module.modules()}
+    """Return the inner modules whose trained parameters have another type than most of the module's; refuse a module
+    with several types of its own."""
+    own = {
+        id(inner): [p for p in inner._parameters.values() if p is not None and p.requires_grad and id(p) not in skipped]
+        for inner in module.modules()
+    }
     sizes: Counter[torch.dtype] = Counter()
     for parameter in {p for held in own.values() for p in held}:
         sizes[parameter.dtype] += parameter.numel()

@@ -59,8 +59,8 @@ class Pipeline(forge.Plugin):
     what comes before and after blocks, and further arguments of blocks (masks, positions, conditions), are computed
     where they are needed. So embedding and head are on every rank, and their gradients are summed. What the step draws
     outside of blocks is the same on all ranks of a pipeline. Blocks must be called once each, one after the other, and
-    pass on one tensor. A skip from an early block to a late one is refused, since its value is on another rank. The
-    loss must be a mean over samples, or over what `num_items` counts.
+    pass on one tensor; they may return it in a tuple or a dataclass. A skip from an early block to a late one is refused,
+    since its value is on another rank. The loss must be a mean over samples, or over what `num_items` counts.
 
     With more ranks than `stages` there are several pipelines, which divide batches as `ddp` does and average their
     gradients at the end of an update. With `shard` the ranks that hold the same stage divide its weights and optimizer
@@ -74,8 +74,9 @@ class Pipeline(forge.Plugin):
     any strategy or one process.
 
     Together with: `accumulate` runs the schedule once per micro-batch of the window. `clip` takes the norm over all
-    stages. `amp` in bf16, `ema`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss scalers,
-    several optimizers, optimizers with a closure, and other strategies. In validation one stage computes at a time.
+    stages. `amp` in bf16, `ema`, `remat`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss
+    scalers, several optimizers, optimizers with a closure, BatchNorm, a model's own activation checkpointing, and other
+    strategies. In validation one stage computes at a time.
 
     ::
 
@@ -430,8 +431,8 @@ class Pipeline(forge.Plugin):
     def _refuse_batch_norm(self, task: nn.Module) -> None:
         if names := dividing_norms(task):
             raise TaskError(
-                f"pipeline computes a batch in parts, and BatchNorm ({listed(names)}) would take statistics of each part, "
-                "in several stages. Use GroupNorm, or ddp or fsdp, which take them of the samples of one rank."
+                f"pipeline computes a batch in parts, and BatchNorm ({listed(names)}) would take statistics of each "
+                "part, in several stages. Use GroupNorm, or ddp or fsdp, which take them of the samples of one rank."
             )
 
     def _refuse_leak(self, output: Tensor, stage: int) -> None:
