@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +51,26 @@ class Shards:
         self._own: list[tuple[nn.Parameter | None, list[Place]]] = []
         "The task's parameters, with all places of each: a tied one has several."
         self._sharded: set[int] = set()
+        self.used: set[int] = set()
+        "Ids of the parameters that had a gradient of this rank when it was averaged; cleared by the reader."
+
+    def note_use(self) -> None:
+        """Note which parameters have a gradient on this rank, from now on. Others count as zeros, where torch can: else
+        torch would average the gradients of different parameters."""
+        for module, state in zip(self.modules, self._states, strict=True):
+            group = state._fsdp_param_group
+            if group is not None:
+                group.post_backward = functools.partial(self._noted, group, group.post_backward)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.15
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def _noted(self, group: Any, post_backward: Any, *unused: Any) -> None:
+        if group.reduce_grads:
+            for each in group.fsdp_params:
+                whole = getattr(each, "_unsharded_param", None)
+                if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                    self.used.add(id(each.sharded_param))
+        post_backward(*unused)
 
     @property
     def modules(self) -> list[FSDPModule]:

@@ -26,6 +26,7 @@ from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
 from forge_plugins._sharded import local
 from forge_plugins._shards import Place, Shards, places_of, refuse_unshardable
+from forge_plugins._use import AgreedUse
 from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
 from forge_plugins.pipeline.running import BlockCalls, StageEnded
@@ -59,8 +60,8 @@ class Pipeline(forge.Plugin):
     what comes before and after blocks, and further arguments of blocks (masks, positions, conditions), are computed
     where they are needed. So embedding and head are on every rank, and their gradients are summed. What the step draws
     outside of blocks is the same on all ranks of a pipeline. Blocks must be called once each, one after the other, and
-    pass on one tensor; they may return it in a tuple or a dataclass. A skip from an early block to a late one is refused,
-    since its value is on another rank. The loss must be a mean over samples, or over what `num_items` counts.
+    pass on one tensor, which they may return in a tuple. A skip from an early block to a late one is refused, since its
+    value is on another rank. The loss must be a mean over samples, or over what `num_items` counts.
 
     With more ranks than `stages` there are several pipelines, which divide batches as `ddp` does and average their
     gradients at the end of an update. With `shard` the ranks that hold the same stage divide its weights and optimizer
@@ -139,6 +140,7 @@ class Pipeline(forge.Plugin):
         self._names: list[str] | None = None
         "The metrics of a step, known to all ranks from the first one on."
         self._step: forge.Step | None = None
+        self._use = AgreedUse(self.name, "Use ddp with ddp.find_unused=true, or fsdp, or freeze them.")
         self._failed = False
 
     # -- build --------------------------------------------------------------------------------------------------------
@@ -467,6 +469,7 @@ class Pipeline(forge.Plugin):
         assert env is not None
         if env.pipe_world == 1:
             return
+        self._check_use(step, env)
         if self._shards is not None:
             self._shards.reduce()
             self._is_whole = False
@@ -474,6 +477,18 @@ class Pipeline(forge.Plugin):
         if env.data_world > 1 and self._shards is None:
             trained = [p for p in step.parameters() if p.grad is not None]
             _sum_gradients(trained, env.data_group, 1 / env.data_world)
+
+    def _check_use(self, step: forge.Step, env: StagedEnv) -> None:
+        """Refuse gradients that some pipelines have and others do not: they would be added to those of others."""
+        if env.data_world == 1:
+            return
+        named = [(n, p) for n, p in step.trainer.task.named_parameters() if not p.is_meta]
+        used = {id(parameter) for _, parameter in named if parameter.grad is not None}
+
+        def gather(own: list[bool]) -> list[Any]:
+            return [mask for rank, mask in env.gather((env.pipe_rank, own)) if rank == env.pipe_rank]
+
+        self._use.check(named, used, gather)
 
     def _shared_used(self, step: forge.Step, env: StagedEnv) -> list[nn.Parameter]:
         """Return the parameters outside of blocks that any rank has a gradient of; agreed when the trained ones
