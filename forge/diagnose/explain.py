@@ -35,8 +35,8 @@ HINTS = {
         "batch of an epoch. Use drop_last=True, or another batch size."
     ),
     "expected to have finished reduction in the prior iteration": (
-        "Some parameters were not used in the last step, so they have no gradients. Set ddp.find_unused=true, or "
-        "freeze them."
+        "Some parameters were not used in the last step, so they have no gradients. Set ddp.find_unused=true "
+        "(zero.find_unused=true with zero), or freeze them."
     ),
     "device-side assert": (
         "A kernel failed on the GPU, often a label or index out of range. Run with device='cpu' to see which."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,9 @@ from forge.data.adapt import has_single_position, resumable_reason
 from forge.data.sample_rng import seeded
 from forge.data.sharding import Portion
 from forge.snapshot.sandbox import kept_buffers, uncompiled
+from forge_plugins._patterns import listed
+
+logger = logging.getLogger("forge")
 
 
 def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
@@ -25,6 +29,29 @@ def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
         for module in task.modules()
         if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
     ]
+
+
+def dividing_norms(task: nn.Module) -> list[str]:
+    """Return the names of BatchNorm modules in training that take statistics of less than a batch where it is
+    divided."""
+    return [
+        name
+        for name, module in task.named_modules()
+        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, nn.SyncBatchNorm)
+    ]
+
+
+def warn_of_divided_batches(trainer: forge.Run, who: str) -> None:
+    """Warn that BatchNorm takes statistics of one rank's samples, so that the run differs from one process."""
+    names = dividing_norms(trainer.task)
+    if names and trainer.verb == "fit" and trainer.env.data_world > 1 and trainer.env.is_main:
+        logger.warning(
+            "%s: BatchNorm (%s) takes statistics of the samples of one rank, so the run differs from that of one "
+            "process. On GPUs, ddp.sync_batchnorm=true takes them of the whole batch; GroupNorm and LayerNorm need "
+            "none.",
+            who,
+            listed(names),
+        )
 
 
 def unreadable(trainer: forge.Run, over: bool) -> str | None:

@@ -19,6 +19,7 @@ from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import Env
 from forge.errors import RecipeError, StackError
+from forge_plugins._batch_statistics import warn_of_divided_batches
 
 logger = logging.getLogger("forge")
 
@@ -93,6 +94,7 @@ class Replicated(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         """Rebuild the wrapper for several optimizers, which are known only now."""
+        warn_of_divided_batches(trainer, self.name)
         if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
             logger.info("%s: several optimizers, so every step searches for parameters without a gradient.", self.name)
             self._finds_unused = True

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from forge.errors import TaskError
+from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import listed
 from forge_plugins._sharded import is_distributed, whole
 
@@ -47,6 +51,26 @@ class Shards:
         self._own: list[tuple[nn.Parameter | None, list[Place]]] = []
         "The task's parameters, with all places of each: a tied one has several."
         self._sharded: set[int] = set()
+        self.used: set[int] = set()
+        "Ids of the parameters that had a gradient of this rank when it was averaged; cleared by the reader."
+
+    def note_use(self) -> None:
+        """Note which parameters have a gradient on this rank, from now on. Others count as zeros, where torch can: else
+        torch would average the gradients of different parameters."""
+        for module, state in zip(self.modules, self._states, strict=True):
+            group = state._fsdp_param_group
+            if group is not None:
+                group.post_backward = functools.partial(self._noted, group, group.post_backward)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.15
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def _noted(self, group: Any, post_backward: Any, *unused: Any) -> None:
+        if group.reduce_grads:
+            for each in group.fsdp_params:
+                whole = getattr(each, "_unsharded_param", None)
+                if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                    self.used.add(id(each.sharded_param))
+        post_backward(*unused)
 
     @property
     def modules(self) -> list[FSDPModule]:
@@ -54,8 +78,12 @@ class Shards:
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]
 
     def add(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`."""
-        skipped = self._sharded | {id(parameter) for parameter in options.get("ignored_params", ())}
+        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`. Inner
+        modules whose parameters have another type are separate units: torch gathers those of one type together."""
+        ignored = {id(parameter) for parameter in options.get("ignored_params", ())}
+        for inner in _of_other_types(module, self._task, self._sharded | ignored):
+            self.add(inner, options)
+        skipped = self._sharded | ignored
         own = [entry for key, entry in places_of(module).items() if key not in skipped]
         self._classes.append((module, type(module)))
         fully_shard(module, **options)
@@ -131,6 +159,36 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
             f"{who} divides parameters that are contiguous in memory, and {listed(odd)} of {type(task).__name__} is "
             "not (channels_last, or a transposed view). Call .contiguous() on its data."
         )
+
+
+def _of_other_types(module: nn.Module, task: nn.Module, skipped: set[int]) -> list[nn.Module]:
+    """Return the inner modules whose trained parameters have another type than most of the module's; refuse a module
+    with several types of its own."""
+    own = {
+        id(inner): [p for p in inner._parameters.values() if p is not None and p.requires_grad and id(p) not in skipped]
+        for inner in module.modules()
+    }
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in {p for held in own.values() for p in held}:
+        sizes[parameter.dtype] += parameter.numel()
+    if len(sizes) < 2:
+        return []
+    main = sizes.most_common(1)[0][0]
+    found = []
+    for name, inner in module.named_modules():
+        types = {parameter.dtype for parameter in own[id(inner)]} - {main}
+        if types and (len(types) > 1 or any(p.dtype is main for p in own[id(inner)]) or is_tied(inner, task)):
+            raise TaskError(
+                f"Parameters of {name or type(module).__name__} ({type(inner).__name__}) are {_shown({main, *types})}: "
+                "torch's FSDP shards those of one type together. Give them one, as task.to(torch.float32) does."
+            )
+        if types and inner is not module:
+            found.append(inner)
+    return found
+
+
+def _shown(types: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
 
 
 def places_of(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:

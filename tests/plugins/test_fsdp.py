@@ -237,3 +237,38 @@ def test_weights_that_nobody_draws_are_refused_by_name(kind: type[Deep], said: s
     with pytest.raises(TaskError) as caught:
         fit_from_meta(kind)
     assert said in str(caught.value)
+
+
+class SingleNorm(nn.LayerNorm):
+    """In float32 inside a model in float64, as in models of bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x.float()).double()
+
+
+class InTwoTypes(Deep):
+    """Blocks with such a norm, and perhaps a layer whose weight and bias differ."""
+
+    def __init__(self, odd: bool) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = SingleNorm(8)
+        if odd:
+            self.head.bias = nn.Parameter(torch.zeros(3))
+
+
+def in_two_types(odd: bool) -> dict[str, Any]:
+    torch.manual_seed(3)
+    return train(InTwoTypes(odd), [Clip(0.5)])
+
+
+def test_parameters_of_two_types_train_as_in_one_process() -> None:
+    expected = in_two_types(False)
+    assert {value.dtype for value in expected["weights"].values()} == {torch.float32, torch.float64}
+    for rank in ranks(2)(in_two_types, False):
+        close(rank, expected, 1e-6)
+
+
+def test_a_layer_of_two_types_is_refused_by_name() -> None:
+    for error in ranks(2).errors(in_two_types, True):
+        assert "head (Linear) are float32 and float64: torch's FSDP shards those of one type together." in error

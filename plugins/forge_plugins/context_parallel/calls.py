@@ -109,7 +109,7 @@ class SequenceCalls:
         if mask is not None:
             raise TaskError(
                 "context_parallel: the model passes a mask to scaled_dot_product_attention, which a ring of slices "
-                "cannot apply. Use causal or full attention without one (is_causal=True; sequences without padding)"
+                "cannot apply. Use causal or full attention without one (is_causal=True; no padding, no sliding window)"
                 + (
                     ". transformers makes one where positions jump, as between the two halves of a slice: set "
                     "context_parallel.balance=false."

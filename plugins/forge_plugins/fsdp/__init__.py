@@ -17,8 +17,10 @@ from forge.distributed import DistributedEnv
 from forge.env import pick_device
 from forge.errors import RecipeError
 from forge.rng import RNGState, seed_all
+from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins._shards import Shards, refuse_unshardable
+from forge_plugins._use import AgreedUse
 from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
 
@@ -59,6 +61,9 @@ class FSDP(forge.Plugin):
     `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in RUN/weights.safetensors.
     After an error on several ranks the shards remain too.
 
+    A parameter must have a gradient on all ranks or on none: else the update is refused. For experts that no sample may
+    choose, `find_unused` asks all ranks in every update, and the weights are those of one process.
+
     Together with: `amp` in bf16 computes losses in float32, but keeps what it casts from forward to backward. A loss
     scaler, and so fp16, is refused. For `compile`, name the same blocks, because a graph of the whole step breaks at
     every block.
@@ -80,6 +85,8 @@ class FSDP(forge.Plugin):
         "Free a block's gathered parameters after its forward, and gather them again for its backward."
         offload: bool = False
         "Keep shards, gradients and optimizer state in host memory."
+        find_unused: bool = False
+        "Ask all ranks in every update which parameters have a gradient: for experts that no sample may choose."
         replicate: int = 1
         "Number of groups of ranks that hold all parameters each (hybrid sharding)."
         meta: bool = False
@@ -115,6 +122,7 @@ class FSDP(forge.Plugin):
         self._shards: Shards | None = None
         self._error: BaseException | None = None
         self._reduces = True
+        self._use = AgreedUse(self.name, f"Set {self.name}.find_unused=true, or freeze them.")
 
     # -- build --------------------------------------------------------------------------------------------------------
 
@@ -146,6 +154,8 @@ class FSDP(forge.Plugin):
             for block in blocks.values():
                 self._shards.add(block, self._options(env))
         self._shards.add(build.model, self._options(env, root=True))
+        if env.data_world > 1 and trainer.verb == "fit":
+            self._shards.note_use()
         build.model.register_forward_hook(self._after_forward)
         self._log_units(task, blocks, env)
 
@@ -206,6 +216,10 @@ class FSDP(forge.Plugin):
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Run) -> None:
+        warn_of_divided_batches(trainer, self.name)
+
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
         if step.stage == "train" and step.is_last_micro is not self._reduces:
@@ -219,6 +233,24 @@ class FSDP(forge.Plugin):
         model.set_is_last_backward(now)
         if not self.config.reshard:
             model.set_reshard_after_backward(now)
+
+    @forge.hookimpl
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        env, shards = self._env, self._shards
+        assert env is not None
+        assert shards is not None
+        if env.data_world == 1:
+            return
+        named, used = list(step.trainer.task.named_parameters()), set(shards.used)
+        shards.used.clear()
+        if self.config.find_unused:
+            masks = env.gather([id(parameter) in used for _, parameter in named])
+            used = {id(parameter) for (_, parameter), *each in zip(named, *masks, strict=True) if any(each)}
+        else:
+            self._use.check(named, used, env.gather)
+        for _, parameter in named:
+            if parameter.requires_grad and id(parameter) not in used:
+                parameter.grad = None  # as in one process, where torch gave zeros
 
     def _after_forward(self, *_: Any) -> None:
         """Reshard after a forward without a backward: nothing else frees the gathered parameters."""

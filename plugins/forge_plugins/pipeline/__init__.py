@@ -18,13 +18,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
-from forge.errors import RecipeError, StackError, TaskError
+from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.rng import RNGState, combine_seeds
 from forge.snapshot.sandbox import without_side_effects
+from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
 from forge_plugins._sharded import local
 from forge_plugins._shards import Place, Shards, places_of, refuse_unshardable
+from forge_plugins._use import AgreedUse
 from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
 from forge_plugins.pipeline.running import BlockCalls, StageEnded
@@ -58,8 +60,8 @@ class Pipeline(forge.Plugin):
     what comes before and after blocks, and further arguments of blocks (masks, positions, conditions), are computed
     where they are needed. So embedding and head are on every rank, and their gradients are summed. What the step draws
     outside of blocks is the same on all ranks of a pipeline. Blocks must be called once each, one after the other, and
-    pass on one tensor. A skip from an early block to a late one is refused, since its value is on another rank. The
-    loss must be a mean over samples, or over what `num_items` counts.
+    pass on one tensor, which they may return in a tuple. A skip from an early block to a late one is refused, since its
+    value is on another rank. The loss must be a mean over samples, or over what `num_items` counts.
 
     With more ranks than `stages` there are several pipelines, which divide batches as `ddp` does and average their
     gradients at the end of an update. With `shard` the ranks that hold the same stage divide its weights and optimizer
@@ -73,8 +75,9 @@ class Pipeline(forge.Plugin):
     any strategy or one process.
 
     Together with: `accumulate` runs the schedule once per micro-batch of the window. `clip` takes the norm over all
-    stages. `amp` in bf16, `ema`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss scalers,
-    several optimizers, optimizers with a closure, and other strategies. In validation one stage computes at a time.
+    stages. `amp` in bf16, `ema`, `remat`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss
+    scalers, several optimizers, optimizers with a closure, BatchNorm, a model's own activation checkpointing, and other
+    strategies. In validation one stage computes at a time.
 
     ::
 
@@ -128,7 +131,8 @@ class Pipeline(forge.Plugin):
         "The parameters outside of blocks."
         self._blocks: list[nn.Module] = []
         self._bounds: list[int] = []
-        self._schedules: dict[Any, Any] = {}
+        self._schedules: dict[Any, tuple[Any, dict[int, Any]]] = {}
+        "torch's schedule, and what blocks return, by the shapes of a part."
         self._used: dict[Any, list[nn.Parameter]] = {}
         self._parts: list[Any] = []
         self._scales: list[Any] = []
@@ -136,6 +140,7 @@ class Pipeline(forge.Plugin):
         self._names: list[str] | None = None
         "The metrics of a step, known to all ranks from the first one on."
         self._step: forge.Step | None = None
+        self._use = AgreedUse(self.name, "Use ddp with ddp.find_unused=true, or fsdp, or freeze them.")
         self._failed = False
 
     # -- build --------------------------------------------------------------------------------------------------------
@@ -257,7 +262,7 @@ class Pipeline(forge.Plugin):
             try:
                 output = call()
             except StageEnded as ended:
-                return ended.output
+                return ended.output.contiguous()  # to be sent
         if stage < self._stages - 1:
             raise TaskError("pipeline: the step ends before the blocks of the next stage are called.")
         return output
@@ -307,12 +312,17 @@ class Pipeline(forge.Plugin):
         numbers = torch.arange(most)
         is_first = self._rank_of(0) == env.pipe_rank
         is_last = self._rank_of(self._stages - 1) == env.pipe_rank
-        schedule.step(
-            *([numbers.to(env.device)] if is_first else []),
-            part=numbers,
-            target=numbers if is_last else None,
-            return_outputs=False,
-        )
+        try:
+            schedule.step(
+                *([numbers.to(env.device)] if is_first else []),
+                part=numbers,
+                target=numbers if is_last else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ForgeError):  # torch wraps what a stage raises
+                raise error.__cause__ from None
+            raise
         self._record(step, weights)
         self._step, self._parts = None, []
         return True
@@ -332,7 +342,7 @@ class Pipeline(forge.Plugin):
         means: dict[str, Any] = {}
         if env.pipe_rank == source:
             own = self._metrics[: len(weights)]
-            means = {k: sum(w * each[k] for w, each in zip(weights, own, strict=True)) for k in own[0]}
+            means = {k: sum(map(_weighed, weights, [each[k] for each in own])) for k in own[0]}
         names = self._names
         if names is None:
             sent: Any = [list(means)]
@@ -353,12 +363,15 @@ class Pipeline(forge.Plugin):
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
         """Return torch's schedule for parts of these shapes."""
-        key = shapes_of(part)
+        key, calls = shapes_of(part), self._calls
+        assert calls is not None
         if key not in self._schedules:
             env = self._env
             assert env is not None
             name = SCHEDULES[self.config.schedule][0]
-            sent = self._boundaries(trainer)
+            calls.forms = {}
+            self._refuse_batch_norm(trainer.task)
+            sent = self._boundaries(trainer, calls)
             own = [
                 Stage(
                     StagePart(self, stage),
@@ -382,11 +395,13 @@ class Pipeline(forge.Plugin):
                     f"pipeline.microbatches is {parts}, which pipeline.schedule={self.config.schedule} does not take "
                     f"with {self._stages} stages: {error} Use a multiple of {self._stages}."
                 ) from error
-            self._schedules[key] = made
-        return self._schedules[key]
+            self._schedules[key] = made, calls.forms
+        made, calls.forms = self._schedules[key]
+        return made
 
-    def _boundaries(self, trainer: forge.Run) -> list[Tensor]:
-        """Return tensors of the shapes that stages get and pass on; one forward of the first part finds them."""
+    def _boundaries(self, trainer: forge.Run, calls: BlockCalls) -> list[Tensor]:
+        """Return tensors of the shapes that stages get and pass on; one forward of the first part finds them, and what
+        blocks return."""
         env = self._env
         assert env is not None
         found: list[Any] = [((1,), torch.int64, False)]
@@ -403,21 +418,30 @@ class Pipeline(forge.Plugin):
                         output = self.train_part(stage, 0, received)
                         self._refuse_leak(output, stage)
                         self._refuse_joined(output, stage, received, rng)
-                        sent = [(tuple(output.shape), output.dtype, True)]
+                        sent = [((tuple(output.shape), output.dtype, True), calls.forms)]
                     except TaskError as error:
                         sent = [error]
                 dist.broadcast_object_list(sent, group=env.pipe_control, group_src=self._rank_of(stage))
                 if isinstance(sent[0], TaskError):
                     raise sent[0]  # on all ranks
-                found.append(sent[0])
+                boundary, forms = sent[0]
+                found.append(boundary)
+                calls.forms.update(forms)
         return [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in found]
+
+    def _refuse_batch_norm(self, task: nn.Module) -> None:
+        if names := dividing_norms(task):
+            raise TaskError(
+                f"pipeline computes a batch in parts, and BatchNorm ({listed(names)}) would take statistics of each "
+                "part, in several stages. Use GroupNorm, or ddp or fsdp, which take them of the samples of one rank."
+            )
 
     def _refuse_leak(self, output: Tensor, stage: int) -> None:
         if stage and bool(output.isnan().any()):
             raise TaskError(
                 f"pipeline: the output of stage {stage} is NaN for a finite input. If it is not in one process, "
-                "the output of an early block is used by more than the next block, as a skip connection does: such a "
-                "model cannot be cut there."
+                "the output of an early block is used by more than the next block, as a skip connection does, or a "
+                "bias that the first block computes for all: such a model cannot be cut there. Use fsdp."
             )
 
     def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, rng: RNGState) -> None:
@@ -444,6 +468,7 @@ class Pipeline(forge.Plugin):
         assert env is not None
         if env.pipe_world == 1:
             return
+        self._check_use(step, env)
         if self._shards is not None:
             self._shards.reduce()
             self._is_whole = False
@@ -451,6 +476,18 @@ class Pipeline(forge.Plugin):
         if env.data_world > 1 and self._shards is None:
             trained = [p for p in step.parameters() if p.grad is not None]
             _sum_gradients(trained, env.data_group, 1 / env.data_world)
+
+    def _check_use(self, step: forge.Step, env: StagedEnv) -> None:
+        """Refuse gradients that some pipelines have and others do not: they would be added to those of others."""
+        if env.data_world == 1:
+            return
+        named = [(n, p) for n, p in step.trainer.task.named_parameters() if not p.is_meta]
+        used = {id(parameter) for _, parameter in named if parameter.grad is not None}
+
+        def gather(own: list[bool]) -> list[Any]:
+            return [mask for rank, mask in env.gather((env.pipe_rank, own)) if rank == env.pipe_rank]
+
+        self._use.check(named, used, gather)
 
     def _shared_used(self, step: forge.Step, env: StagedEnv) -> list[nn.Parameter]:
         """Return the parameters outside of blocks that any rank has a gradient of; agreed when the trained ones
@@ -469,8 +506,10 @@ class Pipeline(forge.Plugin):
 
     def evaluate(self, call: Any, trainer: forge.Run) -> Any:
         """Run a whole batch through one stage after the other; all ranks get the output."""
-        env, last = self._env, self._stages - 1
+        env, last, calls = self._env, self._stages - 1, self._calls
         assert env is not None
+        assert calls is not None
+        calls.forms = {}
         seed = combine_seeds(trainer.seed or 0, env.data_rank, trainer.progress.update, trainer.evaluated)
         carried: Any = None
         with self._whole():
@@ -479,18 +518,20 @@ class Pipeline(forge.Plugin):
                 if rank == env.pipe_rank:
                     carried = self.run_stage(call, stage, carried, seed)
                 if stage < last and self._rank_of(stage + 1) != rank:
-                    carried = self._pass_on(carried, rank, self._rank_of(stage + 1), env)
+                    carried = self._pass_on(carried, rank, self._rank_of(stage + 1), env, calls)
         result = [carried]
         dist.broadcast_object_list(result, group=env.pipe_control, group_src=self._rank_of(last))
         return result[0]
 
-    def _pass_on(self, tensor: Tensor, source: int, target: int, env: StagedEnv) -> Any:
+    def _pass_on(self, tensor: Tensor, source: int, target: int, env: StagedEnv, calls: BlockCalls) -> Any:
         if env.pipe_rank == source:
-            dist.send_object_list([tuple(tensor.shape), tensor.dtype], group=env.pipe_control, group_dst=target)
-            dist.send(tensor.detach().contiguous(), group=env.pipe_group, group_dst=target)
+            about = [tuple(tensor.shape), tensor.dtype, calls.forms]
+            dist.send_object_list(about, group=env.pipe_control, group_dst=target)
+            dist.send(tensor.detach(), group=env.pipe_group, group_dst=target)
         elif env.pipe_rank == target:
-            shape: Any = [None, None]
+            shape: Any = [None, None, None]
             dist.recv_object_list(shape, group=env.pipe_control, group_src=source)
+            calls.forms.update(shape[2])
             tensor = torch.empty(shape[0], dtype=shape[1], device=env.device)
             dist.recv(tensor, group=env.pipe_group, group_src=source)
         return tensor
@@ -607,6 +648,11 @@ class StagedEnv(DistributedEnv):
             for buffer in module.buffers():
                 if not buffer.is_meta:
                     dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+
+def _weighed(weight: Any, value: Any) -> Any:
+    """Return a part's share of a metric; a mean over no items is NaN, and does not count."""
+    return torch.where(torch.as_tensor(weight == 0), 0.0, torch.as_tensor(weight * value))
 
 
 def _sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:

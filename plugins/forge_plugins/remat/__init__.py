@@ -27,7 +27,8 @@ class Remat(forge.Plugin):
     Only the inputs of a block are kept. In the backward pass the block runs once more, with the same random numbers and
     under the same autocast. Weights, metrics and buffers are the same as without it, bit for bit: BatchNorm counts a
     batch once. Side effects of a block, such as counting its calls in a Python attribute, and PyTorch hooks on its
-    modules happen twice.
+    modules happen twice. Caches of keys and values, which models of transformers fill in training too, are left as they
+    were.
 
     When to use it: if activations do not fit into memory. Recomputing every block costs about one more forward pass, a
     third of a step.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,7 +49,7 @@ def rematerialised(forward: Forward) -> Forward:
         if torch.compiler.is_compiling():  # a compiled graph writes buffers once, even if it recomputes
             return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
         return checkpoint(
-            functools.partial(forward, self, **kwargs),  # checkpoint has its own keywords
+            functools.partial(_with_fresh_caches, forward, self, **kwargs),  # checkpoint has its own keywords
             *args,
             use_reentrant=False,
             preserve_rng_state=True,
@@ -56,6 +58,23 @@ def rematerialised(forward: Forward) -> Forward:
         )
 
     return run
+
+
+def _with_fresh_caches(forward: Forward, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Give a block copies of the caches of keys and values that models of transformers pass, in training too: what the
+    first forward adds would be there in the second."""
+    made = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    return forward(self, *(_fresh(arg, made) for arg in args), **{k: _fresh(v, made) for k, v in kwargs.items()})
+
+
+def _fresh(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        return value
+    copied = copy.copy(value)
+    for name, held in vars(value).items():
+        layers = [copy.copy(layer) for layer in held] if type(held) is list else None
+        vars(copied)[name] = layers if layers is not None else dict(held) if type(held) is dict else _fresh(held, kind)
+    return copied
 
 
 def _without_self(own: Forward, self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,136 @@
+"""Models that were not written for forge train under every strategy what one process trains, or are refused at the
+start with the cure."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from forge_plugins import Remat
+from tests.support import strangers_kit as kit
+from tests.support.lasting_ranks import ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("torchvision")
+
+LEAKS = "the output of an early block is used by more than the next block"
+FEW = "2 blocks (model.{}.0, ...) cannot make 4 stages"
+NO_BLOCKS = "has neither repeated blocks in a ModuleList nor a Sequential to cut. Put its layers into one"
+BATCH_NORM = "BatchNorm (model.bn1, model.layer1.0.bn1, model.layer1.0.bn2 and 17 more) would take statistics of each"
+UNUSED = "Set ddp.find_unused=true (zero.find_unused=true with zero), or freeze them"
+MASK = "passes a mask to scaled_dot_product_attention"
+NO_TOKENS = "Name the tensors that hold the sequence in context_parallel.entries"
+PIPELINES = ("pipeline", "interleaved, remat", "sharded pipeline")
+REFUSED: dict[tuple[str, str], str] = {
+    **{("t5", strategy): LEAKS for strategy in PIPELINES},
+    **{("lstm", strategy): NO_BLOCKS for strategy in PIPELINES},
+    **{("resnet", strategy): BATCH_NORM for strategy in ("pipeline", "sharded pipeline")},
+    **{("pooled bert", strategy): UNUSED for strategy in ("ddp", "zero")},
+    ("resnet", "interleaved, remat"): FEW.format("layer4"),
+    ("grouped resnet", "interleaved, remat"): FEW.format("layer4"),
+    ("swin", "interleaved, remat"): FEW.format("swin.encoder.layers"),
+    ("opt", "zbv"): "torch cannot divide the backward pass of stage 1 in two",
+    ("mistral", "context"): f"{MASK}, which a ring of slices cannot apply. Use causal or full attention without one",
+    ("t5", "context"): MASK,
+    ("whisper", "context"): "Encoded computes whole sequences, but fails on a slice",
+    ("vit", "context"): NO_TOKENS,
+    ("torchvision vit", "context"): NO_TOKENS,
+    ("grouped resnet", "context"): NO_TOKENS,
+    ("transformer", "context"): "does not compute the same on divided sequences as on whole ones",
+    ("lstm", "context"): "does not call torch.nn.functional.scaled_dot_product_attention",
+}
+"""What is said of a model and a strategy."""
+EVERYWHERE = ("ddp", "zero", "fsdp", "fsdp, remat", "hybrid", "tensor", *PIPELINES)
+ELSEWHERE = [
+    ("pooled bert", "find_unused"),
+    *((name, strategy) for name in ("gpt2", "llama", "whisper", "torchvision vit") for strategy in ("zero 2", "zbv")),
+    *((name, "context") for name in kit.CASES if "without padding" in name),
+    ("encoder", "context"),
+    ("from tokens", "context"),
+]
+KILLED = [("checkpointed gpt2", strategy) for strategy in PIPELINES]
+"""The other rank waits for a message when it hears of the refusal, so that its process ends."""
+TABLE = [
+    pair
+    for pair in [*((name, strategy) for name in kit.CASES for strategy in EVERYWHERE), *ELSEWHERE]
+    if pair not in REFUSED
+    and pair not in KILLED
+    and pair[0] != "resnet"
+    and (pair[1] != "tensor" or kit.CASES[pair[0]].plan)
+]
+QUICK = [
+    ("gpt2", "pipeline"),
+    ("opt", "interleaved, remat"),
+    ("rare labels", "pipeline"),
+    ("whisper", "zbv"),
+    ("swin", "pipeline"),
+    ("llama in two types", "fsdp"),
+    ("t5", "fsdp, remat"),
+    ("qwen2", "tensor"),
+    ("llama without padding", "context"),
+]
+QUICKLY_REFUSED = [("t5", "pipeline"), ("resnet", "pipeline"), ("mistral", "context")]
+
+
+def marked(quick: list[Any], table: list[Any]) -> list[Any]:
+    return [*quick, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in table if pair not in quick)]
+
+
+@cache
+def alone(name: str) -> dict[str, Any]:
+    return kit.fit(name, None)
+
+
+@pytest.mark.parametrize(("name", "strategy"), marked(QUICK, TABLE))
+def test_a_strangers_model_trains_as_in_one_process(name: str, strategy: str) -> None:
+    expected, case = alone(name), kit.CASES[name]
+    for rank in ranks(kit.STRATEGIES[strategy][0])(kit.fit, name, strategy):
+        assert kit.apart(rank["weights"], expected["weights"]) <= case.tolerance
+        assert rank["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in kit.CASES])
+def test_one_process_moves_what_is_trained(name: str) -> None:
+    """Else equal weights would show nothing. A bias of keys has no gradient, since it moves all of a softmax alike."""
+    case = kit.CASES[name]
+    task = case.task(case.make)
+    start, end = task.state_dict(), alone(name)["weights"]
+    trained = [key for key, parameter in task.named_parameters() if parameter.requires_grad]
+    moved = [key for key in trained if float((end[key] - start[key]).abs().max()) > 1e-6]
+    assert len(moved) > 0.9 * len(trained)
+
+
+@pytest.mark.parametrize(("name", "strategy"), marked(QUICKLY_REFUSED, list(REFUSED)))
+def test_what_cannot_be_divided_is_refused_with_the_cure(name: str, strategy: str) -> None:
+    errors = ranks(kit.STRATEGIES[strategy][0]).errors(kit.fit, name, strategy)
+    assert all(error.startswith("PeerFailed") or REFUSED[name, strategy] in error for error in errors)
+    assert any(REFUSED[name, strategy] in error for error in errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), KILLED)
+def test_checkpointing_around_a_block_is_refused(name: str, strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    count = kit.STRATEGIES[strategy][0]
+    ranks(count).stop()
+    with pytest.raises(EOFError):
+        ranks(count).errors(kit.fit, name, strategy)
+    assert "Remove that, and use the plugin remat" in capfd.readouterr().err
+
+
+def test_batch_norm_over_a_ranks_samples_is_told() -> None:
+    first, second = ranks(2)(kit.fit, "resnet", "ddp")
+    told = [text for text in first["said"] if "takes statistics of the samples of one rank" in text]
+    assert len(told) == 1
+    assert told[0].startswith("ddp: BatchNorm (model.bn1, model.layer1.0.bn1, model.layer1.0.bn2 and 17 more)")
+    assert not any("BatchNorm" in text for text in second["said"])
+    assert kit.apart(first["weights"], alone("resnet")["weights"]) > 1e-3
+    assert not any("BatchNorm" in text for text in alone("resnet")["said"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_remat_recomputes_with_the_caches_of_the_first_forward(name: str) -> None:
+    again = kit.fit(name, None, (Remat(),))
+    assert all(torch.equal(value, again["weights"][key]) for key, value in alone(name)["weights"].items())
