@@ -1,4 +1,4 @@
-"""Cost of forge's strategies over torch's own in a hand-written loop: two ranks, the same work.
+"""Cost of forge's strategies over torch's own in a hand-written loop: the same work on two or four ranks.
 
     python -m benchmarks.scale                                # all strategies, about 8 minutes
     python -m benchmarks.scale --strategies ddp --rounds 30
@@ -6,11 +6,12 @@
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
     python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: cost of a strategy on one GPU
 
-Two processes over gloo train a transformer, accumulating two micro-batches and clipping: by hand, by hand again (the
-difference is noise), and with forge, from the same weights. They take turns update by update, inside one run: when
-forge requests the first batch of its next update, the hand-written loops make one update each, in random order. So
-other load on the machine affects all of them alike. Every turn starts at a barrier. Its time is wall time on rank 0,
-since waiting for the other rank is part of it; its CPU time is that of the main thread, which other load affects less.
+Two processes over gloo (four for pipeline_shard) train a transformer, accumulating two micro-batches and clipping: by
+hand, by hand again (the difference is noise), and with forge, from the same weights. They take turns update by update,
+inside one run: when forge requests the first batch of its next update, the hand-written loops make one update each, in
+random order. So other load on the machine affects all of them alike. Every turn starts at a barrier. Its time is wall
+time on rank 0, since waiting for other ranks is part of it; its CPU time is that of all main threads, which other load
+affects less.
 
 The table shows the median over all turns, the median of each turn's ratio to the hand-written loop in the same update,
 and the ratio of the fastest tenths ("quiet"). This excludes work between turns or outside the main thread, so the CPU
@@ -26,6 +27,13 @@ block's parameters for forward and again for backward in every micro-batch (2 m 
 and scatters all gradients once (p = b + r); m micro-batches make an update. context_parallel all-reduces gradients (p),
 and in each of l layers and micro-batches gathers keys and values k of a slice twice, and passes their gradients on n
 times (m l (2 + n) k on n ranks); by hand, DDP and a function around torch's private ring.
+
+A pipeline (1F1B, two stages, 4 parts of each micro-batch) sends the activations a of a micro-batch, gets their
+gradients, and sums those of what is outside of blocks (2 m a + r). By hand, torch.distributed.pipelining; embedding and
+head are on both ranks, with gradients summed and the norm taken over both, as in forge, which computes the embedding in
+the last stage too. pipeline_shard has two pipelines on 4 ranks, whose stages FSDP2 divides: each rank gathers the
+weights of its stage and what is outside once per update (b/2 + r), scatters the gradients that it has, and sums shards
+of r.
 """
 
 from __future__ import annotations
@@ -106,7 +114,7 @@ BY_HAND = ("by hand", "by hand again")
 
 
 class Times(NamedTuple):
-    """Milliseconds of a turn: wall time, CPU time of the main thread, and of the heartbeat thread."""
+    """Milliseconds of a turn: wall time, CPU time of the main threads, and of rank 0's heartbeat thread."""
 
     wall: float
     cpu: float
@@ -195,10 +203,18 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
         weights |= {name: _whole(own) for name, own in turns.weights.items()}
         for name in contenders:
             times[name] += turns.times[name][WARM_UP : WARM_UP + updates]
+    times = {name: _of_all_ranks(own) for name, own in times.items()}
     if rank == 0:
         found.put([_row(strategy, name, times, seen, weights) for name in contenders])
     with suppress(RuntimeError):
         dist.destroy_process_group()
+
+
+def _of_all_ranks(times: list[Times]) -> list[Times]:
+    """Return the turns with the CPU time of all ranks: stages of a pipeline have different work."""
+    cpu = torch.tensor([turn.cpu for turn in times], dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return [turn._replace(cpu=sum_of_all) for turn, sum_of_all in zip(times, cpu.tolist(), strict=True)]
 
 
 # -- task and data ----------------------------------------------------------------------------------------------------

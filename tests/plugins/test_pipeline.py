@@ -418,7 +418,7 @@ def test_metrics_that_change_are_refused_by_name() -> None:
     pipeline._names, pipeline._metrics = ["loss", "accuracy"], [{"loss": 1.0, "other": 2.0}]
     said = "returned loss, accuracy first, and now loss, other. Return the same metrics in every step"
     with pytest.raises(TaskError, match=said):
-        pipeline._record(None, [1.0])
+        pipeline._record(SimpleNamespace(micro=0), [1.0])
 
 
 def too_few() -> None:

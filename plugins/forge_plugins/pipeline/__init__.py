@@ -19,7 +19,7 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError, TaskError
-from forge.rng import RNGState, combine_seeds
+from forge.rng import combine_seeds
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
@@ -133,9 +133,12 @@ class Pipeline(forge.Plugin):
         self._parts: list[Any] = []
         self._scales: list[Any] = []
         self._metrics: list[dict[str, Any]] = []
+        self._means: list[list[Any]] = []
+        "The metrics of each micro-batch of the window, on the rank of the last stage."
         self._names: list[str] | None = None
         "The metrics of a step, known to all ranks from the first one on."
         self._step: forge.Step | None = None
+        self._seed = 0
         self._failed = False
 
     # -- build --------------------------------------------------------------------------------------------------------
@@ -179,6 +182,7 @@ class Pipeline(forge.Plugin):
         if self.config.shard:
             refuse_unshardable(task, "pipeline.shard")
         env.copy_from_first(task)
+        self._seed = env.broadcast(torch.initial_seed()) if trainer.seed is None else trainer.seed
         blocks = blocks_of(task, self.config.split)
         self._bounds = bounds_of(blocks, stages, self.config.split)
         stage_of = [max(s for s in range(stages) if self._bounds[s] <= n) for n in range(len(blocks))]
@@ -193,7 +197,7 @@ class Pipeline(forge.Plugin):
         if self.config.shard:
             self._shard(build, env)
         env.shared = self._live_outside()
-        self._calls = BlockCalls(blocks, type(task).__name__, env.device)
+        self._calls = BlockCalls(blocks, type(task).__name__)
         build.model = StagedModel(build.model, self)
         shown = [listed(names[a:b], MANY) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
         logger.info("pipeline: %d stages on %d ranks: %s.", stages, env.pipe_world, "; ".join(shown))
@@ -276,7 +280,7 @@ class Pipeline(forge.Plugin):
         step = self._step
         assert step is not None
         forward = step.trainer.hooks.forge_forward
-        seed = combine_seeds(step.trainer.seed or 0, step.trainer.env.data_rank, step.index, step.micro, part)
+        seed = combine_seeds(self._seed, step.trainer.env.data_rank, step.index, step.micro, part)
         output = self.run_stage(lambda: forward(step, self._parts[part]), stage, received, seed)
         if stage < self._stages - 1:
             return output
@@ -305,7 +309,7 @@ class Pipeline(forge.Plugin):
         self._metrics = [{} for _ in self._parts]
         schedule = self._schedule(trainer, parts[0])
         numbers = [{"part": number} for number in range(most)]
-        inputs = [(torch.tensor([number], device=env.device),) for number in range(most)]
+        inputs = [(torch.empty(1, dtype=torch.int64, device=env.device),)] * most  # stage 0 reads its part instead
         is_first = self._rank_of(0) == env.pipe_rank
         is_last = self._rank_of(self._stages - 1) == env.pipe_rank
         schedule.step(
@@ -326,31 +330,37 @@ class Pipeline(forge.Plugin):
         return [count / total for count in items]
 
     def _record(self, step: forge.Step, weights: list[Any]) -> None:
-        """Record the metrics of the last stage on all ranks of the pipeline; nothing is read from the device."""
+        """Record the metrics of the last stage on all ranks of the pipeline, in one message per window; nothing is read
+        from the device."""
         env = self._env
         assert env is not None
         source = self._rank_of(self._stages - 1)
+        if step.micro == 0:
+            self._means = []
         means: dict[str, Any] = {}
         if env.pipe_rank == source:
             own = self._metrics[: len(weights)]
             means = {k: sum(w * each[k] for w, each in zip(weights, own, strict=True)) for k in own[0]}
-        names = self._names
-        if names is None:
+            self._means.append(list(means.values()))
+        if self._names is None:
             sent: Any = [list(means)]
             dist.broadcast_object_list(sent, group=env.pipe_control, group_src=source)
-            names = self._names = list(sent[0])
+            self._names = list(sent[0])
+        names = self._names
         if env.pipe_rank == source and list(means) != names:
             raise TaskError(
                 f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
                 "Return the same metrics in every step."
             )
-        values = torch.zeros(len(names), dtype=torch.float64, device=env.device)
-        for place, value in enumerate(means.values()):
-            values[place] = value
+        if not step.is_last_micro or not step.recording:
+            return
+        values = torch.zeros(len(step.window), len(names), dtype=torch.float64, device=env.device)
+        for row, found in zip(values, self._means, strict=False):
+            for place, value in enumerate(found):
+                row[place] = value
         dist.broadcast(values, group=env.pipe_group, group_src=source)
-        if step.recording:
-            found = dict(zip(names, values.unbind(), strict=True))
-            step.trainer.means.add_all(step.prefix, found, step.items[step.micro])
+        for row, items in zip(values, step.items, strict=True):
+            step.trainer.means.add_all(step.prefix, dict(zip(names, row.unbind(), strict=True)), items)
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
         """Return torch's schedule for parts of these shapes."""
@@ -399,11 +409,10 @@ class Pipeline(forge.Plugin):
                     received = None
                     if stage:
                         received = torch.randn(shape, dtype=dtype, device=env.device).requires_grad_()
-                    rng = RNGState.capture(env.device)
                     try:
                         output = self.train_part(stage, 0, received)
                         self._refuse_leak(output, stage)
-                        self._refuse_joined(output, stage, received, rng)
+                        self._refuse_joined(output, stage, received)
                         sent = [(tuple(output.shape), output.dtype, True)]
                     except TaskError as error:
                         sent = [error]
@@ -421,21 +430,17 @@ class Pipeline(forge.Plugin):
                 "model cannot be cut there."
             )
 
-    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, rng: RNGState) -> None:
+    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None) -> None:
         """Refuse a zero-bubble schedule for a stage whose backward pass torch cannot divide."""
         if received is None or self.config.schedule not in SPLITTING:
             return
         weights = [parameter for parameter in self.parameters_of(stage) if parameter.requires_grad]
-        if not can_split(output, received, weights, lambda: self._again(stage, received, rng)):
+        if not can_split(output, received, weights, lambda: self.train_part(stage, 0, received)):
             raise TaskError(
                 f"pipeline.schedule={self.config.schedule}: torch cannot divide the backward pass of stage {stage} in "
                 "two, for inputs and for weights, as where trained layers outside of blocks compute arguments of "
                 "blocks. Use interleaved_1f1b or 1f1b."
             )
-
-    def _again(self, stage: int, received: Tensor, rng: RNGState) -> Tensor:
-        rng.restore(received.device)
-        return self.train_part(stage, 0, received)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -472,7 +477,7 @@ class Pipeline(forge.Plugin):
         """Run a whole batch through one stage after the other; all ranks get the output."""
         env, last = self._env, self._stages - 1
         assert env is not None
-        seed = combine_seeds(trainer.seed or 0, env.data_rank, trainer.progress.update, trainer.evaluated)
+        seed = combine_seeds(self._seed, env.data_rank, trainer.progress.update, trainer.evaluated)
         carried: Any = None
         with self._whole():
             for stage in range(last + 1):

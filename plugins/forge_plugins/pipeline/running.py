@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forge.errors import TaskError
-from forge.rng import RNGState, reseed
+from forge.rng import combine_seeds, reseed
 
 
 class StageEnded(Exception):
@@ -29,12 +28,10 @@ class StageEnded(Exception):
 class BlockCalls:
     """The calls of a task's blocks, while a stage runs."""
 
-    def __init__(self, blocks: dict[str, nn.Module], task: str, device: torch.device):
-        self._blocks, self._task, self._device = blocks, task, device
+    def __init__(self, blocks: dict[str, nn.Module], task: str):
+        self._blocks, self._task = blocks, task
         self._begin = self._end = -1
-        self._next, self._input = 0, None
-        self._inner: RNGState | None = None
-        self._outer: RNGState | None = None
+        self._next, self._input, self._seed = 0, None, 0
         for number, block in enumerate(blocks.values()):
             block.forward = self._instead(number, list(blocks)[number], block.forward)
 
@@ -44,15 +41,16 @@ class BlockCalls:
 
     @contextmanager
     def running(self, begin: int, end: int, received: Tensor | None, seed: int) -> Iterator[None]:
-        """Run the blocks from `begin` to `end` alone. What is drawn outside of them comes from `seed`, on all ranks."""
-        self._begin, self._end, self._input, self._next = begin, end, received, 0
-        self._inner, self._outer = RNGState.capture(self._device), None
+        """Run the blocks from `begin` to `end` alone.
+
+        What is drawn before them comes from `seed`, on all ranks alike; from there on from a seed of the stage. Seeds,
+        not states of generators: reading numpy's takes as long as a small layer.
+        """
+        self._begin, self._end, self._input, self._next, self._seed = begin, end, received, 0, seed
         reseed(seed)
         try:
             yield
         finally:
-            if self._inner is not None:
-                self._inner.restore(self._device)
             self._begin, self._input = -1, None
 
     def _instead(self, number: int, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,15 +70,8 @@ class BlockCalls:
             if number < self._begin:
                 return x.new_full((), float("nan")).expand(x.shape)  # whatever else uses it shows
             if number == self._begin:
-                self._outer = RNGState.capture(self._device)
-                assert self._inner is not None
-                self._inner.restore(self._device)
+                reseed(combine_seeds(self._seed, 1 + number))
                 x = x if self._input is None else self._input
-            result = forward(x, *args, **kwargs)
-            if number == self._end - 1:
-                self._inner = RNGState.capture(self._device)
-                assert self._outer is not None
-                self._outer.restore(self._device)
-            return result
+            return forward(x, *args, **kwargs)
 
         return call
