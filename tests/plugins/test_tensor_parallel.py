@@ -98,9 +98,9 @@ def sentences(seed: int = 0, sizes: tuple[int, ...] = (4, 3)) -> list[Tensor]:
     return [torch.randint(WORDS, (size, 7), generator=generator) for size in sizes]
 
 
-def train(task: Words, plugins: list[Any], **options: Any) -> dict[str, Any]:
+def train(task: Words, plugins: list[Any], replicate: int = 1, **options: Any) -> dict[str, Any]:
     """Fit; on several ranks with two to a layer."""
-    several = [FSDP(), TensorParallel(2, plan=PLAN)] if "RANK" in os.environ else []
+    several = [FSDP(replicate=replicate), TensorParallel(2, plan=PLAN)] if "RANK" in os.environ else []
     options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
     trainer = forge.Trainer(plugins=[*plugins, *several], **options)
     result = trainer.fit(task, sentences(), sentences(1))
@@ -120,7 +120,7 @@ def stacks() -> dict[str, Any]:
     }
 
 
-def run_stack(name: str) -> dict[str, Any]:
+def run_stack(name: str, replicate: int = 1) -> dict[str, Any]:
     task, shapes = words(), {}
 
     @forge.on("start")
@@ -130,23 +130,27 @@ def run_stack(name: str) -> dict[str, Any]:
             assert isinstance(q, DTensor)
             shapes.update(q=tuple(q.to_local().shape), axes=q.device_mesh.mesh_dim_names)
 
-    found = train(task, [*stacks()[name](), look])
+    found = train(task, [*stacks()[name](), look], replicate)
     hooks = sum(len(vars(module)[kind]) for module in task.modules() for kind in vars(module) if "hooks" in kind)
-    return {**found, "shapes": shapes, "hooks": hooks, "again": train(task, [])["weights"]}
+    return {**found, "shapes": shapes, "hooks": hooks, "again": train(task, [], replicate)["weights"]}
 
 
 @pytest.mark.parametrize(
-    ("count", "name"),
+    ("count", "name", "replicate"),
     [
-        (2, "frozen"),
-        pytest.param(4, "levers", marks=pytest.mark.slow),
-        pytest.param(4, "nothing", marks=pytest.mark.slow),
+        (2, "frozen", 1),
+        (4, "levers", 2),
+        pytest.param(4, "levers", 1, marks=pytest.mark.slow),
+        pytest.param(4, "nothing", 1, marks=pytest.mark.slow),
+        pytest.param(8, "levers", 2, marks=pytest.mark.slow),
+        pytest.param(8, "frozen", 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str) -> None:
-    alone, together = run_stack(name), ranks(count)(run_stack, name)
+def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str, replicate: int) -> None:
+    alone, together = run_stack(name), ranks(count)(run_stack, name, replicate)
+    axes = ("data", "tensor") if replicate == 1 else ("replicate", "data", "tensor")
     for rank in together:
-        assert rank["shapes"] == {"q": (WIDTH // count, WIDTH), "axes": ("data", "tensor")}
+        assert rank["shapes"] == {"q": (WIDTH // (count // replicate), WIDTH), "axes": axes}
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
         assert rank["classes"] == alone["classes"]
         assert rank["hooks"] == alone["hooks"]
