@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge_plugins import EMA, Accumulate, Clip, Freeze, Remat, Schedule
+from forge_plugins import EMA, Accumulate, Checkpoint, Clip, Freeze, Remat, Schedule
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.lasting_ranks import ranks
@@ -159,6 +160,20 @@ def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name:
             for key, value in alone[kind].items():
                 assert type(rank[kind][key]) is Tensor
                 torch.testing.assert_close(rank[kind][key], value, rtol=EXACT, atol=EXACT)
+
+
+def resumed(folder: str, epochs: int, replicate: int) -> dict[str, Tensor]:
+    plugins = [Accumulate(2), Clip(0.05), Checkpoint(every="1 epoch")]
+    return train(words(), plugins, replicate, max_epochs=epochs, run_dir=folder, resume="auto")["weights"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_three_axes_continues_in_one_process(tmp_path: Path) -> None:
+    straight = resumed(str(tmp_path / "straight"), 3, 1)
+    ranks(8)(resumed, str(tmp_path / "cut"), 1, 2)
+    ranks(8)(resumed, str(tmp_path / "cut"), 2, 2)
+    for name, value in resumed(str(tmp_path / "cut"), 3, 1).items():
+        torch.testing.assert_close(value, straight[name], rtol=EXACT, atol=EXACT)
 
 
 def from_meta() -> dict[str, Tensor]:
