@@ -190,22 +190,20 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hand = LOOPS[strategy]
-    contenders: dict[str, Callable[[Batches], Weights]] = {
-        **dict.fromkeys(BY_HAND, lambda batches: _to_the_end(hand(batches))),
-        "forge": lambda batches: with_forge(strategy, batches),
-    }
-    seen = {name: _traffic(train, COLLECTIVES[strategy]) for name, train in contenders.items()}
-    times: dict[str, list[Times]] = {name: [] for name in contenders}
+    names = COLLECTIVES[strategy]
+    seen = dict.fromkeys(BY_HAND, _traffic(lambda batches: _to_the_end(hand(batches)), names))
+    seen["forge"] = _traffic(lambda batches: with_forge(strategy, batches), names)
+    times: dict[str, list[Times]] = {name: [] for name in seen}
     weights: dict[str, Weights] = {}
     for number in range(rounds):
         turns = Turns(updates, hand, random.Random(number))
         weights = {"forge": with_forge(strategy, turns)}
         weights |= {name: _whole(own) for name, own in turns.weights.items()}
-        for name in contenders:
+        for name in seen:
             times[name] += turns.times[name][WARM_UP : WARM_UP + updates]
     times = {name: _of_all_ranks(own) for name, own in times.items()}
     if rank == 0:
-        found.put([_row(strategy, name, times, seen, weights) for name in contenders])
+        found.put([_row(strategy, name, times, seen, weights) for name in seen])
     with suppress(RuntimeError):
         dist.destroy_process_group()
 

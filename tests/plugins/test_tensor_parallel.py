@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge_plugins import EMA, Accumulate, Checkpoint, Clip, Freeze, Remat, Schedule
+from forge_plugins import EMA, Accumulate, Checkpoint, Clip, ContextParallel, Freeze, Pipeline, Remat, Schedule, Zero
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.lasting_ranks import ranks
@@ -268,8 +269,15 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(size: int, plan: A
         TensorParallel(size, plan=plan)._planned(words())
 
 
-def test_it_needs_a_strategy_that_shards() -> None:
+@pytest.mark.parametrize("beside", [[], [Pipeline], [ContextParallel], [Zero]])
+def test_it_needs_a_strategy_that_shards(beside: list[Any]) -> None:
+    plugins = [TensorParallel(2, plan=PLAN), *(strategy() for strategy in beside)]
     with pytest.raises(StackError, match="sharding"):
-        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[TensorParallel(2, plan=PLAN)]).fit(
-            words(), sentences()
-        )
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=plugins).fit(words(), sentences())
+
+
+@pytest.mark.parametrize("both", [*itertools.combinations([FSDP, Zero, Pipeline, ContextParallel], 2)])
+def test_two_strategies_are_refused_by_name(both: tuple[Any, Any]) -> None:
+    one, other = (strategy() for strategy in both)
+    with pytest.raises(StackError, match=f"'{one.name}' and '{other.name}' both provide 'strategy': only one can"):
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[one, other]).fit(words(), sentences())
