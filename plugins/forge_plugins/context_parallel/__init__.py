@@ -178,7 +178,7 @@ class ContextParallel(Replicated):
         assert slicing is not None
         before = calls.own
         try:
-            with calls.seen((stage, name)):
+            with calls.seen():
                 return self._slice(task, inner, batch, stage, name, slicing.length(batch))
         finally:
             if stage != "train" or not self._in_step:
@@ -209,7 +209,7 @@ class ContextParallel(Replicated):
         slicing, calls = self._slicing, self._calls
         assert slicing is not None
         assert calls is not None
-        if not self.config.check or stage == "predict" or (stage, name) in self._checked:
+        if not self.config.check or stage == "predict":
             return
         length = slicing.length(batch)
         key = (stage, name, length) if self.config.positions == "arange" else (stage, name)
@@ -278,7 +278,7 @@ class ContextParallel(Replicated):
         calls, env = self._calls, task.trainer.env
         assert calls is not None
         try:
-            with calls.seen((stage, name)):
+            with calls.seen():
                 own = outcome_of(lambda: self._slice(task, inner, batch, stage, name, length), parameters)
         except ForgeError:
             raise

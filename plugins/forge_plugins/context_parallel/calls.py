@@ -45,7 +45,6 @@ class SequenceCalls:
         "Whether torch.compile traces the task: then without the mode."
         self.own: Tensor | None = None
         "The positions of the slice that is computed now; None: whole sequences."
-        self.modes: dict[Any, CallMode] = {}
         self._undo = ExitStack()
         self.replaced = {
             functional.scaled_dot_product_attention: self.attention,
@@ -81,12 +80,9 @@ class SequenceCalls:
         self.own = own
         set_slice(own)
 
-    def seen(self, stage: Any) -> AbstractContextManager[Any]:
-        """See calls of the functions under any name: in the first batch of a stage, and after it only if the stage has
-        called one by another name, because the mode is called for every function of torch."""
-        if self.compiled or (stage in self.modes and not self.modes[stage].called):
-            return nullcontext()
-        return self.modes.setdefault(stage, CallMode(self.replaced))
+    def seen(self) -> AbstractContextManager[Any]:
+        """See calls of the functions under any name."""
+        return nullcontext() if self.compiled else CallMode(self.replaced)
 
     # -- the functions ------------------------------------------------------------------------------------------------
 
@@ -200,13 +196,10 @@ class CallMode(TorchFunctionMode):
     def __init__(self, replaced: dict[Any, Callable[..., Any]]):
         super().__init__()
         self._replaced_calls = replaced
-        self.called = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ours = self._replaced_calls.get(func)
-        if ours is not None:
-            self.called, func = True, ours
-        return func(*args, **(kwargs or {}))
+        return (func if ours is None else ours)(*args, **(kwargs or {}))
 
 
 class WithoutDropout(TorchFunctionMode):
