@@ -60,7 +60,7 @@ def _fsdp(shard: int, **more: Any) -> dict[str, Any]:
 
 
 def _piped(schedule: str) -> dict[str, Any]:
-    return _fsdp(8, tensor=8, pipeline=8, schedule=schedule, micros=8)
+    return _fsdp(8, tensor=8, pipeline=8, schedule=schedule, micros=8, torchtitan=True)
 
 
 SELECTIVE, COMPILED = "Llama3_8BSelective", "Llama3_8BSelectiveCompiled"

@@ -30,6 +30,7 @@ import torch.multiprocessing as multiprocessing
 import forge
 from benchmarks.levers import GPT
 from benchmarks.overhead import silence
+from forge.config import Recipe
 from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
@@ -43,7 +44,24 @@ UPDATES = 14
 CONTEXT, WORDS = 128, 1024
 SIZES = {"cpu": {"layers": 8, "width": 192, "heads": 6}, "cuda": {"layers": 12, "width": 1024, "heads": 16}}
 BATCH = {"cpu": 16, "cuda": 16}
-STRATEGIES = {"ddp": {"ddp": {}}, "fsdp": {"fsdp": {"blocks": "Block"}}}
+PARTS = 4
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"ddp": {}},
+    "fsdp": {"fsdp": {"blocks": "Block"}},
+    "pipeline": {"pipeline": {"stages": 2, "microbatches": PARTS}},
+    "pipeline, sharded": {"pipeline": {"stages": 2, "microbatches": PARTS, "shard": True}},
+}
+
+
+def layout_of(strategy: str, world: int) -> Layout | None:
+    """Return the layout of a row; None where the ranks are too few for it."""
+    plain = Variant("fp32", remat=False)
+    if not strategy.startswith("pipeline"):
+        return Layout(strategy, plain, shard=world)
+    divided, pipelines = strategy.endswith("sharded"), world // 2
+    if divided and pipelines == 1:
+        return None
+    return Layout("fsdp" if divided else "ddp", plain, pipelines, pipeline=2, schedule="1F1B", micros=PARTS)
 
 
 class Small(GPT):
@@ -68,6 +86,14 @@ def batch_of(samples: int, context: int) -> Any:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
+def recipe_of(cuda: bool) -> Recipe:
+    """Return the task and its data, without plugins."""
+    context, size = (1024, BATCH["cuda"]) if cuda else (CONTEXT, BATCH["cpu"])
+    task, settings = (Large if cuda else Small), ["trainer.seed=1"]
+    recipe = load_recipe("default", settings, [], [], task=task, data=lambda: Splits(train=[batch_of(size, context)]))
+    return replace(recipe, config={**recipe.config, "plugins": {}})
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     strategy: str
@@ -86,24 +112,17 @@ def rows(ranks: list[int], cuda: bool) -> Iterator[Row]:
     """Calibrate, then predict and measure each strategy."""
     device = "cuda" if cuda else "cpu"
     torch.set_num_threads(1)
-    context, size = (1024 if cuda else CONTEXT), BATCH[device]
-    recipe = load_recipe(
-        "default",
-        ["trainer.seed=1"],
-        [],
-        [],
-        task=Large if cuda else Small,
-        data=lambda: Splits(train=[batch_of(size, context)]),
-    )
-    recipe = replace(recipe, config={**recipe.config, "plugins": {}})
+    size = BATCH[device]
+    recipe = recipe_of(cuda)
     cluster = measured_cluster(max(ranks), cuda)
     cluster = replace(cluster, measured=measured_step(recipe, size // 4, UPDATES))
     work = count_workload(recipe, ("fp32",))
-    plain = Variant("fp32", remat=False)
     for world in ranks:
         here = replace(cluster, gpus_per_node=world)
         for strategy in ["single"] if world == 1 else STRATEGIES:
-            layout = Layout(strategy, plain, shard=world)
+            layout = layout_of(strategy, world)
+            if layout is None:
+                continue
             workspace = 0 if not cuda else WORKSPACE
             seconds = Model(work, here).calibrated().time(layout).total
             memory = memory_of(work, layout) - WORKSPACE + workspace
@@ -165,7 +184,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 20) ->
 
 def measured_link() -> Link:
     """Return bandwidth and latency of a ring of two processes, from all-reduces of a small and a large tensor."""
-    small, large = _spawned(_all_reduces, 2)
+    small, large = spawned(_all_reduces, 2)
     sizes = 4 * 1024, 4 * 2**20
     # two ranks: a ring of 2 (n - 1)/n bytes and 2 (n - 1) hops
     bandwidth = (sizes[1] - sizes[0]) / max(1e-9, large - small)
@@ -194,7 +213,7 @@ def measured(strategy: str, world: int, cuda: bool) -> tuple[float, float]:
     """Train on `world` ranks; return the median seconds of an update, and the peak memory of the fullest rank."""
     if world == 1:
         return _trained(strategy, cuda), _peak(strategy, cuda)
-    return _spawned(_run, world, strategy)
+    return spawned(_run, world, strategy)
 
 
 def _run(rank: int, strategy: str) -> tuple[float, float]:
@@ -215,6 +234,10 @@ def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> float:
     with silence():
         trainer.fit(Large() if cuda else Small(), [batch] * (updates + 1))
     return watch.seconds
+
+
+def peak_of_rank(rank: int, strategy: str) -> float:
+    return _peak(strategy, cuda=False)
 
 
 def _peak(strategy: str, cuda: bool) -> float:
@@ -244,7 +267,7 @@ def _allocations(recorded: Any) -> Iterator[tuple[int, int]]:
             yield event.start_ns(), event.nbytes()
 
 
-def _spawned(function: Callable[..., Any], world: int, *args: Any) -> Any:
+def spawned(function: Callable[..., Any], world: int, *args: Any) -> Any:
     """Run a function on ranks over gloo, one thread each; return rank 0's result, the slower of two for times."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Cost of forge's strategies over torch's own in a hand-written loop: two ranks, the same work.
+"""Cost of forge's strategies over torch's own in a hand-written loop: the same work on two or four ranks.
 
     python -m benchmarks.scale                                # all strategies, about 8 minutes
     python -m benchmarks.scale --strategies ddp --rounds 30
@@ -6,11 +6,12 @@
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
     python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: cost of a strategy on one GPU
 
-Two processes over gloo train a transformer, accumulating two micro-batches and clipping: by hand, by hand again (the
-difference is noise), and with forge, from the same weights. They take turns update by update, inside one run: when
-forge requests the first batch of its next update, the hand-written loops make one update each, in random order. So
-other load on the machine affects all of them alike. Every turn starts at a barrier. Its time is wall time on rank 0,
-since waiting for the other rank is part of it; its CPU time is that of the main thread, which other load affects less.
+Two processes over gloo (four for pipeline_shard) train a transformer, accumulating two micro-batches and clipping: by
+hand, by hand again (the difference is noise), and with forge, from the same weights. They take turns update by update,
+inside one run: when forge requests the first batch of its next update, the hand-written loops make one update each, in
+random order. So other load on the machine affects all of them alike. Every turn starts at a barrier. Its time is wall
+time on rank 0, since waiting for other ranks is part of it; its CPU time is that of all main threads, which other load
+affects less.
 
 The table shows the median over all turns, the median of each turn's ratio to the hand-written loop in the same update,
 and the ratio of the fastest tenths ("quiet"). This excludes work between turns or outside the main thread, so the CPU
@@ -26,12 +27,20 @@ block's parameters for forward and again for backward in every micro-batch (2 m 
 and scatters all gradients once (p = b + r); m micro-batches make an update. context_parallel all-reduces gradients (p),
 and in each of l layers and micro-batches gathers keys and values k of a slice twice, and passes their gradients on n
 times (m l (2 + n) k on n ranks); by hand, DDP and a function around torch's private ring.
+
+A pipeline (1F1B, two stages, 4 parts of each micro-batch) sends the activations a of a micro-batch, gets their
+gradients, and sums those of what is outside of blocks (2 m a + r). By hand, torch.distributed.pipelining; embedding and
+head are on both ranks, with gradients summed and the norm taken over both, as in forge, which computes the embedding in
+the last stage too. pipeline_shard has two pipelines on 4 ranks, whose stages FSDP2 divides: each rank gathers the
+weights of its stage and what is outside once per update (b/2 + r), scatters the gradients that it has, and sums shards
+of r.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import os
 import random
@@ -41,7 +50,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -50,44 +59,59 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
 import forge
 from benchmarks import levers, machine
-from benchmarks.cases import Batch, Transformer, loss_of
+from benchmarks.cases import Batch
 from benchmarks.command_line import some_of
-from forge.distributed.positions import set_slice
-from forge_plugins import DDP, FSDP, Accumulate, Clip, ContextParallel, Zero
+from benchmarks.scale_by_hand import (
+    BATCH,
+    LENGTH,
+    MAX_NORM,
+    PARTS,
+    WARM_UP,
+    WINDOW,
+    Batches,
+    Hand,
+    Weights,
+    context_by_hand,
+    ddp_by_hand,
+    fsdp_by_hand,
+    loss,
+    make_network,
+    pipeline_by_hand,
+)
+from forge_plugins import DDP, FSDP, Accumulate, Clip, ContextParallel, Pipeline, Zero
 
-WORLD, WINDOW, MAX_NORM, BATCH, LENGTH = 2, 2, 1.0, 32, 32
-WARM_UP = 5
-STRATEGIES = ("ddp", "zero", "fsdp", "context_parallel")
+LOOPS: dict[str, Callable[[Batches], Hand]] = {
+    "ddp": ddp_by_hand,
+    "zero": functools.partial(ddp_by_hand, zero=True),
+    "fsdp": fsdp_by_hand,
+    "context_parallel": context_by_hand,
+    "pipeline": pipeline_by_hand,
+    "pipeline_shard": functools.partial(pipeline_by_hand, shard=True),
+}
+WORLDS = {"pipeline_shard": 4}
+"""Ranks of a strategy; two of the others."""
 COLLECTIVES = {
     "ddp": ("gloo:all_reduce",),
     "zero": ("gloo:all_reduce", "gloo:broadcast"),
     "fsdp": ("c10d::_allgather_base", "c10d::_reduce_scatter_base"),
     "context_parallel": ("gloo:all_reduce", "gloo:all_gather", "gloo:all_to_all"),
+    "pipeline": ("gloo:all_reduce", "gloo:send", "gloo:recv"),
+    "pipeline_shard": ("gloo:all_reduce", "gloo:send", "gloo:recv", "c10d::_allgather_base"),
 }
-"""Names in torch's profiler of collectives with known sizes; gloo scatters by reducing, which is not counted."""
+"""Names in torch's profiler of collectives with known sizes; gloo scatters by reducing, which is counted once."""
 FEW = 64
 
 BY_HAND = ("by hand", "by hand again")
 
-Weights = list[Tensor]
-Hand = Iterator[Weights]
-"""A hand-written loop: makes an update at each `next` and yields its weights."""
-
 
 class Times(NamedTuple):
-    """Milliseconds of a turn: wall time, CPU time of the main thread, and of the heartbeat thread."""
+    """Milliseconds of a turn: wall time, CPU time of the main threads, and of rank 0's heartbeat thread."""
 
     wall: float
     cpu: float
@@ -153,55 +177,42 @@ def run(strategy: str, updates: int, rounds: int) -> list[Row]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    multiprocessing.spawn(_rank, (port, strategy, updates, rounds, found), nprocs=WORLD)
+    multiprocessing.spawn(_rank, (port, strategy, updates, rounds, found), nprocs=WORLDS.get(strategy, 2))
     return found.get()
 
 
 def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found: Any) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_PORT": port}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLDS.get(strategy, 2), "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    hand = {"ddp": ddp_by_hand, "zero": zero_by_hand, "fsdp": fsdp_by_hand, "context_parallel": context_by_hand}[
-        strategy
-    ]
-    contenders: dict[str, Callable[[Batches], Weights]] = {
-        **dict.fromkeys(BY_HAND, lambda batches: _to_the_end(hand(batches))),
-        "forge": lambda batches: with_forge(strategy, batches),
-    }
-    seen = {name: _traffic(train, COLLECTIVES[strategy]) for name, train in contenders.items()}
-    times: dict[str, list[Times]] = {name: [] for name in contenders}
+    hand = LOOPS[strategy]
+    names = COLLECTIVES[strategy]
+    seen: dict[str, Traffic] = dict.fromkeys(BY_HAND, _traffic(lambda batches: _to_the_end(hand(batches)), names))
+    seen["forge"] = _traffic(lambda batches: with_forge(strategy, batches), names)
+    times: dict[str, list[Times]] = {name: [] for name in seen}
     weights: dict[str, Weights] = {}
     for number in range(rounds):
         turns = Turns(updates, hand, random.Random(number))
         weights = {"forge": with_forge(strategy, turns)}
         weights |= {name: _whole(own) for name, own in turns.weights.items()}
-        for name in contenders:
+        for name in seen:
             times[name] += turns.times[name][WARM_UP : WARM_UP + updates]
+    times = {name: _of_all_ranks(own) for name, own in times.items()}
     if rank == 0:
-        found.put([_row(strategy, name, times, seen, weights) for name in contenders])
+        found.put([_row(strategy, name, times, seen, weights) for name in seen])
     with suppress(RuntimeError):
         dist.destroy_process_group()
 
 
+def _of_all_ranks(times: list[Times]) -> list[Times]:
+    """Return the turns with the CPU time of all ranks: stages of a pipeline have different work."""
+    cpu = torch.tensor([turn.cpu for turn in times], dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return [turn._replace(cpu=sum_of_all) for turn, sum_of_all in zip(times, cpu.tolist(), strict=True)]
+
+
 # -- task and data ----------------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """Global batches in memory."""
-
-    def __init__(self, updates: int):
-        self.updates = WARM_UP + updates + 1
-        generator = torch.Generator().manual_seed(1)
-        tokens = [torch.randint(64, (2, BATCH, LENGTH), generator=generator) for _ in range(8)]
-        self.pool: list[Batch] = [(x, y) for x, y in tokens]
-
-    def __len__(self) -> int:
-        return self.updates * WINDOW
-
-    def __iter__(self) -> Iterator[Batch]:
-        for index in range(len(self)):
-            yield self.pool[index % len(self.pool)]
 
 
 class Turns(Batches):
@@ -249,137 +260,6 @@ def _watched() -> float:
     return sum(map(time.clock_gettime, clocks))
 
 
-def _loss(network: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return loss_of(network, (x, y.flatten()))
-
-
-def _network() -> Transformer:
-    torch.manual_seed(0)
-    return Divisible(width=128)
-
-
-class Divisible(Transformer):
-    """The Transformer, with positions of a slice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x) + F.embedding(forge.positions(x), self.position)
-        return self.head(self.blocks(hidden, mask=self.mask, is_causal=True)).flatten(0, 1)
-
-
-def _share(batch: Batch) -> Batch:
-    rank, size = dist.get_rank(), BATCH // WORLD
-    return batch[0][rank * size : (rank + 1) * size], batch[1][rank * size : (rank + 1) * size]
-
-
-def zero_by_hand(batches: Batches) -> Hand:
-    return ddp_by_hand(batches, zero=True)
-
-
-def ddp_by_hand(batches: Batches, zero: bool = False) -> Hand:
-    network = _network()
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-
-    def exchange(last: bool) -> None:
-        model.require_backward_grad_sync = last  # what `no_sync` sets
-
-    return _train(model, network, batches, exchange, zero)
-
-
-def fsdp_by_hand(batches: Batches) -> Hand:
-    network = _network()
-    for block in network.blocks.layers:
-        fully_shard(block)
-    model: Any = fully_shard(network)
-
-    def exchange(last: bool) -> None:
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-
-    return _train(model, network, batches, exchange)
-
-
-def context_by_hand(batches: Batches) -> Hand:
-    """DDP over slices of sequences: the head and tail of each rank, as torch's load balancer has them."""
-    rank, network = dist.get_rank(), _network()
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-    pieces = torch.arange(LENGTH).chunk(2 * WORLD)
-    own = torch.cat([pieces[rank], pieces[-1 - rank]])
-
-    def exchange(last: bool) -> None:
-        model.require_backward_grad_sync = last
-
-    def slices() -> Iterator[Batch]:
-        for x, y in batches:
-            yield x[:, own], y[:, own]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        return RingByHand.apply(q, k, v)
-
-    @contextmanager
-    def divided() -> Iterator[None]:
-        plain = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = attend  # pyright: ignore[reportAttributeAccessIssue]
-        set_slice(own)
-        try:
-            yield
-        finally:
-            F.scaled_dot_product_attention = plain  # pyright: ignore[reportAttributeAccessIssue]
-            set_slice(None)
-
-    return _train(model, network, slices(), exchange, around=divided, share=lambda batch: batch)
-
-
-class RingByHand(torch.autograd.Function):
-    """Causal attention over the slices of all ranks, by torch's private functions."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Any:
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
-
-        torchs._cp_options.convert_to_f32 = False
-        out, lse = torchs._templated_ring_attention(dist.group.WORLD, 2, attend, q, k, v, is_causal=True)  # pyright: ignore
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        def backward(is_causal: bool, **tensors: Tensor) -> Any:
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                **tensors, dropout_p=0.0, is_causal=is_causal
-            )
-
-        back: Any = torchs._templated_ring_attention_backward
-        return back(dist.group.WORLD, 2, backward, grads[0].contiguous(), "grad_out", *ctx.saved_tensors, True)
-
-
-def _train(
-    model: nn.Module,
-    network: nn.Module,
-    batches: Iterable[Batch],
-    exchange: Callable[[bool], None],
-    zero: bool = False,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    share: Callable[[Batch], Batch] | None = None,
-) -> Hand:
-    share = share or _share
-    parameters = network.parameters()
-    optimizer: Any = torch.optim.Adam(parameters, lr=1e-3) if not zero else None
-    if zero:
-        optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=1e-3)
-    for index, batch in enumerate(batches, 1):
-        last = index % WINDOW == 0
-        exchange(last)
-        with around():
-            (_loss(model, share(batch)) / WINDOW).backward()
-        if last:
-            clip_grad_norm_(network.parameters(), MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield list(network.parameters())
-
-
 def _to_the_end(hand: Hand) -> Weights:
     return _whole(collections.deque(hand, maxlen=1).pop())
 
@@ -389,16 +269,18 @@ STACKS: dict[str, Callable[[], forge.Plugin]] = {
     "zero": Zero,
     "fsdp": lambda: FSDP(min_size=0),
     "context_parallel": ContextParallel,
+    "pipeline": lambda: Pipeline(PARTS),
+    "pipeline_shard": lambda: Pipeline(PARTS, stages=2, shard=True),
 }
 
 
 class Task(forge.TaskModule):
     def __init__(self) -> None:
         super().__init__()
-        self.network = _network()
+        self.network = make_network()
 
     def training_step(self, batch: Batch) -> Tensor:
-        return _loss(self.network, batch)
+        return loss(self.network, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
@@ -420,7 +302,7 @@ def with_forge(strategy: str, batches: Batches) -> Weights:
 
 
 def _whole(parameters: Iterable[Tensor]) -> Weights:
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters if not p.is_meta]
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -441,12 +323,17 @@ def _traffic(train: Callable[[Batches], Weights], names: tuple[str, ...]) -> Tra
 
 
 def _counted(train: Callable[[Batches], Weights], updates: int, names: tuple[str, ...]) -> Traffic:
-    group: Any = dist.distributed_c10d._get_default_group()
-    before = group._get_sequence_number_for_group()
+    before = _collectives()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         train(Batches(updates))
     seen = [_bytes(event) for event in profiled.events() or () if event.name.startswith(names)]
-    return Traffic(group._get_sequence_number_for_group() - before, sum(seen))
+    return Traffic(_collectives() - before, sum(seen))
+
+
+def _collectives() -> int:
+    """Return the collectives so far, over all groups but forge's own for its messages."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups if group.group_desc != "control")
 
 
 def _bytes(event: Any) -> float:
@@ -477,12 +364,6 @@ def _row(
     weights: dict[str, Weights],
 ) -> Row:
     own, base = times[name], times["by hand"]
-    network = _network()
-    every, blocks = (sum(p.nbytes for p in module.parameters()) for module in (network, network.blocks.layers))
-    fsdp = 2 * WINDOW * blocks + WINDOW * (every - blocks) + every
-    slices = 2 * BATCH * LENGTH // WORLD * network.embed.weight[0].nbytes
-    ring = every + WINDOW * len(network.blocks.layers) * (2 + WORLD) * slices
-    expected = {"ddp": every, "zero": 2 * every, "fsdp": fsdp, "context_parallel": ring}[strategy]
     everybody = [each for turns in times.values() for each in turns]
     return Row(
         strategy,
@@ -494,9 +375,26 @@ def _row(
         1e3 * sum(each.watch for each in everybody) / sum(each.wall for each in everybody),
         seen[name].collectives,
         seen[name].bytes / 1e6,
-        expected / 1e6,
+        _expected()[strategy] / 1e6,
         all(torch.equal(a, b) for a, b in zip(weights[name], weights["by hand"], strict=True)),
     )
+
+
+def _expected() -> dict[str, float]:
+    """Return the bytes per update of every strategy on rank 0, by formula."""
+    network = make_network()
+    every, blocks = (sum(p.nbytes for p in module.parameters()) for module in (network, network.blocks.layers))
+    outside, head = every - blocks, sum(p.nbytes for p in network.head.parameters())
+    hidden = BATCH * LENGTH * network.embed.weight[0].nbytes
+    layers, stage = len(network.blocks.layers), blocks / 2 + outside
+    return {
+        "ddp": every,
+        "zero": 2 * every,
+        "fsdp": 2 * WINDOW * blocks + WINDOW * outside + every,
+        "context_parallel": every + WINDOW * layers * (2 + 2) * 2 * hidden // 2,
+        "pipeline": 2 * WINDOW * hidden + outside,
+        "pipeline_shard": 2 * WINDOW * hidden / 2 + stage + (stage - head) + outside / 2,
+    }
 
 
 def _fastest_tenth(times: list[Times]) -> float:
@@ -506,7 +404,7 @@ def _fastest_tenth(times: list[Times]) -> float:
 
 def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table:
     table = Table(
-        title=f"{strategy}: {WORLD} ranks over gloo, {options.rounds} rounds of {options.updates} updates",
+        title=f"{strategy}: {WORLDS.get(strategy, 2)} ranks, {options.rounds} rounds of {options.updates} updates",
         caption=f"forge's watch: {rows[0].watch_ms_per_second:.2f} ms of CPU a second",
     )
     for heading in ("", "ms/update", "ratio", "quiet", "CPU", "collectives", "MB", "MB expected", "identical"):
@@ -529,9 +427,7 @@ def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
-    parser.add_argument(
-        "--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,zero,fsdp,context_parallel"
-    )
+    parser.add_argument("--strategies", type=some_of(LOOPS), default=list(LOOPS), help=f"of {','.join(LOOPS)}")
     parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
     parser.add_argument("--updates", type=int, default=40, help="updates timed in each round (default 40)")
     parser.add_argument(

@@ -208,6 +208,8 @@ def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
             "pipeline.schedule": OPTIONS[layout.schedule or ""],
             "pipeline.microbatches": layout.micros,
         }
+        if layout.shards_stages:
+            options["pipeline.shard"] = True
     if layout.variant.precision == "bf16":
         options["fsdp.mixed_precision"] = "bf16"
     elif layout.variant.precision == "amp":

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import benchmarks.overhead
-from benchmarks import fp8, gpu, no_grad, serving, startup, strangers_models
+from benchmarks import fp8, gpu, no_grad, scale, serving, startup, strangers_models
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -141,6 +141,17 @@ def test_serving_measures_both_arms_without_errors(capsys: pytest.CaptureFixture
     assert [(row["where"], row["arm"]) for row in rows] == expected
     assert all(row["requests"] == 24 and row["errors"] == 0 for row in rows)
     assert all(row["mean_batch"] == 1 and row["factor"] == 1 for row in rows if row["arm"] == "one by one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipeline", "pipeline_shard"])
+def test_scale_compares_equal_work_in_pipelines(strategy: str) -> None:
+    by_hand, again, ours = scale.run(strategy, updates=1, rounds=1)
+    assert [row.contender for row in (by_hand, again, ours)] == ["by hand", "by hand again", "forge"]
+    for row in (by_hand, again, ours):
+        assert row.identical
+        assert row.megabytes == pytest.approx(row.expected_megabytes)
+    assert ours.collectives == by_hand.collectives + 1  # the window's metrics, from the last stage
 
 
 def test_no_grad_keeps_nothing_for_a_backward_pass() -> None:

@@ -234,9 +234,11 @@ def test_a_plan_uses_options_that_the_plugins_have() -> None:
     variant = Variant("fp32", False)
     made = [Layout("ddp", variant, 2, pipeline=2, schedule=schedule, micros=4) for schedule in SCHEDULES]
     made += [Layout("fsdp", variant, 2, 2, tensor=2), Layout("zero2", variant, 4), Layout("ddp", variant, 4)]
-    made += [Layout("ddp", variant, 2, context=2)]
+    made += [Layout("ddp", variant, 2, context=2), Layout("fsdp", variant, 2, pipeline=2, schedule="1F1B", micros=4)]
     assert all(layout.has_plugins for layout in made)
-    assert not Layout("fsdp", variant, 2, pipeline=2, schedule="GPipe", micros=2).has_plugins
+    piped = Layout("fsdp", variant, 2, pipeline=2, schedule="GPipe", micros=2)
+    for change in ({"replicate": 2}, {"tensor": 2}, {"torchtitan": True}, {"variant": Variant("bf16", False)}):
+        assert not dataclasses.replace(piped, **change).has_plugins
     assert not Layout("fsdp", variant, 2, context=2).has_plugins
     assert not Layout("ddp", variant, 2, context=2, pipeline=2, schedule="GPipe", micros=2).has_plugins
     for layout in made:

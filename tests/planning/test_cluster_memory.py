@@ -7,10 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import planned_ranks
 from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
 from forge.config.recipe import load_recipe
 from forge.planning import WORKSPACE, rehearse
-from forge.planning.cluster import Layout, Variant, Workload, count_workload, memory_of, reserved_of
+from forge.planning.cluster import (
+    Layout,
+    Model,
+    Variant,
+    Workload,
+    count_workload,
+    load_cluster,
+    memory_of,
+    reserved_of,
+)
 from forge.planning.cluster.counting import OpCounter
 from forge.planning.cluster.memory import in_flight
 from forge.planning.cluster.pipeline_events import orders, simulate
@@ -92,7 +102,7 @@ def test_interleaved_chunks_share_memory_for_gradients(small: Workload) -> None:
     work = replace(small, batch=16)
 
     def at(schedule: str, micros: int) -> float:
-        layout = Layout("fsdp", SHORT, shard=1, pipeline=2, schedule=schedule, micros=micros)
+        layout = Layout("fsdp", SHORT, 1, pipeline=2, schedule=schedule, micros=micros, torchtitan=True)
         return memory_of(replace(work, batch=micros), layout)  # one sample each
 
     assert at("1F1B", 2) > at("Interleaved1F1B", 2)
@@ -145,3 +155,39 @@ def test_the_selective_rule_changes_no_gradient() -> None:
         assert p.grad is not None
         assert q.grad is not None
         assert torch.equal(p.grad, q.grad)
+
+
+# -- pipelines of sharded stages --------------------------------------------------------------------------------------
+
+
+def piped(data: str, pipelines: int) -> Layout:
+    return Layout(data, PLAIN, pipelines, pipeline=2, schedule="1F1B", micros=4)
+
+
+def test_sharded_stages_divide_state_between_updates(small: Workload) -> None:
+    """Weights and AdamW's two states by shards; the weights and gradients of the stage are whole in an update."""
+    two, four = (memory_of(replace(small, batch=4 * n), piped("fsdp", n)) for n in (2, 4))
+    stage = small.block * Sizes.layers / 2 + small.outside
+    assert two - four == pytest.approx(3 * stage * (1 / 2 - 1 / 4), rel=1e-3)
+
+
+def test_a_stage_of_forge_has_all_that_is_outside_of_blocks(small: Workload) -> None:
+    """torchtitan's has the head or the embedding. State is 4 of each: weights, gradients, AdamW's two."""
+    layout = piped("ddp", 1)
+    more = memory_of(small, layout) - memory_of(small, replace(layout, torchtitan=True))
+    assert more == pytest.approx(4 * small.outside / 2, rel=0.01)
+
+
+def test_sharded_stages_send_as_much_as_whole_ones(small: Workload) -> None:
+    model = Model(replace(small, batch=32), load_cluster("h100x4"))
+    whole, sharded = (model.time(piped(data, 16)).exposed for data in ("ddp", "fsdp"))
+    assert sharded == pytest.approx(whole, rel=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world"), [("pipeline", 2), ("pipeline", 4), ("pipeline, sharded", 4)])
+def test_memory_of_pipelines_is_within_a_tenth_of_runs(strategy: str, world: int) -> None:
+    layout = planned_ranks.layout_of(strategy, world)
+    assert layout is not None
+    predicted = memory_of(count_workload(planned_ranks.recipe_of(cuda=False), ("fp32",)), layout) - WORKSPACE
+    assert predicted == pytest.approx(planned_ranks.spawned(planned_ranks.peak_of_rank, world, strategy), rel=0.1)

@@ -195,7 +195,7 @@ def test_any_schedule_and_number_of_parts(data: Any, kind: str, mesh: tuple[int,
         close(rank, alone, 1e-11)
 
 
-def drawn() -> list[float]:
+def drawn(seed: int | None = 0) -> list[float]:
     seen: list[float] = []
 
     class Draws(Conditioned):
@@ -203,15 +203,34 @@ def drawn() -> list[float]:
             seen.append(torch.randn(()).item())
             return super().training_step(batch)
 
-    fit(deep(Draws, dropout=0.5), [Pipeline(2)], max_updates=2, max_epochs=None, validate_every=None)
+    task = deep(Draws, dropout=0.5)
+    torch.manual_seed(os.getpid())
+    fit(task, [Pipeline(2)], max_updates=2, max_epochs=None, validate_every=None, seed=seed)
     return seen
 
 
-def test_draws_outside_of_blocks_are_the_same_on_all_ranks() -> None:
-    first, second = ranks(2)(drawn)
+@pytest.mark.parametrize("seed", [0, None])
+def test_draws_before_blocks_are_the_same_on_all_ranks(seed: int | None) -> None:
+    first, second = ranks(2)(drawn, seed)
     assert len(first) == len(second) == 5  # two parts of two batches, and one that finds the shapes
     assert first == second
     assert len(set(first)) == 4
+
+
+def drawn_in_blocks() -> list[float]:
+    seen: list[float] = []
+    task = deep(Conditioned, dropout=0.5)
+    for block in task.blocks:
+        assert isinstance(block, Told)
+        block.drop.register_forward_pre_hook(lambda *_: seen.append(torch.rand(()).item()))
+    fit(task, [Pipeline(2)], max_updates=2, max_epochs=None, validate_every=None)
+    return seen
+
+
+def test_draws_in_blocks_differ_by_stage_and_part() -> None:
+    first, second = ranks(2)(drawn_in_blocks)
+    assert len(set(first)) >= 16  # four blocks of two parts of two batches
+    assert not {*first} & {*second}
 
 
 def exported(folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -420,7 +439,7 @@ def test_metrics_that_change_are_refused_by_name() -> None:
     pipeline._names, pipeline._metrics = ["loss", "accuracy"], [{"loss": 1.0, "other": 2.0}]
     said = "returned loss, accuracy first, and now loss, other. Return the same metrics in every step"
     with pytest.raises(TaskError, match=said):
-        pipeline._record(None, [1.0])
+        pipeline._record(SimpleNamespace(micro=0), [1.0])
 
 
 def too_few() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge_plugins import EMA, Accumulate, Clip, Freeze, Remat, Schedule
+from forge_plugins import EMA, Accumulate, Checkpoint, Clip, ContextParallel, Freeze, Pipeline, Remat, Schedule, Zero
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.lasting_ranks import ranks
@@ -98,9 +100,9 @@ def sentences(seed: int = 0, sizes: tuple[int, ...] = (4, 3)) -> list[Tensor]:
     return [torch.randint(WORDS, (size, 7), generator=generator) for size in sizes]
 
 
-def train(task: Words, plugins: list[Any], **options: Any) -> dict[str, Any]:
+def train(task: Words, plugins: list[Any], replicate: int = 1, **options: Any) -> dict[str, Any]:
     """Fit; on several ranks with two to a layer."""
-    several = [FSDP(), TensorParallel(2, plan=PLAN)] if "RANK" in os.environ else []
+    several = [FSDP(replicate=replicate), TensorParallel(2, plan=PLAN)] if "RANK" in os.environ else []
     options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
     trainer = forge.Trainer(plugins=[*plugins, *several], **options)
     result = trainer.fit(task, sentences(), sentences(1))
@@ -120,7 +122,7 @@ def stacks() -> dict[str, Any]:
     }
 
 
-def run_stack(name: str) -> dict[str, Any]:
+def run_stack(name: str, replicate: int = 1) -> dict[str, Any]:
     task, shapes = words(), {}
 
     @forge.on("start")
@@ -130,23 +132,27 @@ def run_stack(name: str) -> dict[str, Any]:
             assert isinstance(q, DTensor)
             shapes.update(q=tuple(q.to_local().shape), axes=q.device_mesh.mesh_dim_names)
 
-    found = train(task, [*stacks()[name](), look])
+    found = train(task, [*stacks()[name](), look], replicate)
     hooks = sum(len(vars(module)[kind]) for module in task.modules() for kind in vars(module) if "hooks" in kind)
-    return {**found, "shapes": shapes, "hooks": hooks, "again": train(task, [])["weights"]}
+    return {**found, "shapes": shapes, "hooks": hooks, "again": train(task, [], replicate)["weights"]}
 
 
 @pytest.mark.parametrize(
-    ("count", "name"),
+    ("count", "name", "replicate"),
     [
-        (2, "frozen"),
-        pytest.param(4, "levers", marks=pytest.mark.slow),
-        pytest.param(4, "nothing", marks=pytest.mark.slow),
+        (2, "frozen", 1),
+        (4, "levers", 2),
+        pytest.param(4, "levers", 1, marks=pytest.mark.slow),
+        pytest.param(4, "nothing", 1, marks=pytest.mark.slow),
+        pytest.param(8, "levers", 2, marks=pytest.mark.slow),
+        pytest.param(8, "frozen", 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str) -> None:
-    alone, together = run_stack(name), ranks(count)(run_stack, name)
+def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str, replicate: int) -> None:
+    alone, together = run_stack(name), ranks(count)(run_stack, name, replicate)
+    axes = ("data", "tensor") if replicate == 1 else ("replicate", "data", "tensor")
     for rank in together:
-        assert rank["shapes"] == {"q": (WIDTH // count, WIDTH), "axes": ("data", "tensor")}
+        assert rank["shapes"] == {"q": (WIDTH // (count // replicate), WIDTH), "axes": axes}
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
         assert rank["classes"] == alone["classes"]
         assert rank["hooks"] == alone["hooks"]
@@ -155,6 +161,20 @@ def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name:
             for key, value in alone[kind].items():
                 assert type(rank[kind][key]) is Tensor
                 torch.testing.assert_close(rank[kind][key], value, rtol=EXACT, atol=EXACT)
+
+
+def resumed(folder: str, epochs: int, replicate: int) -> dict[str, Tensor]:
+    plugins = [Accumulate(2), Clip(0.05), Checkpoint(every="1 epoch")]
+    return train(words(), plugins, replicate, max_epochs=epochs, run_dir=folder, resume="auto")["weights"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_three_axes_continues_in_one_process(tmp_path: Path) -> None:
+    straight = resumed(str(tmp_path / "straight"), 3, 1)
+    ranks(8)(resumed, str(tmp_path / "cut"), 1, 2)
+    ranks(8)(resumed, str(tmp_path / "cut"), 2, 2)
+    for name, value in resumed(str(tmp_path / "cut"), 3, 1).items():
+        torch.testing.assert_close(value, straight[name], rtol=EXACT, atol=EXACT)
 
 
 def from_meta() -> dict[str, Tensor]:
@@ -249,8 +269,15 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(size: int, plan: A
         TensorParallel(size, plan=plan)._planned(words())
 
 
-def test_it_needs_a_strategy_that_shards() -> None:
+@pytest.mark.parametrize("beside", [[], [Pipeline], [ContextParallel], [Zero]])
+def test_it_needs_a_strategy_that_shards(beside: list[Any]) -> None:
+    plugins = [TensorParallel(2, plan=PLAN), *(strategy() for strategy in beside)]
     with pytest.raises(StackError, match="sharding"):
-        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[TensorParallel(2, plan=PLAN)]).fit(
-            words(), sentences()
-        )
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=plugins).fit(words(), sentences())
+
+
+@pytest.mark.parametrize("both", [*itertools.combinations([FSDP, Zero, Pipeline, ContextParallel], 2)])
+def test_two_strategies_are_refused_by_name(both: tuple[Any, Any]) -> None:
+    one, other = (strategy() for strategy in both)
+    with pytest.raises(StackError, match=f"'{one.name}' and '{other.name}' both provide 'strategy': only one can"):
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[one, other]).fit(words(), sentences())

@@ -37,6 +37,10 @@ class Layout:
     "Whether tensor parallelism divides norms and what blocks hand on by positions, as its style `sequence` does."
     split_loss: bool = False
     "Whether tensor parallelism divides the loss by classes; otherwise every rank has all logits."
+    torchtitan: bool = False
+    """Whether pipelines are torchtitan's: only the first stage has the embedding and only the last the head, the ranks
+    of a stage are neighbours, and gradients are exchanged during the backward pass. In forge's every stage has what is
+    outside of blocks, the ranks of a pipeline are neighbours, and gradients are exchanged after it."""
 
     @property
     def data_ranks(self) -> int:
@@ -53,10 +57,18 @@ class Layout:
     @property
     def has_plugins(self) -> bool:
         """Whether forge can train so: context_parallel and pipeline replicate the model themselves, without another
-        strategy."""
+        strategy; pipeline.shard divides it too."""
         if self.context == self.pipeline == 1:
             return True
-        return 1 in (self.context, self.pipeline) and self.data == "ddp" and self.tensor == 1
+        if self.torchtitan or self.tensor > 1 or 1 not in (self.context, self.pipeline):
+            return False
+        sharded = self.shards_stages and self.replicate == 1 < self.shard and self.variant.precision != "bf16"
+        return self.data == "ddp" or sharded
+
+    @property
+    def shards_stages(self) -> bool:
+        """Whether FSDP2 divides the stages of a pipeline among the pipelines, as `pipeline.shard` does."""
+        return self.data == "fsdp" and self.pipeline > 1 and not self.torchtitan
 
     @property
     def label(self) -> str:
@@ -86,7 +98,8 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
                 share = work.batch // ranks
                 for data, shard, replicate in _data(ranks, cluster, alone=gpus == 1, tensor=tensor):
                     for variant in work.lines:
-                        if (variant.precision == "bf16") != (data == "fsdp") and variant.short:
+                        casts = data == "fsdp" and pipeline == 1
+                        if (variant.precision == "bf16") != casts and variant.short:
                             continue  # fsdp casts what it gathers, the others run under amp
                         for schedule, micros in _schedules(pipeline, share):
                             parts = (shard, replicate, tensor, context, pipeline, schedule, micros)

@@ -59,14 +59,19 @@ class StageWeights(NamedTuple):
 
 
 def weights_of(work: Workload, layout: Layout, stage: int) -> StageWeights:
-    """Return what a stage has: the last one the largest parameter outside of blocks, which is the head, the first one
-    the rest of them, with the embedding."""
+    """Return what a stage has: in torchtitan's pipelines, of what is outside of blocks, only what it uses."""
     blocks = work.block * math.ceil(work.blocks / layout.pipeline)
-    if layout.pipeline == 1:
-        return StageWeights(work.block * work.blocks, work.outside, work.largest_outside)
-    last, first = work.largest_outside, work.outside - work.largest_outside
-    outside = last if stage == layout.pipeline - 1 else first if stage == 0 else 0.0
+    if layout.pipeline == 1 or not layout.torchtitan:
+        return StageWeights(blocks, work.outside, work.largest_outside)
+    outside = _used_outside(work, layout, stage)
     return StageWeights(blocks, outside, outside)
+
+
+def _used_outside(work: Workload, layout: Layout, stage: int) -> float:
+    """Return what a stage uses outside of blocks: the last one the largest parameter, which is the head, the first one
+    the rest, with the embedding."""
+    last, first = work.largest_outside, work.outside - work.largest_outside
+    return last if stage == layout.pipeline - 1 else first if stage == 0 else 0.0
 
 
 def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool) -> float:
@@ -85,6 +90,9 @@ def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool
     if reserved:
         rests["loss"] += _hole(work, layout, stage)
     fixed = parameters + optimizer + WORKSPACE
+    if layout.shards_stages:
+        used = (part.blocks + _used_outside(work, layout, stage)) * state["gradients"] / max(1.0, weights)
+        return fixed + _sharded_stage(work, part, used, gradients / layout.shard, rests)
     if layout.data == "fsdp":
         stepping = state["rest optimizer"] * here / layout.shard
         return fixed + _fsdp(work, layout, part, gradients, rests, stepping, reserved, fp8)
@@ -141,6 +149,15 @@ def _fsdp(
     if not reserved:
         return max(moments)
     return max(moments) + share + max(root, PREFETCHED * block)
+
+
+def _sharded_stage(
+    work: Workload, part: StageWeights, gradients: float, share: float, rests: dict[str, float]
+) -> float:
+    """Return what `pipeline.shard` holds beside its shards at the worst moment: all weights of the stage, gathered for
+    the whole update, and its gradients, which are reduced one block after the other at the end."""
+    reducing = max(work.block, part.outside)
+    return part.total + gradients + max(*rests.values(), reducing + share)
 
 
 def _zero(layout: Layout, stage: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from forge.planning.cluster.collectives import Group, group
 from forge.planning.cluster.hardware import Cluster
 from forge.planning.cluster.layouts import Layout
-from forge.planning.cluster.memory import DIVIDED
+from forge.planning.cluster.memory import DIVIDED, weights_of
 from forge.planning.cluster.pipeline_events import Action, PipelineRun, closed_form, simulate
 from forge.planning.cluster.workload import PHASES, Variant, Workload
 
@@ -107,7 +107,7 @@ class Model:
         extra = self._layers(layout, samples, attention=self._attention(layout, samples) * deep)
         exchanged, hidden = self._exchanged(layout, forward * worst, backward * worst)
         state = self._state_share(layout)
-        optimizer = step * state / layout.tensor * (1 / p)
+        optimizer = step * state / layout.tensor * self._stage_share(layout)
         bubble = 0.0
         compute = m * (forward + backward) * worst + optimizer
         if p > 1:
@@ -180,12 +180,16 @@ class Model:
         work, m, p = self.work, layout.micros, layout.pipeline
         replicas = layout.data_ranks * (layout.context if layout.data == "ddp" else 1)
         if layout.data == "single" or replicas == 1:
-            return 0.0, 0.0
+            return (self._sum_outside(layout) if p > 1 and not layout.torchtitan else 0.0), 0.0
         state = work.at(work.base, 1)
         stage = self._stage_share(layout) / layout.tensor
         parameters, gradients = (state["parameters"] - state["buffers"]) * stage, state["gradients"] * stage
         units = max(1, math.ceil(work.blocks / p)) + 1
         shard = self._group(layout, "shard")
+        if p > 1 and not layout.torchtitan:  # after the last backward: nothing hides it
+            gather = units * shard.all_gather(parameters / units) if layout.shards_stages else 0.0
+            reduced = shard.reduce_scatter(gradients) if layout.shards_stages else shard.all_reduce(gradients)
+            return self._sum_outside(layout) + gather + reduced, 0.0
         if layout.data == "ddp":  # context_parallel averages over its ranks too
             shard = group(self.cluster, replicas, layout.tensor)
         behind = self.cluster.efficiency.overlap
@@ -213,21 +217,33 @@ class Model:
         return m * first + (m - 1) * inner + last, m * a + (m - 1) * b + c
 
     def _group(self, layout: Layout, axis: str) -> Group:
+        layers = layout.tensor * layout.context
         inner = {
             "tensor": 1,
             "context": layout.tensor,
-            "shard": layout.tensor * layout.context,
-            "replicate": layout.tensor * layout.context * layout.shard,
-            "pipeline": layout.tensor * layout.context * layout.data_ranks,
+            "shard": layers,
+            "replicate": layers * layout.shard,
+            "pipeline": layers * layout.data_ranks,
         }
+        if not layout.torchtitan:
+            inner |= {"shard": layers * layout.pipeline, "pipeline": layers}
         return group(self.cluster, getattr(layout, axis), inner[axis])
 
     def _send(self, layout: Layout, samples: float) -> float:
         hidden = self.work.at(layout.variant, samples)["hidden"] / layout.context
         return self._group(layout, "pipeline").send(hidden)
 
+    def _sum_outside(self, layout: Layout) -> float:
+        """Return the seconds in which a pipeline sums the gradients of what all its stages have."""
+        state, work = self.work.at(self.work.base, 1), self.work
+        share = work.outside / max(1.0, work.block * work.blocks + work.outside)
+        return self._group(layout, "pipeline").all_reduce(state["gradients"] * share * self._state_share(layout))
+
     def _stage_share(self, layout: Layout) -> float:
-        return 1 / layout.pipeline
+        if layout.pipeline == 1 or layout.torchtitan:
+            return 1 / layout.pipeline
+        weights = weights_of(self.work, layout, 0)
+        return weights.total / max(1.0, self.work.block * self.work.blocks + self.work.outside)
 
     def _state_share(self, layout: Layout) -> float:
         return 1.0 if layout.data in ("single", "ddp") else 1 / layout.shard

@@ -19,7 +19,7 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
-from forge.rng import RNGState, combine_seeds
+from forge.rng import combine_seeds
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
@@ -137,10 +137,13 @@ class Pipeline(forge.Plugin):
         self._parts: list[Any] = []
         self._scales: list[Any] = []
         self._metrics: list[dict[str, Any]] = []
+        self._means: list[list[Any]] = []
+        "The metrics of each micro-batch of the window, on the rank of the last stage."
         self._names: list[str] | None = None
         "The metrics of a step, known to all ranks from the first one on."
         self._step: forge.Step | None = None
         self._use = AgreedUse(self.name, "Use ddp with ddp.find_unused=true, or fsdp, or freeze them.")
+        self._seed = 0
         self._failed = False
 
     # -- build --------------------------------------------------------------------------------------------------------
@@ -184,6 +187,7 @@ class Pipeline(forge.Plugin):
         if self.config.shard:
             refuse_unshardable(task, "pipeline.shard")
         env.copy_from_first(task)
+        self._seed = env.broadcast(torch.initial_seed()) if trainer.seed is None else trainer.seed
         blocks = blocks_of(task, self.config.split)
         self._bounds = bounds_of(blocks, stages, self.config.split)
         stage_of = [max(s for s in range(stages) if self._bounds[s] <= n) for n in range(len(blocks))]
@@ -281,7 +285,7 @@ class Pipeline(forge.Plugin):
         step = self._step
         assert step is not None
         forward = step.trainer.hooks.forge_forward
-        seed = combine_seeds(step.trainer.seed or 0, step.trainer.env.data_rank, step.index, step.micro, part)
+        seed = combine_seeds(self._seed, step.trainer.env.data_rank, step.index, step.micro, part)
         output = self.run_stage(lambda: forward(step, self._parts[part]), stage, received, seed)
         if stage < self._stages - 1:
             return output
@@ -335,31 +339,37 @@ class Pipeline(forge.Plugin):
         return [count / total for count in items]
 
     def _record(self, step: forge.Step, weights: list[Any]) -> None:
-        """Record the metrics of the last stage on all ranks of the pipeline; nothing is read from the device."""
+        """Record the metrics of the last stage on all ranks of the pipeline, in one message per window; nothing is read
+        from the device."""
         env = self._env
         assert env is not None
         source = self._rank_of(self._stages - 1)
+        if step.micro == 0:
+            self._means = []
         means: dict[str, Any] = {}
         if env.pipe_rank == source:
             own = self._metrics[: len(weights)]
             means = {k: sum(map(_weighed, weights, [each[k] for each in own])) for k in own[0]}
-        names = self._names
-        if names is None:
+            self._means.append(list(means.values()))
+        if self._names is None:
             sent: Any = [list(means)]
             dist.broadcast_object_list(sent, group=env.pipe_control, group_src=source)
-            names = self._names = list(sent[0])
+            self._names = list(sent[0])
+        names = self._names
         if env.pipe_rank == source and list(means) != names:
             raise TaskError(
                 f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
                 "Return the same metrics in every step."
             )
-        values = torch.zeros(len(names), dtype=torch.float64, device=env.device)
-        for place, value in enumerate(means.values()):
-            values[place] = value
+        if not step.is_last_micro or not step.recording:
+            return
+        values = torch.zeros(len(step.window), len(names), dtype=torch.float64, device=env.device)
+        for row, found in zip(values, self._means, strict=False):
+            for place, value in enumerate(found):
+                row[place] = value
         dist.broadcast(values, group=env.pipe_group, group_src=source)
-        if step.recording:
-            found = dict(zip(names, values.unbind(), strict=True))
-            step.trainer.means.add_all(step.prefix, found, step.items[step.micro])
+        for row, items in zip(values, step.items, strict=True):
+            step.trainer.means.add_all(step.prefix, dict(zip(names, row.unbind(), strict=True)), items)
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
         """Return torch's schedule for parts of these shapes."""
@@ -413,11 +423,10 @@ class Pipeline(forge.Plugin):
                     received = None
                     if stage:
                         received = torch.randn(shape, dtype=dtype, device=env.device).requires_grad_()
-                    rng = RNGState.capture(env.device)
                     try:
                         output = self.train_part(stage, 0, received)
                         self._refuse_leak(output, stage)
-                        self._refuse_joined(output, stage, received, rng)
+                        self._refuse_joined(output, stage, received)
                         sent = [((tuple(output.shape), output.dtype, True), calls.forms)]
                     except TaskError as error:
                         sent = [error]
@@ -444,21 +453,17 @@ class Pipeline(forge.Plugin):
                 "bias that the first block computes for all: such a model cannot be cut there. Use fsdp."
             )
 
-    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, rng: RNGState) -> None:
+    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None) -> None:
         """Refuse a zero-bubble schedule for a stage whose backward pass torch cannot divide."""
         if received is None or self.config.schedule not in SPLITTING:
             return
         weights = [parameter for parameter in self.parameters_of(stage) if parameter.requires_grad]
-        if not can_split(output, received, weights, lambda: self._again(stage, received, rng)):
+        if not can_split(output, received, weights, lambda: self.train_part(stage, 0, received)):
             raise TaskError(
                 f"pipeline.schedule={self.config.schedule}: torch cannot divide the backward pass of stage {stage} in "
                 "two, for inputs and for weights, as where trained layers outside of blocks compute arguments of "
                 "blocks. Use interleaved_1f1b or 1f1b."
             )
-
-    def _again(self, stage: int, received: Tensor, rng: RNGState) -> Tensor:
-        rng.restore(received.device)
-        return self.train_part(stage, 0, received)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -510,7 +515,7 @@ class Pipeline(forge.Plugin):
         assert env is not None
         assert calls is not None
         calls.forms = {}
-        seed = combine_seeds(trainer.seed or 0, env.data_rank, trainer.progress.update, trainer.evaluated)
+        seed = combine_seeds(self._seed, env.data_rank, trainer.progress.update, trainer.evaluated)
         carried: Any = None
         with self._whole():
             for stage in range(last + 1):

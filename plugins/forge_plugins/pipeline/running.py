@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from forge.env import map_items
 from forge.errors import TaskError
-from forge.rng import RNGState, reseed
+from forge.rng import combine_seeds, reseed
 
 
 class StageEnded(Exception):
@@ -35,9 +35,7 @@ class BlockCalls:
     def __init__(self, blocks: dict[str, nn.Module], task: str, device: torch.device):
         self._blocks, self._task, self._device = blocks, task, device
         self._begin = self._end = -1
-        self._next, self._input = 0, None
-        self._inner: RNGState | None = None
-        self._outer: RNGState | None = None
+        self._next, self._input, self._seed = 0, None, 0
         self._replaced: set[int] = set()
         "Blocks whose input came from another rank."
         self.forms: dict[int, Any] = {}
@@ -56,15 +54,16 @@ class BlockCalls:
 
     @contextmanager
     def running(self, begin: int, end: int, received: Tensor | None, seed: int) -> Iterator[None]:
-        """Run the blocks from `begin` to `end` alone. What is drawn outside of them comes from `seed`, on all ranks."""
-        self._begin, self._end, self._input, self._next = begin, end, received, 0
-        self._inner, self._outer = RNGState.capture(self._device), None
+        """Run the blocks from `begin` to `end` alone.
+
+        What is drawn before them comes from `seed`, on all ranks alike; from there on from a seed of the stage. Seeds,
+        not states of generators: reading numpy's takes as long as a small layer.
+        """
+        self._begin, self._end, self._input, self._next, self._seed = begin, end, received, 0, seed
         reseed(seed)
         try:
             yield
         finally:
-            if self._inner is not None:
-                self._inner.restore(self._device)
             self._begin, self._input = -1, None
 
     def _calling(self, number: int, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,9 +91,7 @@ class BlockCalls:
             if number < self._begin:
                 return _filled(self.forms[number], self._device)
             if number == self._begin:
-                self._outer = RNGState.capture(self._device)
-                assert self._inner is not None
-                self._inner.restore(self._device)
+                reseed(combine_seeds(self._seed, 1 + number))
                 if self._input is not None:
                     if self._input.requires_grad and not torch.is_grad_enabled():
                         raise self._recomputed(name)
@@ -108,10 +105,6 @@ class BlockCalls:
                     f"pipeline: {name} returns other numbers or shapes than for an earlier batch of the same shapes, "
                     "which other ranks do not know. Return tensors of one shape, or use fsdp."
                 )
-            if number == self._end - 1:
-                self._inner = RNGState.capture(self._device)
-                assert self._outer is not None
-                self._outer.restore(self._device)
             return result
 
         return call
