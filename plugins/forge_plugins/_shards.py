@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -116,8 +117,8 @@ class Shards:
         self.__init__(self._task)
 
 
-def refuse_unshardable(task: nn.Module, who: str) -> None:
-    """Refuse parameters that torch cannot shard, by name; `who` divides them."""
+def refuse_unshardable(task: nn.Module, who: str, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse parameters that torch cannot shard, by name; `who` divides them, each of the blocks as a unit."""
     named = list(task.named_parameters())
     scalars = [name for name, parameter in named if not parameter.ndim]
     if scalars:
@@ -131,6 +132,21 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
             f"{who} divides parameters that are contiguous in memory, and {listed(odd)} of {type(task).__name__} is "
             "not (channels_last, or a transposed view). Call .contiguous() on its data."
         )
+    unit_of = {id(parameter): name for name, block in blocks.items() for parameter in block.parameters()}
+    for unit in (*blocks, None):
+        kinds: dict[torch.dtype, list[str]] = {}
+        for name, parameter in named:
+            if parameter.requires_grad and unit_of.get(id(parameter)) == unit:
+                kinds.setdefault(parameter.dtype, []).append(name)
+        if len(kinds) > 1:
+            found = "; ".join(f"{str(kind).removeprefix('torch.')}: {listed(names)}" for kind, names in kinds.items())
+            where = (
+                f"outside of its blocks {type(task).__name__}" if unit is None else f"{unit} of {type(task).__name__}"
+            )
+            raise TaskError(
+                f"{who} sends the trained parameters of a unit together, in one dtype, and {where} has several "
+                f"({found}). Cast them to one, as in task.float(), or freeze those of the other dtype."
+            )
 
 
 def places_of(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:

@@ -17,7 +17,7 @@ import forge
 from forge.errors import PeerFailed, RecipeError, StackError, TaskError
 from forge.optim import state as optimizer_state
 from forge_plugins import AMP, EMA, Clip
-from forge_plugins.fsdp import FSDP
+from forge_plugins.fsdp import FSDP, ShardedEnv
 from forge_plugins.fsdp.blocks import blocks_of
 from tests.support.fsdp_kit import EXACT, Deep, Tied, close, deep, guarded, train, wide
 from tests.support.lasting_ranks import ranks
@@ -273,6 +273,42 @@ def test_what_torch_cannot_divide_is_refused_by_name() -> None:
     for task, said in ((scalar, "temperature"), (slanted, "stem.weight")):
         with pytest.raises(TaskError, match=said):
             forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(task, wide())
+
+
+class Mixed(Deep):
+    """One module in float32, the others in float64."""
+
+    def __init__(self, module: str, frozen: bool = False):
+        super().__init__()
+        self.get_submodule(module).float().requires_grad_(not frozen)
+        for each in self.modules():
+            if isinstance(each, (nn.Linear, nn.LayerNorm)):
+                each.register_forward_pre_hook(lambda layer, given: given[0].to(layer.weight.dtype))
+                each.register_forward_hook(lambda layer, given, out: out.double())
+
+
+def fit_sharded(task: forge.TaskModule) -> None:
+    forge.Trainer(max_updates=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(task, wide())
+
+
+def test_dtypes_that_differ_inside_a_unit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedEnv, "copy_from_first", lambda *_: pytest.fail("weights were sent"))
+    with pytest.raises(TaskError, match=r"fsdp sends the trained parameters .* outside of its blocks"):
+        fit_sharded(Mixed("stem"))
+    with pytest.raises(TaskError, match=r"blocks\.1 of Mixed has several") as caught:
+        fit_sharded(Mixed("blocks.1.fc1"))
+    assert "float32: blocks.1.fc1.weight, blocks.1.fc1.bias" in str(caught.value)
+    assert "Cast them to one, as in task.float()" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [("blocks.1", False), ("stem", True)])
+def test_dtypes_that_differ_between_units_train(given: tuple[str, bool]) -> None:
+    task = Mixed(*given)
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit_sharded(task)
+    after = task.state_dict()
+    assert {name: value.dtype for name, value in after.items()} == {name: v.dtype for name, v in before.items()}
+    assert not torch.equal(after["head.weight"], before["head.weight"])
 
 
 def test_one_process_alone_trains_with_it_too(caplog: pytest.LogCaptureFixture) -> None:

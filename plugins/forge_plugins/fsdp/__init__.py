@@ -136,8 +136,8 @@ class FSDP(forge.Plugin):
             return
         assert self._env is not None
         task, env = build.task, self._env
-        refuse_unshardable(task, self.name)
         blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
+        refuse_unshardable(task, self.name, blocks)
         self._shards = Shards(task)
         if has_meta(task):
             self._initialise_and_shard(task, blocks, env)

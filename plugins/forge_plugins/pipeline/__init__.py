@@ -177,10 +177,11 @@ class Pipeline(forge.Plugin):
         task, stages = build.task, self._stages
         if any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
             raise TaskError("pipeline cuts a task that has its weights. Make it on the CPU.")
-        if self.config.shard:
-            refuse_unshardable(task, "pipeline.shard")
-        env.copy_from_first(task)
         blocks = blocks_of(task, self.config.split)
+        if self.config.shard:
+            units = {name: block for name, block in blocks.items() if not is_tied(block, task)}
+            refuse_unshardable(task, "pipeline.shard", units)
+        env.copy_from_first(task)
         self._bounds = bounds_of(blocks, stages, self.config.split)
         stage_of = [max(s for s in range(stages) if self._bounds[s] <= n) for n in range(len(blocks))]
         names, self._blocks = list(blocks), list(blocks.values())
