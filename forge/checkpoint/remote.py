@@ -50,16 +50,18 @@ class RemoteCheckpoints:
 
     # -- listing ------------------------------------------------------------------------------------------------------
 
+    def names(self) -> list[str]:
+        """Return the names of all files and folders."""
+        return self._try("list", lambda: self._names(""))
+
     def updates(self) -> list[int]:
         """Return the updates of all checkpoints whose manifest is there, in order."""
-        names = self._try("list", lambda: self._names(""))
-        found = sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
+        found = sorted(int(match[1]) for name in self.names() if (match := NAME.fullmatch(name)))
         return [update for update in found if self.manifest(update) is not None]
 
     def leftovers(self) -> list[int]:
         """Return the updates of which any file is there."""
-        names = self._try("list", lambda: self._names(""))
-        return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
+        return sorted(int(match[1]) for name in self.names() if (match := NAME.fullmatch(name)))
 
     def manifest(self, update: int) -> bytes | None:
         """Return the manifest of a checkpoint; None if it is not there or torn."""
@@ -134,6 +136,18 @@ class RemoteCheckpoints:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
+
+    def download(self, name: str, target: Path) -> None:
+        """Download a file that no manifest records; its size must be that which the place tells."""
+
+        def get() -> None:
+            self._fs.invalidate_cache()
+            size = self._fs.info(self._path(name))["size"]
+            self._fs.get_file(self._path(name), str(target))
+            if target.stat().st_size != size:
+                raise OSError(f"{target.stat().st_size:,} of {size:,} bytes arrived")
+
+        self._try(f"read {name}", get)
 
     def _download(self, name: str, target: Path, record: manifest.FileRecord) -> None:
         problem = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
 from forge.checkpoint.publish import cause_of
+from forge.checkpoint.remote_weights import downloaded, is_url
 from forge.errors import CheckpointError, TaskError
 from forge.util.files import sync_directory
 
@@ -47,8 +49,8 @@ _averaged_by: ContextVar[str | None] = ContextVar("averaged_by", default=None)
 class Weights:
     """Tensors by name, and the task they came from, if the file notes it."""
 
-    path: Path
-    "The resolved file or checkpoint directory."
+    path: Path | str
+    "The resolved file or checkpoint directory; a URL as it was given."
     tensors: dict[str, Any]
     task: dict[str, Any] | None
     '`{"class": name, "options": {...}, "not_saved": [...]}`, or None for a file that forge did not write.'
@@ -70,7 +72,7 @@ class Misfit(TaskError):
 class LoadReport:
     """The result of a load, tensor by tensor; `print(report)` is readable."""
 
-    source: Path
+    source: Path | str
     task: str
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
@@ -116,7 +118,8 @@ def load_weights(
 
     - a `.safetensors` file;
     - a checkpoint directory, or a run folder: its `weights.safetensors`, unless a checkpoint is newer;
-    - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save or Lightning, if it can be read without running code.
+    - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save or Lightning, if it can be read without running code;
+    - the URL of any of these (`s3://bucket/runs/first`, `gs://…`, any that fsspec knows), downloaded and verified.
 
     `weights="ema"` loads the average of the plugin `ema`, `weights="raw"` the trained weights, and `weights="best"`, or
     the path `RUN:best`, those of a run's best checkpoint. By default a weights
@@ -241,6 +244,14 @@ def read_weights(path: str | Path, weights: str | None = None) -> Weights:
     one if its `forge_state_dict` has a dict "weights" of tensors by the task's names. The trained weights fill in the
     names that it lacks. "best", or RUN:best as the path, is the best checkpoint of a run.
     """
+    if is_url(path):
+        url = str(path)
+        if weights == BEST or url.endswith(f":{BEST}"):
+            raise TaskError(
+                f"{url}: which checkpoint is the best is noted on disk only. Give its URL, …/update-00001000."
+            )
+        with downloaded(url, weights is not None, _update_of) as local:
+            return dataclasses.replace(read_weights(local, weights), path=url.rstrip("/"))
     path, weights = split_best(path, weights)
     if weights == BEST:
         path, weights = find_best(Path(path)), None

@@ -34,7 +34,8 @@ def measuring_parser(verb: str, description: str) -> ArgumentParser:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="a run folder, a checkpoint, a .safetensors, .pt or .ckpt file, or best: that of the newest run",
+        help="a run folder, a checkpoint, a .safetensors, .pt or .ckpt file, the URL of one (s3://...), or best: that "
+        "of the newest run",
     )
     if verb in SPLITS:
         parser.add_argument(

@@ -42,7 +42,11 @@ def parser() -> ArgumentParser:
         "checkpoint; without one, start new",
     )
     parser.add_argument("--smoke", action="store_true", help="run two batches of train, val and test, and keep nothing")
-    parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint, a file, or best")
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="weights to start from: a run, a checkpoint, a file, the URL of one (s3://...), or best",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
     ranks.add_arguments(parser)

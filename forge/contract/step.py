@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forge.data.accumulation_windows import shared_weights, window_weights
+from forge.data.accumulation_windows import shared_weights, weigh_loss, window_weights
 from forge.metrics import torchmetrics
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
@@ -255,7 +255,7 @@ class Step:
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss as it counts in its window."""
         if self.factors is not None:
-            weighed = loss * self.factors[self.micro]
+            weighed = weigh_loss(loss, self.factors[self.micro])
         else:
             weighed = loss if self.divisor == 1 else loss / self.divisor
         if self.prepared is not None:

@@ -282,7 +282,7 @@ def window_weights(items: Sequence[int | torch.Tensor]) -> tuple[int, list[float
     if set(map(type, items)) == {int} and items[0] and items.count(items[0]) == len(items):
         return len(items), None  # the usual case
     if any(isinstance(n, torch.Tensor) for n in items):
-        total = sum(items[1:], start=items[0])
+        total = exact(sum(items[1:], start=items[0]))
         return 1, [n / total for n in items]
     total = sum(items)
     if total == 0 and len(items) > 1:
@@ -290,6 +290,20 @@ def window_weights(items: Sequence[int | torch.Tensor]) -> tuple[int, list[float
     if all(n == items[0] for n in items):
         return len(items), None
     return 1, [n / total for n in items]
+
+
+def exact(count: int | torch.Tensor) -> Any:
+    """Return a count to divide by: a tensor in float64 where its device has that, since integers divide in float32."""
+    if not isinstance(count, torch.Tensor) or count.device.type == "mps":
+        return count
+    return count.double()
+
+
+def weigh_loss(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """Return the loss times its factor, which is as exact as the loss: a float32 loss does not become float64."""
+    if isinstance(factor, torch.Tensor) and loss.dtype != torch.float64:
+        factor = factor.float()
+    return loss * factor
 
 
 def shared_weights(

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from forge.data.accumulation_windows import batch_size, holds_dataloader, is_stateful, length_of, set_epoch
-from forge.data.combined import CombinedLoader
+from forge.data.combined import Combined, CombinedLoader, StatefulCombined
 from forge.data.iterable import StreamLoader
 from forge.data.limited import Limited
 from forge.data.loader import Loader
@@ -47,10 +47,10 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     torch DataLoader are wrapped. For any other, `resumable_reason` returns why it cannot resume; with `allow_inexact`
     it is read again from its beginning instead, and the consumed batches are dropped.
     """
-    if isinstance(loader, CombinedLoader):
-        return CombinedLoader(
-            {name: adopt(inner, stage, allow_inexact) for name, inner in loader.loaders.items()}, loader.mode
-        )
+    if isinstance(loader, Combined):
+        inner = {name: adopt(each, stage, allow_inexact) for name, each in loader.loaders.items()}
+        by_state = [is_stateful(each) for each in inner.values() if not hasattr(each, "seek")]
+        return (StatefulCombined if by_state and all(by_state) else CombinedLoader)(inner, loader.mode)
     if hasattr(loader, "seek") or is_stateful(loader):
         return loader
     if isinstance(loader, (list, tuple)):
@@ -76,7 +76,7 @@ def by_name(given: Any, stage: str) -> Any:
 
 def is_loader(item: Any) -> bool:
     """Whether an item of a list is a loader, rather than a batch."""
-    if isinstance(item, (DataLoader, OwnSeed, SampledLoader, DevicePrefetch, CombinedLoader)) or holds_dataloader(item):
+    if isinstance(item, (DataLoader, OwnSeed, SampledLoader, DevicePrefetch, Combined)) or holds_dataloader(item):
         return True
     data = (torch.Tensor, str, bytes, Mapping, list, tuple, Dataset)
     is_data = isinstance(item, data) or is_dataclass(item) or any(hasattr(item, name) for name in ("to", "__array__"))
@@ -100,8 +100,8 @@ def resumable_reason(loader: Any) -> str | None:
     name = type(loader).__name__
     if isinstance(loader, (RankLoader, Limited)):
         return resumable_reason(loader.loader)
-    if isinstance(loader, CombinedLoader):
-        return next((reason for inner in loader.loaders.values() if (reason := _inner_reason(inner))), None)
+    if isinstance(loader, Combined):
+        return next((reason for inner in loader.loaders.values() if (reason := resumable_reason(inner))), None)
     if isinstance(loader, Reread):
         return loader.reason
     if hasattr(loader, "seek") or is_stateful(loader):
@@ -121,18 +121,11 @@ def resumable_reason(loader: Any) -> str | None:
     )
 
 
-def _inner_reason(loader: Any) -> str | None:
-    """Return why a part of a CombinedLoader cannot resume exactly; a state is not enough."""
-    if not hasattr(loader, "seek") and is_stateful(loader):
-        return f"{type(loader).__name__} has a state but no seek(epoch, samples), as a CombinedLoader needs."
-    return resumable_reason(loader)
-
-
 def has_single_position(loader: Any) -> bool:
     """Whether one object cannot serve two stages: it has a single position, which a validation would change."""
     if isinstance(loader, (DevicePrefetch, Limited, Reread, RankLoader)):
         return has_single_position(loader.loader)
-    if isinstance(loader, CombinedLoader):
+    if isinstance(loader, Combined):
         return any(map(has_single_position, loader.loaders.values()))
     if isinstance(loader, (StreamLoader, Iterator)):
         return True

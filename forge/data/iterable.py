@@ -66,7 +66,9 @@ class Streams(Dataset[Any]):
         self.seeding = not (is_pure(dataset) if pure is None else pure) or not (pure or is_pure_collate(collate))
         self.stateful = is_stateful(dataset)
         self._own = OwnGenerators(dataset=dataset, collate=collate)
-        self._pass, self._count, self._initial = -1, 0, None
+        self._pass, self._count = -1, 0
+        # taken now: a run that resumes restores the dataset's generators before its first pass
+        self._initial = copy.deepcopy(dataset.state_dict()) if self.stateful else None
 
     def __getitems__(self, turn: Turn) -> Any:
         if turn.idle:
@@ -93,17 +95,14 @@ class Streams(Dataset[Any]):
 
     def _begin(self, turn: Turn) -> None:
         """Restore the dataset's state at the beginning of a pass, and skip one empty pass at the end of the last."""
-        self._pass, self._ended, self._ahead = turn.pass_number, False, []
+        is_first, self._pass, self._ended, self._ahead = self._pass < 0, turn.pass_number, False, []
         if self.seeding:
             self._own.begin(turn.pass_number)
         state = turn.state
         if self.stateful:
-            if self._initial is None:
-                self._initial = copy.deepcopy(self.dataset.state_dict())
-            elif state is None:
-                state = {"dataset": self._initial, "samples": 0, "begun": False}
-            if state is not None:
-                self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+            if state is None:
+                state = {"dataset": self._initial, "samples": 0, "begun": is_first}
+            self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         self._count = 0 if state is None else state["samples"]
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(turn.epoch)
@@ -219,12 +218,12 @@ class StreamLoader(OwnSeed):
 
     def __iter__(self) -> Iterator[Any]:
         self._pass += 1
-        base, resuming = self._base, self._resuming
+        base, now = self._base, self._now if self._resuming else None
         self._resuming = False
-        if base is None:
+        if now is not None and (not now.over if self._epoch is None else now.epoch == self._epoch):
+            standing = _Standing(now.epoch, now.next, list(now.streams))
+        elif base is None:
             standing = _Standing(self._epoch or 0, 0, [None] * self._streams)
-        elif resuming and (not base.over if self._epoch is None else base.epoch == self._epoch):
-            standing = _Standing(base.epoch, base.next, list(base.streams))
         else:
             standing = base.after(base.epoch if self._epoch is None else self._epoch)
         begin = Turn(0, self.seed, standing.epoch, self._pass, None)
@@ -240,9 +239,10 @@ class StreamLoader(OwnSeed):
                 continue
             standing.streams[piece.stream] = piece.state
             standing.next = (piece.stream + 1) % self._streams
+            if standing.over:
+                self._base = copy.deepcopy(standing)  # in this process the states may be live parts of the dataset
             if piece.batch is not None:
                 yield piece.batch
-        self._base = copy.deepcopy(standing)  # in this process the states may be live parts of the dataset
 
 
 class StatefulStreamLoader(StreamLoader):
@@ -253,7 +253,11 @@ class StatefulStreamLoader(StreamLoader):
         now = self._now or self._base
         if now is None:
             return {"epoch": 0 if self._epoch is None else self._epoch, "next": 0, "streams": None}
-        return {"epoch": now.epoch, "next": now.next, "streams": copy.deepcopy(now.streams)}
+        state = {"epoch": now.epoch, "next": now.next, "streams": copy.deepcopy(now.streams)}
+        if self._base is None or now.over:
+            return state
+        before = {"epoch": self._base.epoch, "next": self._base.next, "streams": copy.deepcopy(self._base.streams)}
+        return {**state, "before": before}  # a pass that is left before its end does not count
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there in the next pass, or with the next epoch if that was the end of one."""
@@ -268,8 +272,9 @@ class StatefulStreamLoader(StreamLoader):
             )
         self._base = self._now = _Standing(state["epoch"], state["next"], list(streams))
         self._resuming = True
-        if not self._base.over:
-            self._epoch = self._base.epoch
+        if not self._now.over:
+            self._epoch, before = self._now.epoch, state.get("before")
+            self._base = before and _Standing(before["epoch"], before["next"], list(before["streams"]))
 
 
 def _turns(begin: Turn, first: int, states: list[Any]) -> Iterator[Turn]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge.data.accumulation_windows import is_stateful, length_of, set_epoch
-from forge.data.iterable import StreamLoader
 from forge.data.sample_rng import restored_generators
 from forge.errors import DataError
 
@@ -83,8 +82,5 @@ class Limited:
     def _load_state(self, state: dict[str, Any]) -> None:
         ended = state["given"] >= self.batches
         self._start = self._given = 0 if ended else state["given"]
-        inner = getattr(self.loader, "loader", None)  # of a RankLoader
-        if ended and (isinstance(self.loader, StreamLoader) or isinstance(inner, StreamLoader)):
-            return  # it forgets a pass that was not read to its end
         self._ended = ended
         self.loader.load_state_dict(state["loader"])

@@ -14,6 +14,9 @@ def data_roots(loader: Any, stage: str = "train", copied: bool = False) -> dict[
     inner = loader
     while _is_ours(inner) and hasattr(inner, "loader"):
         inner = inner.loader
+    if _is_ours(inner) and hasattr(inner, "loaders"):
+        each = [data_roots(part, f"{stage} {name}", copied) for name, part in inner.loaders.items()]
+        return {name: root for roots in each for name, root in roots.items()}
     if _is_ours(inner) and not isinstance(inner, DataLoader):  # its own position is saved
         given = {} if hasattr(inner, "batches") else vars(inner)
         return {f"{stage} loader.{name}": value for name, value in given.items() if not name.startswith("_")}

@@ -172,8 +172,8 @@ def rank_window(portions: list[Portion], env: Env, num_items: Callable[[Any], An
         return RankWindow(batches, [portion.samples for portion in portions], samples, samples)
     items = [num_items(portion.batch) if portion.samples else 0 for portion in portions]
     on_host = env.device.type == "cpu"
-    kind = torch.float64 if on_host else torch.float32  # no reason to round on the host
-    own = torch.stack([torch.as_tensor(n, dtype=kind).reshape(()) for n in items]).to(env.device, non_blocking=True)
+    counts = [torch.as_tensor(n, dtype=torch.float64).reshape(()) for n in items]
+    own = torch.stack(counts).to(env.device, non_blocking=True)
     total = env.sum(own.sum()) * env.data_world / env.world
     if on_host:  # with a total of 0, weigh as one process would
         return RankWindow(batches, own.tolist(), samples, float(total) or None)

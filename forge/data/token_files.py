@@ -119,7 +119,7 @@ def _pieces(path: Path, encoding: str, chunk: int) -> Iterator[str]:
 
 
 def _cut(text: str) -> int:
-    """Return the place of the last single blank between two other characters; 0 if there is none."""
+    """Return the place of the last single blank between two other characters; 0 without one."""
     place = text.rfind(" ", 1, len(text) - 1)
     while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
         place = text.rfind(" ", 1, place)

@@ -19,6 +19,11 @@ FIRST_PAUSE = 0.5
 FINAL = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError)
 """Errors that another try would only repeat."""
 
+CREDENTIALS = (
+    "Give credentials to the machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a role for s3://, "
+    "GOOGLE_APPLICATION_CREDENTIALS for gs://, other options in ~/.config/fsspec/conf.json."
+)
+
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|SAS\b|CONNECTION_STRING", re.IGNORECASE)
 _IN_URLS = ((re.compile(r"(?<=//)[^/@\s'\"]+@"), "***@"), (re.compile(r"(?<=\S)\?[^\s'\"<>]*=[^\s'\"<>]*"), "?***"))
 
@@ -45,8 +50,7 @@ def check_url(url: str, option: str) -> None:
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
         raise RecipeError(
             f"{option} is {redacted(url)!r}: credentials and queries do not belong in a URL, which is written to the "
-            "run folder. Give them to the machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a role for s3://, "
-            "GOOGLE_APPLICATION_CREDENTIALS for gs://, other options in ~/.config/fsspec/conf.json."
+            f"run folder. {CREDENTIALS}"
         )
 
 

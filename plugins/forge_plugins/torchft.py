@@ -303,7 +303,7 @@ class Torchft(forge.Plugin):
             parts.append(part_of(batch, place, size))
             share = 0.0 if rank is None else place.samples / size
             if trainer.task_defines_num_items and share:
-                items = torch.as_tensor(step.items[number])
+                items = torch.as_tensor(step.items[number], dtype=torch.float64)
                 share = torch.as_tensor(trainer.task.num_items(parts[-1])) / items.clamp(min=1)
             whole = 1 / step.divisor if step.factors is None else step.factors[number]
             factors.append(share * whole)

@@ -171,6 +171,66 @@ def test_a_run_over_a_stream_is_not_saved_as_exact(tmp_path: Path) -> None:
         live(tmp_path / "run", [Checkpoint("1 updates")], task=Both(), train=train)
 
 
+class Walk(IterableDataset):
+    """A stream with a state: where it is, and the random numbers that it goes on drawing from pass to pass."""
+
+    def __init__(self, count: int):
+        self.count, self.at, self.generator = count, 0, torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Any:
+        while self.at < self.count:
+            self.at += 1
+            yield torch.randn(6, generator=self.generator), torch.tensor(self.at % 3)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        self.generator.set_state(state["generator"])
+
+
+def stateful(walk: int, samples: int) -> dict[str, Any]:
+    """A stream with a state, torchdata's loader, and one with positions."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(0)  # torchdata's sampler draws its seed here
+    return {
+        "a": Loader(Walk(walk), 8),
+        "b": torchdata.StatefulDataLoader(Noisy(samples), batch_size=8, shuffle=True),
+        "c": Loader(Noisy(30), 8, shuffle=True),
+    }
+
+
+class OneOrSeveral(TinyTask):
+    """Trains on one batch, or on those of several loaders that have not ended."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0)
+
+    def training_step(self, batch: Any) -> Any:
+        given = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
+        return sum(super(OneOrSeveral, self).training_step(part)["loss"] for part in given)
+
+    def num_items(self, batch: Any) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [(40, 20), pytest.param((18, 62), marks=pytest.mark.slow)])
+def test_a_run_over_streams_with_a_state_resumes(tmp_path: Path, mode: Any, lengths: tuple[int, int]) -> None:
+    given = lambda: {"task": OneOrSeveral(), "train": CombinedLoader(stateful(*lengths), mode)}  # noqa: E731
+    plugins = lambda: [Checkpoint("1 updates", background=False)]  # noqa: E731
+    straight, expected = live(tmp_path / "straight", plugins(), **given())
+    ends = expected.updates // 3
+    for update in sorted({1, 2, ends - 1, ends, ends + 1, 2 * ends - 1, 2 * ends, 2 * ends + 2}):
+        die(tmp_path / "cut", plugins(), update, **given())
+    resumed, result = live(tmp_path / "cut", plugins(), **given())
+    assert result.updates == expected.updates
+    assert_same_weights(resumed, straight)
+    assert result.metrics == expected.metrics
+
+
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(DataError, match="'b' is empty"):
         CombinedLoader({"a": numbers(3), "b": []})

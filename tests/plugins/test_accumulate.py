@@ -83,8 +83,22 @@ def test_num_items_decides_what_is_averaged_over() -> None:
     micros = batches(4, 4, 4, 4)
     for i, (_, labels) in enumerate(micros):
         labels[:i] = -100
-    # counts that are tensors make weights of single precision
-    assert_trains_alike(Tokens(), micros, window=2, within=1e-6)
+    assert_trains_alike(Tokens(), micros, window=2)
+
+
+def test_weights_that_are_tensors_keep_a_loss_in_float32() -> None:
+    kinds: list[torch.dtype] = []
+
+    class Short(Tokens):
+        def training_step(self, batch: Batch) -> Tensor:
+            return super().training_step(batch).float()
+
+        @forge.hookimpl
+        def forge_backward(self, step: forge.Step, loss: Tensor) -> None:
+            kinds.append(loss.dtype)
+
+    fit(Short(), train=batches(4, 3), plugins=[Accumulate(2)])
+    assert kinds == [torch.float32] * 2
 
 
 def test_a_loader_without_a_length_is_windowed_the_same_way() -> None:

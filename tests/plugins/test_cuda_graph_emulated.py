@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import forge
@@ -64,6 +65,17 @@ def test_more_shapes_than_graphs_run_uncaptured(caplog: pytest.LogCaptureFixture
 
 def test_weights_that_differ_by_window_reach_the_graph() -> None:
     class Weighed(Net):
+        def num_items(self, batch: Any) -> int:
+            return int((batch[1] != 0).sum())
+
+    compare(lambda: [Accumulate(2)], 10, task=Weighed)
+
+
+def test_weights_in_a_graph_are_as_exact_as_the_loss() -> None:
+    class Weighed(Net):
+        def training_step(self, batch: Any) -> Any:
+            return F.cross_entropy(self.net(batch[0]).double(), batch[1])
+
         def num_items(self, batch: Any) -> int:
             return int((batch[1] != 0).sum())
 

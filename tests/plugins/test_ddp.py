@@ -43,6 +43,13 @@ class Weighs(Plain):
         return int((batch[1] == 0).sum())
 
 
+class CountsOnDevice(Weighs):
+    """The same counts as tensors, which nothing reads."""
+
+    def num_items(self, batch: Any) -> Any:
+        return (batch[1] == 0).sum()
+
+
 class Fractions(Plain):
     """Samples with weights that are no whole numbers."""
 
@@ -81,6 +88,7 @@ def stacks() -> dict[str, Any]:
         "window 3": lambda: (Plain(), [Accumulate(3)]),
         "levers": lambda: (Plain(), [Accumulate(3), Clip(0.5), EMA(0.9), Remat("net"), Schedule("linear")]),
         "items": lambda: (Weighs(), [Accumulate(2)]),
+        "items in tensors": lambda: (CountsOnDevice(), [Accumulate(2)]),
         "batches without an item": lambda: (Weighs(), []),
         "fractions of items": lambda: (Fractions(), [Accumulate(2)]),
         "sam": lambda: (Plain(), [SAM(0.05), Accumulate(2)]),

@@ -275,6 +275,32 @@ def test_what_torch_cannot_divide_is_refused_by_name() -> None:
             forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(task, wide())
 
 
+class Mixed(Deep):
+    """One module in float32, the others in float64."""
+
+    def __init__(self, module: str, frozen: bool = False):
+        super().__init__()
+        self.get_submodule(module).float().requires_grad_(not frozen)
+        for each in self.modules():
+            if isinstance(each, (nn.Linear, nn.LayerNorm)):
+                each.register_forward_pre_hook(lambda layer, given: given[0].to(layer.weight.dtype))
+                each.register_forward_hook(lambda layer, given, out: out.double())
+
+
+def fit_sharded(task: forge.TaskModule) -> None:
+    forge.Trainer(max_updates=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(task, wide())
+
+
+@pytest.mark.parametrize("given", [("blocks.1", False), ("blocks.1.fc1", False), ("stem", False), ("stem", True)])
+def test_dtypes_that_differ_train_as_they_are(given: tuple[str, bool]) -> None:
+    task = Mixed(*given)
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit_sharded(task)
+    after = task.state_dict()
+    assert {name: value.dtype for name, value in after.items()} == {name: v.dtype for name, v in before.items()}
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+
+
 def test_one_process_alone_trains_with_it_too(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "forge"):
         task = deep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ import forge
 from forge.env import Env
 from forge.testing import TinyGAN, TinyTask, tiny_batches
 from forge_plugins import DDP, FSDP, Accumulate, Throughput, Zero
+from forge_plugins.throughput import RATES
 from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Summary
 from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers, warning
 from tests.plugins.test_throughput import Device
@@ -112,6 +114,47 @@ def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> Non
     assert logs[18]["throughput/slowest_rank"] == 0
 
 
+class Behind(Throughput):
+    """On rank 1 no step of the first interval is finished at its log, and FLOPs, items and memory stay unknown."""
+
+    def _take(self) -> Summary:
+        done = super()._take()
+        if self._stragglers is None or self._stragglers._env.rank == 0:
+            return done
+        self._items.name = None
+        return Summary.of([]) if self._updates == 3 else dataclasses.replace(done, counted=0.0)
+
+    def _memory(self, trainer: forge.Run) -> dict[str, float]:
+        memory = super()._memory(trainer)
+        if trainer.env.rank == 1:
+            del memory["activations_gb"]
+        return memory
+
+
+def one_behind() -> dict[int, dict[str, Any]]:
+    sink = Sink()
+    forge.Trainer(
+        max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=3, plugins=[DDP(), Behind(peak=1.0), sink]
+    ).fit(Counts(), tiny_batches([8] * 6))
+    return sink.logs
+
+
+class Counts(TinyTask):
+    def num_items(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+def test_a_rank_without_a_value_leaves_it_to_the_others() -> None:
+    logs, others = ranks(2)(one_behind)
+    assert logs[3].keys() == others[3].keys()
+    assert not logs[3].keys() & NAMES  # one rank has nothing to compare
+    for names in (logs[3].keys(), logs[6].keys()):
+        assert names >= {f"throughput/{name}" for name in (*RATES, "items_per_s", "activations_gb", "peak_gb")}
+    assert logs[6].keys() >= NAMES
+    one_update = logs[3]["throughput/samples_per_s"] * logs[3]["throughput/step_ms_max"] / 1e3
+    assert one_update == pytest.approx(8)  # of rank 0 alone: a second rank with zeros would make it a quarter
+
+
 def bits(watched: bool) -> list[Any]:
     task = TinyTask()
     plugins = [DDP(), *([Throughput()] if watched else [])]
@@ -202,11 +245,11 @@ def test_the_metrics_are_against_the_slowest_and_the_median() -> None:
 def test_paces_are_exchanged_by_rank() -> None:
     done = [Done(0.4, 0.1, 1, 0.0, None, 0.1, own=0.3), Done(0.6, 0.1, 1, 0.0, None, 0.1, own=0.3)]
     env = Many(0, 0, 0, 5 * 10**8, 10**9, 2 * 10**9)
-    assert Stragglers(env).exchange(Summary.of(done)) == [Pace(0.1, 0.3, 0.5), Pace(0.5, 1.0, 2.0)]
+    assert Stragglers(env).exchange(Summary.of(done))[0] == [Pace(0.1, 0.3, 0.5), Pace(0.5, 1.0, 2.0)]
     done[1].own = None  # the model's gradients are not seen: what is known of all updates counts
-    assert Stragglers(env).exchange(Summary.of(done)) == [Pace(0.1, 0.1, 0.5), Pace(0.5, 1.0, 2.0)]
-    assert Stragglers(Many(*[0] * 6)).exchange(Summary.of(done)) is None
-    assert Stragglers(env).exchange(Summary.of([])) is None
+    assert Stragglers(env).exchange(Summary.of(done))[0] == [Pace(0.1, 0.1, 0.5), Pace(0.5, 1.0, 2.0)]
+    assert Stragglers(Many(*[0] * 6)).exchange(Summary.of(done))[0] is None
+    assert Stragglers(env).exchange(Summary.of([]))[0] is None
 
 
 def test_the_warning_says_what_to_look_at() -> None:

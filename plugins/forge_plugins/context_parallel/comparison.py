@@ -52,7 +52,7 @@ def mean_over(group: Any, outcome: Outcome) -> Outcome:
 
 
 def difference(own: Outcome, expected: Outcome, names: list[str], dtype: torch.dtype) -> str | None:
-    """Return the largest difference in words; None where there is none beyond rounding."""
+    """Return the largest difference in words; None if results differ only by rounding."""
     relative, absolute, tolerance = TOLERANCES.get(dtype, LOOSE)
     for name, value in expected[0].items():
         theirs, ours = float(value), float(own[0][name])

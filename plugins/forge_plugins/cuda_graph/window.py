@@ -71,5 +71,5 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _vector(factors: list[float | Tensor], device: torch.device) -> Tensor:
     if any(isinstance(factor, Tensor) for factor in factors):
-        return torch.stack([torch.as_tensor(f, dtype=torch.float32).to(device, non_blocking=True) for f in factors])
-    return torch.tensor(factors, dtype=torch.float32)
+        return torch.stack([torch.as_tensor(f, dtype=torch.float64).to(device, non_blocking=True) for f in factors])
+    return torch.tensor(factors, dtype=torch.float64)

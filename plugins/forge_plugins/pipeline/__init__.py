@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 import forge
 from forge.contract.task import Build
+from forge.data.accumulation_windows import exact, weigh_loss
 from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.rng import combine_seeds
@@ -293,7 +294,7 @@ class Pipeline(forge.Plugin):
         if not isinstance(metrics, dict) or "loss" not in metrics:
             raise TaskError("pipeline: training_step must return the loss, or a dict with it.")
         self._metrics[part] = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}
-        return metrics["loss"] * self._scales[part]
+        return weigh_loss(metrics["loss"], self._scales[part])
 
     # -- a micro-batch ------------------------------------------------------------------------------------------------
 
@@ -335,7 +336,7 @@ class Pipeline(forge.Plugin):
         if not trainer.task_defines_num_items:
             return [1 / len(parts)] * len(parts)
         items = [trainer.task.num_items(part) for part in parts]
-        total = sum(items)
+        total = exact(sum(items))
         return [count / total for count in items]
 
     def _record(self, step: forge.Step, weights: list[Any]) -> None:

@@ -25,6 +25,10 @@ RECENT = 10_000
 """Updates that the percentiles of the final line cover."""
 
 
+RATES = ("samples_per_s", "step_ms_p50", "step_ms_p95", "step_ms_max", "data_wait_share", "tflops", "mfu")
+MEMORY = tuple(f"{part}_gb" for part in ("parameters", "gradients", "optimizer", "activations", "other", "peak"))
+
+
 class Throughput(forge.Plugin):
     """Measure samples per second, step times, FLOP/s, MFU and memory.
 
@@ -191,12 +195,13 @@ class Throughput(forge.Plugin):
 
     def _record(self, step: forge.Step) -> None:
         done = self._take()
-        if done.updates:
-            self._record_rates(step, done)
+        values = self._rates(done) if done.updates else {}
         if self.config.memory and self._updates > 1:
-            self._record_memory(step)
+            values |= self._memory(step.trainer)
         if self._stragglers is not None:
-            self._record_stragglers(step, self._stragglers, done)
+            values |= self._compare_ranks(step, self._stragglers, done, values)
+        for name, value in values.items():
+            step.record(f"throughput/{name}", value)
 
     def _take(self) -> Summary:
         done = Summary.of(self._steps.take())
@@ -204,7 +209,7 @@ class Throughput(forge.Plugin):
         self._times.extend(done.times)
         return done
 
-    def _record_rates(self, step: forge.Step, done: Summary) -> None:
+    def _rates(self, done: Summary) -> dict[str, Any]:
         values: dict[str, Any] = {"samples_per_s": done.rate(done.samples)}
         if self._items.name is not None:
             values[f"{self._items.name}_per_s"] = done.rate(done.items)
@@ -215,30 +220,35 @@ class Throughput(forge.Plugin):
             values["tflops"] = done.flops_per_second / 1e12
             if self._peak is not None:
                 values["mfu"] = done.flops_per_second / self._peak
-        for name, value in values.items():
-            step.record(f"throughput/{name}", value)
+        return values
 
-    def _record_stragglers(self, step: forge.Step, stragglers: Stragglers, done: Summary) -> None:
-        paces = stragglers.exchange(done)
-        if paces is not None:
-            for name, value in stragglers.judge(paces).items():
-                step.record(f"throughput/{name}", value)
+    def _compare_ranks(
+        self, step: forge.Step, stragglers: Stragglers, done: Summary, values: dict[str, Any]
+    ) -> dict[str, float]:
+        """Return the metrics of all ranks together. A value that only others have is recorded with the weight 0, since
+        all ranks must record the same names: a device may not have finished, or its FLOPs may be unknown."""
+        candidates = [*RATES, *self._items.candidates, *MEMORY]
+        paces, elsewhere = stragglers.exchange(done, [name in values for name in candidates])
+        for name, known in zip(candidates, elsewhere, strict=True):
+            if known and name not in values and step.recording:
+                step.trainer.means.add(f"throughput/{name}", 0.0, 0)
         if self._last_gradient is not None and done.updates and done.own is None:
             self._last_gradient.learn()  # its parameter may be frozen by now
+        return {} if paces is None else stragglers.judge(paces)
 
-    def _record_memory(self, step: forge.Step) -> None:
-        trainer, first = step.trainer, self._breakdown is None
+    def _memory(self, trainer: forge.Run) -> dict[str, float]:
+        first = self._breakdown is None
         if trainer.env.device.type == "cuda":
             self._breakdown = memory_use.on_cuda(trainer)
         elif first:
             self._breakdown = memory_use.on_host(trainer, self._look.activations)
         assert self._breakdown is not None
-        for name, number in {**self._breakdown.parts(), "peak": self._breakdown.peak}.items():
-            step.record(f"throughput/{name}_gb", number / 1e9)
         if first:
             trainer.publish({"memory": forge.Text(memory_use.as_markdown(self._breakdown))})
             if trainer.env.is_main:
                 logger.info("throughput: memory %s.", memory_use.as_text(self._breakdown, str(trainer.env.device)))
+        parts = {**self._breakdown.parts(), "peak": self._breakdown.peak}
+        return {f"{name}_gb": number / 1e9 for name, number in parts.items()}
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,11 @@ class Items:
         self._given, self._task_counts = given, task_counts
         self._decided = False
 
+    @property
+    def candidates(self) -> list[str]:
+        """The names that rates of items may have, on any rank."""
+        return [f"{name}_per_s" for name in ([self._given] if self._given else ["tokens", "items"])]
+
     def of(self, step: forge.Step) -> Tensor | float:
         """Return the number of items in a window; a tensor stays unread."""
         if not self._decided:

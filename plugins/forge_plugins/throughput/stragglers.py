@@ -50,17 +50,17 @@ class Stragglers:
         self._env = env
         self._rank, self._logs, self._warned = -1, 0, False
 
-    def exchange(self, done: Summary) -> list[Pace] | None:
-        """Return the pace of every rank, by one small reduction between hosts; None if one has nothing to tell.
+    def exchange(self, done: Summary, known: Sequence[bool] = ()) -> tuple[list[Pace] | None, list[bool]]:
+        """Return the pace of every rank, None if one has nothing to tell; and what is `known` on any of them.
 
-        All ranks must call."""
+        One small reduction between hosts; all ranks must call."""
         own = done.before if done.own is None else done.own
         mine = [round(each / max(done.updates, 1) * 1e9) for each in (done.before, own, done.seconds)]
         numbers = [0] * (3 * self._env.world)
         numbers[3 * self._env.rank : 3 * self._env.rank + 3] = mine
-        numbers = self._env.all_max(numbers)
-        paces = [Pace(*(number / 1e9 for number in numbers[at : at + 3])) for at in range(0, len(numbers), 3)]
-        return paces if all(pace.update for pace in paces) else None
+        count, numbers = len(numbers), self._env.all_max([*numbers, *map(int, known)])
+        paces = [Pace(*(number / 1e9 for number in numbers[at : at + 3])) for at in range(0, count, 3)]
+        return paces if all(pace.update for pace in paces) else None, [bool(number) for number in numbers[count:]]
 
     def judge(self, paces: list[Pace]) -> dict[str, float]:
         """Return the metrics; warn once about a rank that is slow at `LASTING` logs in a row."""

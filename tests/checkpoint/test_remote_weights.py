@@ -1,0 +1,127 @@
+"""Weights at URLs: read as those on disk are, verified, with errors that name the fix."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+import forge
+from forge.checkpoint.weights import read_weights
+from forge.cli import main
+from forge.errors import CheckpointError, RecipeError, TaskError
+from forge.testing import assert_same_weights
+from forge.util import object_storage
+from forge_plugins import EMA, Checkpoint
+from tests.support.s3_server import Proxy, s3_server
+from tests.support.tasks import Classifier, fit, make_batches
+
+__all__ = ["s3_server"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    fit(Classifier(), make_batches(4), run_dir=tmp_path / "run", plugins=[Checkpoint(every="2 updates"), EMA(0.9)])
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def memory(run: Path) -> Iterator[str]:
+    """A copy of a run in fsspec's memory."""
+    fs: Any = fsspec.filesystem("memory")
+    fs.put(str(run), "/weights-test/run", recursive=True)
+    yield "memory://weights-test/run"
+    fs.rm("/weights-test", recursive=True)
+
+
+def last(run: Path) -> str:
+    return max(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("update-"))
+
+
+@pytest.mark.parametrize("what", ["", "/", "/weights.safetensors", "/checkpoints", "/checkpoints/{last}"])
+def test_a_url_gives_what_the_path_gives(run: Path, memory: str, what: str) -> None:
+    what = what.format(last=last(run))
+    expected, found = read_weights(f"{run}{what}"), read_weights(f"{memory}{what}")
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(value, expected.tensors[name]) for name, value in found.tensors.items())
+    assert (found.task, found.update, found.path) == (expected.task, expected.update, f"{memory}{what}".rstrip("/"))
+
+
+def test_an_average_is_taken_from_the_newest_checkpoint(run: Path, memory: str) -> None:
+    for which in ("ema", "raw"):
+        expected, found = read_weights(run, which), read_weights(memory, which)
+        assert all(torch.equal(value, expected.tensors[name]) for name, value in found.tensors.items())
+
+
+def test_a_checkpoint_newer_than_the_file_is_taken(run: Path, tmp_path: Path) -> None:
+    (run / "weights.safetensors").unlink()
+    assert read_weights(f"file://{run}").update == read_weights(run).update == 4
+
+
+def test_forge_fit_and_test_take_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["quickstart", "trainer.max_updates=2", "-q"]
+    assert main(["fit", *small, "--run-dir", "first"]) == 0
+    url = f"file://{tmp_path}/first"
+    assert main(["fit", *small, "--run-dir", "by-path", "--weights", "first"]) == 0
+    assert main(["fit", *small, "--run-dir", "by-url", "--weights", url]) == 0
+    both = [read_weights(name).tensors for name in ("by-path", "by-url")]
+    assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())
+
+
+def test_a_damaged_checkpoint_is_refused(run: Path, memory: str) -> None:
+    fs: Any = fsspec.filesystem("memory")
+    folder = f"/weights-test/run/checkpoints/{last(run)}"
+    victim = next(name for name in fs.ls(folder, detail=False) if name.endswith(".safetensors"))
+    data = bytearray(fs.cat_file(victim))
+    data[-1] ^= 1
+    fs.pipe_file(victim, bytes(data))
+    with pytest.raises(CheckpointError, match="is damaged: its content does not match its hash"):
+        read_weights(f"{memory}/checkpoints/{last(run)}")
+
+
+def test_errors_name_the_fix(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(url: str, said: str, kind: type[Exception] = TaskError, **options: Any) -> None:
+        with pytest.raises(kind, match=said):
+            forge.load_weights(Classifier(), url, **options)
+
+    refused(f"{memory}/missing.safetensors", r"no weights file at memory://.*Check the bucket and the name")
+    refused("memory://weights-test", r"no weights at memory://weights-test: neither weights.safetensors nor a complete")
+    refused(f"{memory}:best", "noted on disk only. Give its URL")
+    refused(memory, "noted on disk only. Give its URL", weights="best")
+    refused("s3://key:secret@bucket/x.safetensors", "credentials and queries do not belong in a URL", RecipeError)
+    refused("nowhere://bucket/x.safetensors", "nowhere", CheckpointError)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    refused("s3://bucket/x.safetensors", "needs a package that is not installed: .*s3fs", CheckpointError)
+    monkeypatch.setattr(object_storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "get_file", lambda *_, **__: 1 / 0)
+    refused(
+        f"{memory}/weights.safetensors", "could not read weights.safetensors: .* AWS_ACCESS_KEY_ID", CheckpointError
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [0, 3])
+def test_weights_from_s3_start_a_run(s3_server: Proxy, run: Path, tmp_path: Path, cut: int) -> None:
+    fs: Any = fsspec.filesystem("s3")
+    fs.put(str(run), "bucket/first", recursive=True)
+    s3_server.cut = cut
+    tasks = []
+    for weights in (run, "s3://bucket/first", f"s3://bucket/first/checkpoints/{last(run)}"):
+        tasks.append(Classifier())
+        folder = tmp_path / f"from-{len(tasks)}"
+        trainer = forge.Trainer(max_updates=2, seed=1, device="cpu", run_dir=folder)
+        trainer.fit(tasks[-1], make_batches(2), weights=weights)
+        written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+        assert b"testing-secret" not in written
+        assert b"testing-key" not in written
+    assert_same_weights(tasks[1], tasks[0])
+    shutil.rmtree(run)
+    with pytest.raises(TaskError, match=r"no weights file at s3://bucket/none\.safetensors"):
+        forge.load_weights(Classifier(), "s3://bucket/none.safetensors")
