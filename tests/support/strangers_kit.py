@@ -275,7 +275,7 @@ def swin() -> nn.Module:
 def torchvision_vit() -> nn.Module:
     from torchvision.models import VisionTransformer
 
-    model = VisionTransformer(8, 4, LAYERS, HEADS, WIDTH, HIDDEN, num_classes=3)
+    model: Any = VisionTransformer(8, 4, LAYERS, HEADS, WIDTH, HIDDEN, num_classes=3)
     nn.init.normal_(model.heads.head.weight)  # torchvision begins with zeros, which no gradient passes
     return model
 
