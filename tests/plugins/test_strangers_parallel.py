@@ -38,6 +38,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("whisper", "context"): "Encoded computes whole sequences, but fails on a slice",
     ("vit", "context"): NO_TOKENS,
     ("torchvision vit", "context"): NO_TOKENS,
+    ("swin", "context"): NO_TOKENS,
+    ("gemma2", "context"): "does not call torch.nn.functional.scaled_dot_product_attention",
+    ("pooled bert", "context"): "does not compute the same on divided sequences as on whole ones",
     ("grouped resnet", "context"): NO_TOKENS,
     ("transformer", "context"): "does not compute the same on divided sequences as on whole ones",
     ("lstm", "context"): "does not call torch.nn.functional.scaled_dot_product_attention",
@@ -100,7 +103,7 @@ def test_one_process_moves_what_is_trained(name: str) -> None:
     start, end = task.state_dict(), alone(name)["weights"]
     trained = [key for key, parameter in task.named_parameters() if parameter.requires_grad]
     moved = [key for key in trained if float((end[key] - start[key]).abs().max()) > 1e-6]
-    assert len(moved) > 0.9 * len(trained)
+    assert len(moved) > 0.8 * len(trained)
 
 
 @pytest.mark.parametrize(("name", "strategy"), marked(QUICKLY_REFUSED, list(REFUSED)))

@@ -237,7 +237,13 @@ def t5() -> nn.Module:
 def bart() -> nn.Module:
     each = {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": HIDDEN}
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in each.items()}
-    more = {"d_model": WIDTH, "dropout": 0.0, "max_position_embeddings": LENGTH, "forced_eos_token_id": None}
+    more = {
+        "init_std": 0.2,
+        "d_model": WIDTH,
+        "dropout": 0.0,
+        "max_position_embeddings": LENGTH,
+        "forced_eos_token_id": None,
+    }
     return of_transformers("BartForConditionalGeneration", "Bart", **SPOKEN, **START, **sizes, **more)
 
 
@@ -269,7 +275,7 @@ def swin() -> nn.Module:
 def torchvision_vit() -> nn.Module:
     from torchvision.models import VisionTransformer
 
-    model = VisionTransformer(8, 4, LAYERS, HEADS, WIDTH, HIDDEN, num_classes=3)
+    model: Any = VisionTransformer(8, 4, LAYERS, HEADS, WIDTH, HIDDEN, num_classes=3)
     nn.init.normal_(model.heads.head.weight)  # torchvision begins with zeros, which no gradient passes
     return model
 

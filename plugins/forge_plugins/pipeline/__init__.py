@@ -337,7 +337,7 @@ class Pipeline(forge.Plugin):
             return [1 / len(parts)] * len(parts)
         items = [trainer.task.num_items(part) for part in parts]
         total = exact(sum(items))
-        return [count / total for count in items]
+        return [count / (total + (total == 0)) for count in items]  # a pipeline may have no items
 
     def _record(self, step: forge.Step, weights: list[Any]) -> None:
         """Record the metrics of the last stage on all ranks of the pipeline, in one message per window; nothing is read
@@ -411,10 +411,11 @@ class Pipeline(forge.Plugin):
         return made
 
     def _boundaries(self, trainer: forge.Run, calls: BlockCalls) -> list[Tensor]:
-        """Return tensors of the shapes that stages get and pass on; one forward of the first part finds them, and what
-        blocks return."""
+        """Return tensors of the shapes that stages get and pass on; one forward of the part with most items finds them,
+        and what blocks return."""
         env = self._env
         assert env is not None
+        part = max(range(len(self._parts)), key=lambda number: float(self._scales[number]))
         found: list[Any] = [((1,), torch.int64, False)]
         with without_side_effects(trainer), torch.enable_grad():
             for stage in range(self._stages):
@@ -425,9 +426,9 @@ class Pipeline(forge.Plugin):
                     if stage:
                         received = torch.randn(shape, dtype=dtype, device=env.device).requires_grad_()
                     try:
-                        output = self.train_part(stage, 0, received)
-                        self._refuse_leak(output, stage)
-                        self._refuse_joined(output, stage, received)
+                        output = self.train_part(stage, part, received)
+                        self._refuse_leak(output, stage, part)
+                        self._refuse_joined(output, stage, received, part)
                         sent = [((tuple(output.shape), output.dtype, True), calls.forms)]
                     except TaskError as error:
                         sent = [error]
@@ -446,20 +447,21 @@ class Pipeline(forge.Plugin):
                 "part, in several stages. Use GroupNorm, or ddp or fsdp, which take them of the samples of one rank."
             )
 
-    def _refuse_leak(self, output: Tensor, stage: int) -> None:
-        if stage and bool(output.isnan().any()):
+    def _refuse_leak(self, output: Tensor, stage: int, part: int) -> None:
+        is_mean_of_none = stage == self._stages - 1 and float(self._scales[part]) == 0
+        if stage and not is_mean_of_none and bool(output.isnan().any()):
             raise TaskError(
                 f"pipeline: the output of stage {stage} is NaN for a finite input. If it is not in one process, "
                 "the output of an early block is used by more than the next block, as a skip connection does, or a "
                 "bias that the first block computes for all: such a model cannot be cut there. Use fsdp."
             )
 
-    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None) -> None:
+    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, part: int) -> None:
         """Refuse a zero-bubble schedule for a stage whose backward pass torch cannot divide."""
         if received is None or self.config.schedule not in SPLITTING:
             return
         weights = [parameter for parameter in self.parameters_of(stage) if parameter.requires_grad]
-        if not can_split(output, received, weights, lambda: self.train_part(stage, 0, received)):
+        if not can_split(output, received, weights, lambda: self.train_part(stage, part, received)):
             raise TaskError(
                 f"pipeline.schedule={self.config.schedule}: torch cannot divide the backward pass of stage {stage} in "
                 "two, for inputs and for weights, as where trained layers outside of blocks compute arguments of "
