@@ -232,7 +232,7 @@ def test_what_a_callback_changes_is_captured_anew(act: Any, caplog: pytest.LogCa
 
 
 def test_a_buffer_that_an_evaluation_replaces_is_found() -> None:
-    replaced: list[torch.Tensor] = []  # kept: else a new buffer may get the memory of an old one, which is no change
+    replaced: list[Any] = []  # kept: else a new buffer may get the memory of an old one, which is no change
 
     class Replaces(Net):
         def __init__(self) -> None:
