@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
+import signal
 import sys
+import threading
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -13,7 +19,7 @@ from rich.text import Text
 from forge.cli import ranks, target
 from forge.cli.evaluate import explain_misfit
 from forge.config.recipe import DEFAULT
-from forge.errors import ForgeError
+from forge.errors import ForgeError, Interrupted
 from forge.util import show
 
 if TYPE_CHECKING:
@@ -64,21 +70,46 @@ def run(args: Namespace) -> int:
     talks = ranks.rank() == 0 and not args.quiet
     if args.quiet:
         logging.getLogger("forge").setLevel(logging.WARNING)  # show.plain_messages restores the level
-    trainer, task, data = target.build(recipe, args.run_dir)
-    if args.resume:
-        trainer.resume = "auto"
-    ranks.continue_own_run(trainer)
-    if args.trace:
-        trainer.trace = sys.stderr.write
-    if talks and not args.smoke and "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
-        show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N changes that.", "dim")
-    with explain_misfit(args, "fit", task):
-        result = trainer.fit(task, data.train, data.val, weights=args.weights)
-        if args.smoke and data.test is not None:
-            result.metrics.update(trainer.test(task, data.test))
+    with _slurms_signal(args.resume):
+        trainer, task, data = target.build(recipe, args.run_dir)
+        if args.resume:
+            trainer.resume = "auto"
+        ranks.continue_own_run(trainer)
+        if args.trace:
+            trainer.trace = sys.stderr.write
+        is_default = "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT
+        if talks and not args.smoke and is_default:
+            show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N changes that.", "dim")
+        with explain_misfit(args, "fit", task):
+            result = trainer.fit(task, data.train, data.val, weights=args.weights)
+            if args.smoke and data.test is not None:
+                result.metrics.update(trainer.test(task, data.test))
     if talks:
         _report(result, trainer, data, args)
     return 0
+
+
+@contextmanager
+def _slurms_signal(resume: bool) -> Iterator[None]:
+    """In a job of SLURM, expect SIGUSR1 outside of the fit too, where it would end the process and so fail the job.
+
+    Before the fit, leave with the exit code that has the job requeued. After it, go on: nothing is left to save.
+    """
+    number = getattr(signal, "SIGUSR1", None)
+    is_main = threading.current_thread() is threading.main_thread()
+    if number is None or not is_main or "SLURM_JOB_ID" not in os.environ or signal.getsignal(number) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("SIGUSR1 before the first update: the same command goes on.")
+
+    if resume:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _refuse_kept(args: Namespace) -> None:

@@ -226,3 +226,31 @@ def test_a_mistake_is_answered_before_the_queue(
     assert main(["launch", *words]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+LATE = """
+import os, signal, sys
+from forge.cli import main
+
+done = main(["fit", "quickstart", "trainer.max_updates=1", "-q", "--run-dir", "run", "--resume"])
+os.kill(os.getpid(), signal.SIGUSR1)
+sys.exit(done)
+"""
+EARLY = """
+import os, signal, sys
+from forge.cli import main, target
+
+def build(*_):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    raise AssertionError("it went on")
+
+target.build = build
+sys.exit(main(["fit", "quickstart", "--run-dir", "run", "--resume"]))
+"""
+
+
+@pytest.mark.parametrize(("program", "code"), [(LATE, 0), (EARLY, 85)])
+def test_slurms_signal_outside_of_the_fit_fails_no_job(tmp_path: Path, program: str, code: int) -> None:
+    environment = {**os.environ, "SLURM_JOB_ID": "7"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == code, done.stderr.decode()

@@ -89,6 +89,21 @@ def test_a_requeued_job_on_two_nodes_ends_in_the_same_bits(cluster: SlurmCluster
     assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
 
 
+def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, folder: Path) -> None:
+    """SLURM itself sends the signal, up to half a minute early, since it looks at limits that often."""
+    two = ["-p", "ddp", "--nodes", "2", "checkpoint.every=1000 updates"]  # only the signal makes it save
+    cluster.wait(submit(cluster, folder, "whole", *two))
+    job = submit(cluster, folder, "limited", *two, "task.pause=2.5", "--time", "00:02:00", "--grace", "40")
+    assert cluster.job(job)["TimeLimit"] == "00:02:00"
+    cluster.wait(job, limit=900)
+    said = (folder / f"limited-{job}.out").read_text()
+    assert int(cluster.job(job)["Restarts"]) >= 1, said
+    assert json.loads((folder / "runs/limited/card.json").read_text())["resumed_from"] in range(1, 32), said
+    assert "DUE TO TIME LIMIT" not in said
+    ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("whole", "limited")]
+    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+
+
 def test_an_array_runs_one_job_for_each_value(cluster: SlurmCluster, folder: Path) -> None:
     job = submit(cluster, folder, "grid", "--array", "task.lr=0.01,0.1")
     deadline = time.monotonic() + 200

@@ -30,7 +30,7 @@ PLAIN, SHORT = Variant("fp32", False), Variant("bf16", False)
 
 
 class Sizes:
-    layers, width, heads, key_heads, hidden = 4, 256, 4, 2, 512
+    layers, width, heads, key_heads, hidden = 2, 256, 4, 2, 512
 
 
 class Small(Sizes, Llama3_8B):

@@ -232,6 +232,8 @@ def test_what_a_callback_changes_is_captured_anew(act: Any, caplog: pytest.LogCa
 
 
 def test_a_buffer_that_an_evaluation_replaces_is_found() -> None:
+    replaced: list[Any] = []  # kept: else a new buffer may get the memory of an old one, which is no change
+
     class Replaces(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -241,6 +243,7 @@ def test_a_buffer_that_an_evaluation_replaces_is_found() -> None:
             return super().training_step((batch[0] + self.shift, batch[1]))
 
         def validation_step(self, batch: Any) -> Any:
+            replaced.append(self.shift)
             self.shift = self.shift + 0.1
             return super().validation_step(batch)
 

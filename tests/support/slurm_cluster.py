@@ -91,7 +91,7 @@ class SlurmCluster:
         """Wait until a job is in one of these states; fail if it ends in another."""
         deadline = time.monotonic() + limit
         while (state := (job := self.job(number))["JobState"]) not in states:
-            assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), job
+            assert state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "CONFIGURING"), job
             assert time.monotonic() < deadline, job
             time.sleep(0.2)
         return job

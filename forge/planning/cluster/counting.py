@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -17,6 +19,7 @@ FREE = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty")
 """Operations that move no bytes; views are recognised by their schema."""
 ROWS = ("embedding", "embedding_dense_backward", "gather", "index_select")
 """Operations that read a few rows of a large table: only what they write counts, twice."""
+DEVICE = torch.ops.prim.device.default
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 
@@ -78,6 +81,8 @@ class OpCounter(TorchDispatchMode):
                 tensors[0].register_hook(reached)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):  # most calls: the tracker asks each tensor
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         packet = getattr(func, "_overloadpacket", func)
         name = str(packet).rpartition(".")[2]
