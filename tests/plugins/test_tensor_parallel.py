@@ -141,7 +141,7 @@ def run_stack(name: str, replicate: int = 1) -> dict[str, Any]:
     ("count", "name", "replicate"),
     [
         (2, "frozen", 1),
-        (4, "levers", 2),
+        pytest.param(4, "levers", 2, marks=pytest.mark.slow),
         pytest.param(4, "levers", 1, marks=pytest.mark.slow),
         pytest.param(4, "nothing", 1, marks=pytest.mark.slow),
         pytest.param(8, "levers", 2, marks=pytest.mark.slow),
