@@ -223,7 +223,7 @@ def bound_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def saved_arguments(
-    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path | str
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments for `cls`, by position and by name: the saved ones, updated by `overrides`."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self

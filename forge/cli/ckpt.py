@@ -326,8 +326,10 @@ def _find(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(_as_given(StoredCheckpoint.find(path).path, path))
 
 
-def _as_given(found: Path, given: Path) -> Path:
-    """Rewrite a resolved path so that it begins like the path that the user gave."""
+def _as_given(found: Path | str, given: Path) -> Path | str:
+    """Rewrite a resolved path so that it begins like the path that the user gave; a URL stays as it is."""
+    if isinstance(found, str):
+        return found
     for start in (given.parent, given) if given.is_symlink() else (given, given.parent):
         if found.is_relative_to(start.resolve()):
             return _shorter(start / found.relative_to(start.resolve()))

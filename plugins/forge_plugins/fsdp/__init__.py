@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 import forge
 from forge.contract.task import Build
@@ -25,6 +25,8 @@ from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
 
 logger = logging.getLogger("forge")
+COUNTS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether torch can count the gradients that a rank has not as zeros: from 2.15 on."""
 
 DTYPES = {"bf16": torch.bfloat16}
 BOTH = "cpu:gloo,cuda:nccl"
@@ -112,6 +114,11 @@ class FSDP(forge.Plugin):
             raise RecipeError(f"fsdp.watchdog is {config.watchdog:g}; it must be above 0.")
         if config.blocks is not None and not as_list(config.blocks):
             raise RecipeError("fsdp.blocks is an empty list. Name some blocks, or leave it out to have them found.")
+        if config.find_unused and not COUNTS_UNUSED:
+            raise RecipeError(
+                f"fsdp.find_unused needs torch 2.15, whose FSDP counts missing gradients as zeros; this is torch "
+                f"{torch.__version__}. Install it, or use ddp with ddp.find_unused=true."
+            )
         if config.meta:
             self.init_device = "meta"
         self._begin()
@@ -122,7 +129,8 @@ class FSDP(forge.Plugin):
         self._shards: Shards | None = None
         self._error: BaseException | None = None
         self._reduces = True
-        self._use = AgreedUse(self.name, f"Set {self.name}.find_unused=true, or freeze them.")
+        cure = "Set fsdp.find_unused=true" if COUNTS_UNUSED else "Use ddp with ddp.find_unused=true"
+        self._use = AgreedUse(self.name, f"{cure}, or freeze them.")
 
     # -- build --------------------------------------------------------------------------------------------------------
 
