@@ -36,8 +36,8 @@ class Plugin:
 
     provides: tuple[str, ...] = ()
     """What this plugin adds to a run; two plugins that provide the same thing are refused."""
-    requires: tuple[str, ...] = ()
-    """Names, or things provided, that must be in the stack too."""
+    requires: tuple[str, ...] | Mapping[str, str] = ()
+    """Names, or things provided, that must be in the stack too; a mapping gives each a sentence that names the fix."""
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
     """Names, or things provided, that cannot be in the same stack. A mapping gives each a sentence that names the fix:
     `{"grad_scaler": "Use amp.dtype=bf16, which needs none."}`."""

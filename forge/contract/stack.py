@@ -186,10 +186,10 @@ class Stack:
         for plugin in self.plugins:
             for need in plugin.requires:
                 if need not in there:
-                    raise StackError(
-                        f"{plugin.name!r} requires {need!r}, which nothing in this stack is or provides. "
-                        f"Add a plugin that does (for instance -p {need}), or remove {plugin.name!r}."
-                    )
+                    fix = f"Add a plugin that does (for instance -p {need}), or remove {plugin.name!r}."
+                    fix = plugin.requires[need] if isinstance(plugin.requires, Mapping) else fix
+                    missing = f"{need!r}, which nothing in this stack is or provides"
+                    raise StackError(f"{plugin.name!r} requires {missing}. {fix}")
             for other in plugin.conflicts:
                 if other in there and there[other] != plugin.name:
                     brings = "" if there[other] == other else f", which brings {other!r}"

@@ -78,7 +78,7 @@ class TensorParallel(forge.Plugin):
 
     config: Config
     provides = ("tensor_parallel", "split_layers")
-    requires = ("sharding",)
+    requires = {"sharding": "Add fsdp, which divides the rest: -p fsdp."}
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)

@@ -149,6 +149,8 @@ def test_two_providers_of_one_thing_are_refused() -> None:
 
 def test_a_missing_requirement_is_refused_with_how_to_add_it() -> None:
     assert_refused("'sample' requires 'grad_scaler', which nothing.*-p grad_scaler", plugin(requires=("grad_scaler",)))
+    named = plugin(requires={"grad_scaler": "Use amp.dtype=fp16."})
+    assert_refused(r"requires 'grad_scaler', which nothing in this stack is or provides\. Use amp\.dtype=fp16\.", named)
 
 
 def test_a_requirement_is_met_by_a_name_or_a_provider() -> None:
