@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import forge
@@ -25,13 +24,13 @@ from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
-from forge_plugins._sharded import local
 from forge_plugins._shards import Place, Shards, places_of, refuse_unshardable
 from forge_plugins._use import AgreedUse
 from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
 from forge_plugins.pipeline.running import BlockCalls, StageEnded
 from forge_plugins.pipeline.split_backward import SPLITTING, can_split
+from forge_plugins.pipeline.staging import Stage, StagedEnv, StagedModel, StagePart, sum_gradients
 
 logger = logging.getLogger("forge")
 
@@ -204,7 +203,7 @@ class Pipeline(forge.Plugin):
             self._shard(build, env)
         env.shared = self._live_outside()
         self._calls = BlockCalls(blocks, type(task).__name__, env.device)
-        build.model = StagedModel(build.model, self)
+        build.model = StagedModel(build.model, self.evaluate)
         shown = [listed(names[a:b], MANY) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
         logger.info("pipeline: %d stages on %d ranks: %s.", stages, env.pipe_world, "; ".join(shown))
 
@@ -385,7 +384,7 @@ class Pipeline(forge.Plugin):
             sent = self._boundaries(trainer, calls)
             own = [
                 Stage(
-                    StagePart(self, stage),
+                    StagePart(stage, self.train_part, self.parameters_of(stage)),
                     stage,
                     self._stages,
                     env.device,
@@ -480,10 +479,10 @@ class Pipeline(forge.Plugin):
         if self._shards is not None:
             self._shards.reduce()
             self._is_whole = False
-        _sum_gradients(self._shared_used(step, env), env.pipe_group)
+        sum_gradients(self._shared_used(step, env), env.pipe_group)
         if env.data_world > 1 and self._shards is None:
             trained = [p for p in step.parameters() if p.grad is not None]
-            _sum_gradients(trained, env.data_group, 1 / env.data_world)
+            sum_gradients(trained, env.data_group, 1 / env.data_world)
 
     def _check_use(self, step: forge.Step, env: StagedEnv) -> None:
         """Refuse gradients that some pipelines have and others do not: they would be added to those of others."""
@@ -583,97 +582,6 @@ class Pipeline(forge.Plugin):
             env.close(failed)
 
 
-class Stage(PipelineStage):
-    """torch's stage. torch 2.10 greets the neighbours of a stage first; gloo cannot greet its own rank."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # pyright: ignore[reportAttributeAccessIssue]
-        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
-
-
-class StagePart(nn.Module):
-    """One stage, as torch's schedules call it."""
-
-    def __init__(self, pipeline: Pipeline, stage: int):
-        super().__init__()
-        self._run, self._stage = pipeline.train_part, stage
-        self._own = pipeline.parameters_of(stage)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those that a schedule computes gradients of apart from those of inputs."""
-        return (parameter for parameter in self._own if parameter.requires_grad)
-
-    def forward(self, received: Tensor, *, part: Tensor) -> Tensor:
-        return self._run(self._stage, int(part), received if self._stage else None)
-
-
-class StagedModel(nn.Module):
-    """What the Trainer calls: in training the current stage, else all stages in turn."""
-
-    def __init__(self, inner: nn.Module, pipeline: Pipeline):
-        super().__init__()
-        self.inner = inner
-        self._pipeline = [pipeline]
-
-    def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
-        if stage == "train":
-            return self.inner(batch, stage, name)
-        task: Any = self.inner.task
-        return self._pipeline[0].evaluate(lambda: self.inner(batch, stage, name), task.trainer)
-
-
-class StagedEnv(DistributedEnv):
-    """Several processes in pipelines; each holds the tensors of its stages."""
-
-    inference_mode = False
-    elsewhere: Set[str] = frozenset()
-    "The task's tensors that other ranks hold."
-    pipe_rank, pipe_world = 0, 1
-    pipe_group: Any = None
-    pipe_control: Any = None
-    "The ranks of this pipeline, for tensors and for forge's own messages."
-    data_group: Any = None
-
-    def use(self, axis: str) -> None:
-        assert self.mesh is not None
-        self.pipe_group, self.data_group = self.mesh[axis].get_group(), self.mesh["data"].get_group()
-        self.pipe_rank, self.pipe_world = dist.get_rank(self.pipe_group), dist.get_world_size(self.pipe_group)
-        lines = [list(range(first, first + self.pipe_world)) for first in range(0, self.world, self.pipe_world)]
-        self.pipe_control, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
-        self.parts, self.is_divided = self.pipe_group, True
-
-    @property
-    def seed_rank(self) -> int:
-        return self.data_rank + self.data_world * self.pipe_rank
-
-    def holds(self, path: tuple[str | int, ...]) -> bool:
-        return self.elsewhere.isdisjoint(map(str, path))
-
-    def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
-        if not self.elsewhere:
-            super().copy_from_first(module, parameters)
-        elif self.data_world > 1:
-            for buffer in module.buffers():
-                if not buffer.is_meta:
-                    dist.broadcast(buffer, group=self.data_group, group_src=0)
-
-
 def _weighed(weight: Any, value: Any) -> Any:
     """Return a part's share of a metric; a mean over no items is NaN, and does not count."""
     return torch.where(torch.as_tensor(weight == 0), 0.0, torch.as_tensor(weight * value))
-
-
-def _sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:
-    """Sum gradients over the ranks of a group; a missing one counts as zero. One message per dtype."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
-    for alike in by_dtype.values():
-        gradients = [local(parameter.grad) for parameter in alike if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        flat.mul_(scale)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view(gradient.shape))

@@ -1,0 +1,104 @@
+"""Stages as torch's schedules and the Trainer call them, and the processes that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import forge
+from forge.distributed import DistributedEnv
+from forge_plugins._sharded import local
+
+
+class Stage(PipelineStage):
+    """torch's stage. torch 2.10 greets the neighbours of a stage first; gloo cannot greet its own rank."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # pyright: ignore[reportAttributeAccessIssue]
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+
+
+class StagePart(nn.Module):
+    """One stage, as torch's schedules call it."""
+
+    def __init__(self, stage: int, train: Callable[[int, int, Tensor | None], Tensor], own: list[nn.Parameter]):
+        super().__init__()
+        self._run, self._stage, self._own = train, stage, own
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those that a schedule computes gradients of apart from those of inputs."""
+        return (parameter for parameter in self._own if parameter.requires_grad)
+
+    def forward(self, received: Tensor, *, part: Tensor) -> Tensor:
+        return self._run(self._stage, int(part), received if self._stage else None)
+
+
+class StagedModel(nn.Module):
+    """What the Trainer calls: in training the current stage, else all stages in turn."""
+
+    def __init__(self, inner: nn.Module, evaluate: Callable[[Any, forge.Run], Any]):
+        super().__init__()
+        self.inner, self._evaluate = inner, evaluate
+
+    def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        if stage == "train":
+            return self.inner(batch, stage, name)
+        task: Any = self.inner.task
+        return self._evaluate(lambda: self.inner(batch, stage, name), task.trainer)
+
+
+class StagedEnv(DistributedEnv):
+    """Several processes in pipelines; each holds the tensors of its stages."""
+
+    inference_mode = False
+    elsewhere: Set[str] = frozenset()
+    "The task's tensors that other ranks hold."
+    pipe_rank, pipe_world = 0, 1
+    pipe_group: Any = None
+    pipe_control: Any = None
+    "The ranks of this pipeline, for tensors and for forge's own messages."
+    data_group: Any = None
+
+    def use(self, axis: str) -> None:
+        assert self.mesh is not None
+        self.pipe_group, self.data_group = self.mesh[axis].get_group(), self.mesh["data"].get_group()
+        self.pipe_rank, self.pipe_world = dist.get_rank(self.pipe_group), dist.get_world_size(self.pipe_group)
+        lines = [list(range(first, first + self.pipe_world)) for first in range(0, self.world, self.pipe_world)]
+        self.pipe_control, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
+        self.parts, self.is_divided = self.pipe_group, True
+
+    @property
+    def seed_rank(self) -> int:
+        return self.data_rank + self.data_world * self.pipe_rank
+
+    def holds(self, path: tuple[str | int, ...]) -> bool:
+        return self.elsewhere.isdisjoint(map(str, path))
+
+    def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
+        if not self.elsewhere:
+            super().copy_from_first(module, parameters)
+        elif self.data_world > 1:
+            for buffer in module.buffers():
+                if not buffer.is_meta:
+                    dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+
+def sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:
+    """Sum gradients over the ranks of a group; a missing one counts as zero. One message per dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        gradients = [local(parameter.grad) for parameter in alike if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat.mul_(scale)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view(gradient.shape))
