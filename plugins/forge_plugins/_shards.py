@@ -67,7 +67,7 @@ class Shards:
     def _noted(self, group: Any, post_backward: Any, *unused: Any) -> None:
         if group.reduce_grads:
             for each in group.fsdp_params:
-                whole = getattr(each, "_unsharded_param", None)
+                whole = getattr(each, "unsharded_param", None)
                 if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
                     self.used.add(id(each.sharded_param))
         post_backward(*unused)
