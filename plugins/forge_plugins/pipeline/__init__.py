@@ -138,6 +138,8 @@ class Pipeline(forge.Plugin):
         self._scales: list[Any] = []
         self._metrics: list[dict[str, Any]] = []
         self._means: list[list[Any]] = []
+        self._sent: tuple[Any, Tensor] | None = None
+        "The metrics of a window, on their way to the other ranks."
         "The metrics of each micro-batch of the window, on the rank of the last stage."
         self._names: list[str] | None = None
         "The metrics of a step, known to all ranks from the first one on."
@@ -367,9 +369,16 @@ class Pipeline(forge.Plugin):
         for row, found in zip(values, self._means, strict=False):
             for place, value in enumerate(found):
                 row[place] = value
-        dist.broadcast(values, group=env.pipe_group, group_src=source)
-        for row, items in zip(values, step.items, strict=True):
-            step.trainer.means.add_all(step.prefix, dict(zip(names, row.unbind(), strict=True)), items)
+        self._sent = dist.broadcast(values, group=env.pipe_group, group_src=source, async_op=True), values
+
+    def _add_means(self, step: forge.Step) -> None:
+        """Wait for the metrics, which travelled while gradients did."""
+        if self._sent is not None:
+            (work, values), self._sent = self._sent, None
+            work.wait()
+            for row, items in zip(values, step.items, strict=True):
+                found = dict(zip(self._names or (), row.unbind(), strict=True))
+                step.trainer.means.add_all(step.prefix, found, items)
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
         """Return torch's schedule for parts of these shapes."""
@@ -480,6 +489,7 @@ class Pipeline(forge.Plugin):
             self._shards.reduce()
             self._is_whole = False
         sum_gradients(self._shared_used(step, env), env.pipe_group)
+        self._add_means(step)
         if env.data_world > 1 and self._shards is None:
             trained = [p for p in step.parameters() if p.grad is not None]
             sum_gradients(trained, env.data_group, 1 / env.data_world)
