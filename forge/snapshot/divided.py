@@ -7,6 +7,7 @@ values (on the meta device), with a note of the ranks that hold it (`forge.check
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,9 +72,10 @@ def _merged(own: Any, outlines: Sequence[Any], env: Env) -> Any:
         mine = {} if own is _Missing else own
         return {key: _merged(mine.get(key, _Missing), [_item(o, key) for o in outlines], env) for key in keys}
     if type(first) in (list, tuple):
-        mine = [_Missing] * len(first) if own is _Missing else own
-        parts = [[_Missing if o is _Missing else o[i] for o in outlines] for i in range(len(first))]
-        return type(first)(_merged(item, part, env) for item, part in zip(mine, parts, strict=True))
+        # ranks may know more items than others: the tags of a logger, which writes on the main rank
+        parts = itertools.zip_longest(*(() if o is _Missing else o for o in outlines), fillvalue=_Missing)
+        mine = itertools.chain(() if own is _Missing else own, itertools.repeat(_Missing))
+        return type(first)(_merged(item, part, env) for item, part in zip(mine, parts, strict=False))
     return first
 
 

@@ -242,6 +242,17 @@ def exported(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"val": trainer.validate(fresh, wide(1)), "predicted": torch.cat(trainer.predict(fresh, wide(1)))}
 
 
+def watched(folder: str, updates: int) -> int:
+    plugins = {"tensorboard": {}, "checkpoint": {}, "pipeline": {"microbatches": 2}}
+    options: dict[str, Any] = {"seed": 0, "device": "cpu", "run_dir": folder, "resume": "auto", "log_every": 1}
+    return forge.Trainer(max_updates=updates, plugins=plugins, **options).fit(deep(Deeper), wide()).updates
+
+
+def test_a_logger_that_one_rank_has_is_saved_and_goes_on(tmp_path: Path) -> None:
+    assert ranks(2)(watched, str(tmp_path), 2) == [2, 2]
+    assert ranks(2)(watched, str(tmp_path), 4) == [4, 4]
+
+
 @WITH_AND_WITHOUT_SHARDS
 def test_export_validate_and_predict_are_those_of_one_process(
     count: int, options: dict[str, Any], tmp_path: Path
