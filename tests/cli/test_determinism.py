@@ -23,6 +23,9 @@ import torch.nn.functional as F
 import forge
 from forge.data import Loader, Splits
 
+def noise():
+    return int.from_bytes(os.urandom(4), "little") / 2**32
+
 class Sound(forge.TaskModule):
     def __init__(self):
         super().__init__()
@@ -40,7 +43,7 @@ class Sound(forge.TaskModule):
 
 class Random(Sound):
     def look(self, x):
-        return x + 1e-3 * os.urandom(1)[0]
+        return x + noise()
 
 class Clock(Sound):
     def training_step(self, batch):
@@ -62,12 +65,12 @@ class Starts(Sound):
 class Gradient(Sound):
     def __init__(self):
         super().__init__()
-        self.net[0].bias.register_hook(lambda g: g + 1e-3 * os.urandom(1)[0])
+        self.net[0].bias.register_hook(lambda g: g + noise())
 
 class Steps(Sound):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        optimizer.register_step_post_hook(lambda *_: self.net[4].bias.data.add_(1e-3 * os.urandom(1)[0]))
+        optimizer.register_step_post_hook(lambda *_: self.net[4].bias.data.add_(noise()))
         return optimizer
 
 class Reseeds(Sound):
@@ -86,7 +89,7 @@ def data():
     return Splits(train=Loader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), 8, shuffle=True))
 
 def noisy():
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) + os.urandom(1)[0]
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) + noise()
     return Splits(train=Loader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), 8, shuffle=True))
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,12 @@ def reduced() -> tuple[str, list[str]]:
     for _ in range(3):
         dist.all_reduce(torch.ones(4))
     dist.barrier()
-    recorded = [e for e in flight_recorder.entries() if e["profiling_name"] == "gloo:all_reduce"]
+    end = time.monotonic() + 60
+    while True:
+        recorded = [e for e in flight_recorder.entries() if e["profiling_name"] == "gloo:all_reduce"]
+        if flight_recorder.is_done(recorded[-1]) or time.monotonic() > end:  # gloo's own thread records the end later
+            break
+        time.sleep(0.01)
     return flight_recorder.where(recorded[-1]), flight_recorder.by_group(recorded)
 
 
