@@ -78,9 +78,10 @@ class Recipe:
 
         splits = self._make("data", "write a function data() beside your task, or pass --data FILE.py:function")
         if not isinstance(splits, Splits):
+            whose = self.local["data"].__qualname__ if "data" in self.local else self.config["data"]["name"]
             raise RecipeError(
-                f"The data function of {self.name!r} returned a {type(splits).__name__}; return "
-                "forge.data.Splits(train=..., val=...)."
+                f"The data function {whose!r} returned a {type(splits).__name__}; return forge.data.Splits(train=..., "
+                "val=...)."
             )
         return splits
 

@@ -398,8 +398,11 @@ def test_a_task_and_data_in_code_replace_the_recipes_own():
 
 
 def test_data_that_are_no_splits_are_refused():
-    with pytest.raises(RecipeError, match=r"returned a list.*Splits"):
-        load_recipe("default", data=lambda: []).make_data()
+    def batches() -> list[Any]:
+        return []
+
+    with pytest.raises(RecipeError, match=r"function '.*batches' returned a list.*Splits"):
+        load_recipe("default", data=batches).make_data()
 
 
 def test_the_split_of_the_digits_does_not_depend_on_the_seed():
