@@ -22,6 +22,8 @@ SIZE_VARIABLE, SIZE = "TORCH_FR_BUFFER_SIZE", "2000"
 """How many collectives torch records; torch 2.10 records none of gloo's without the variable."""
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "GLOO_")
 """Beginnings of the variables that change how ranks communicate."""
+SAME_SIZES = ("all_reduce", "allreduce", "all_gather_base", "allgather_base", "reduce_scatter_base")
+"""Beginnings of the names of collectives to which every rank of a group gives as many numbers."""
 
 
 def switch_on() -> None:
@@ -65,6 +67,30 @@ def by_group(recorded: list[Entry]) -> list[str]:
         lines += [f"{where(entry)}: done" for entry in done[-1:]]
         lines += [f"{where(entry)}: not done, {entry['state']}" for entry in open_[:1]]
     return lines
+
+
+def waits(recorded: list[Entry]) -> dict[str, tuple[int, str]]:
+    """Return the number and name of the first unfinished collective of each group, by a key that only ranks of this
+    group have: when two ranks wait in different collectives of the same number, neither ends."""
+    found: dict[str, tuple[int, str]] = {}
+    for entry in recorded:
+        name = entry["process_group"][0]
+        if not is_done(entry) and not entry.get("is_p2p") and name in (members := _members()):
+            found.setdefault(f"{name}/{members[name]}", (entry["collective_seq_id"], _alike(entry)))
+    return found
+
+
+def _alike(entry: Entry) -> str:
+    """Return what is the same on all ranks of a collective: its name, and its sizes if they must be equal."""
+    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    return title(entry) if name.strip("_").startswith(SAME_SIZES) else name
+
+
+def _members() -> dict[str, str]:
+    """Return the first rank and the number of ranks of each group of this process, by the group's name."""
+    world = dist.distributed_c10d._world
+    ranks = {name: list(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+    return {name: f"{min(each)}+{len(each)}" for name, each in ranks.items() if each}
 
 
 def is_done(entry: Entry) -> bool:

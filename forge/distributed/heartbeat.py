@@ -7,6 +7,7 @@ involved.
 - A rank that raises claims its error before anything else is done about it (`judge`).
 - A rank that was killed or exited silently is found by ranks of the same machine, or by the rank before it.
 - A rank without progress for `watchdog` seconds makes all ranks dump their stacks; one prints the report.
+- So do two ranks that wait in different collectives of the same number, after `DIFFERENT` seconds: neither ends.
 
 A main thread stuck in a collective that never ends is ended from here, with its process.
 """
@@ -49,6 +50,8 @@ POLL = 0.05
 """Seconds between two looks for a printed cause."""
 FIRST_UPDATE_LIMIT = 600.0
 """Seconds allowed for the first update, at least: compilers, caches and file systems warm up."""
+DIFFERENT = 10.0
+"""Seconds without progress after which ranks compare the collectives that they wait in."""
 SAVE_LIMIT = 3600.0
 """Seconds allowed for a save or an export, at least."""
 STORE_GONE = (
@@ -102,6 +105,7 @@ class Heartbeat:
         "The exit code of this process, once any rank has failed."
         self._untimed = 0
         self._clock = StallClock()
+        self._waits: dict[str, tuple[int, str]] = {}
         self._ticks = 0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -232,8 +236,7 @@ class Heartbeat:
         cause = self._channel.cause()
         if cause is None and (gone := self._gone()) is not None:
             cause = self._claim_gone(gone)
-        if cause is None and self._is_stalled():
-            summary = f"no progress for {self._limit():g} s at {self._moment()}"
+        if cause is None and (summary := self._stall()) is not None:
             cause = self._channel.claim(FailureCause("stalled", self.rank, self._host, self.rank, summary))
         if cause is None:
             return True
@@ -245,7 +248,9 @@ class Heartbeat:
         update = self._trainer.progress.update if self._trainer is not None else 0
         neighbours = [rank for rank, (beat, _) in self._seen.items() if self._runs_here(beat)]
         process = (self.rank, self._number, self._host, self._machine, self._pid)
-        self._channel.beat(Beat(*process, update, stall_report.place(), left, neighbours))
+        still = self._trainer is not None and self._clock.still_for(self._trainer) > DIFFERENT
+        self._waits = flight_recorder.waits(flight_recorder.entries()) if still else {}
+        self._channel.beat(Beat(*process, update, stall_report.place(), left, neighbours, self._waits))
 
     def _follow(self, cause: FailureCause) -> None:
         """After a failure, give the main thread a moment, then end the process."""
@@ -339,8 +344,16 @@ class Heartbeat:
 
     # -- stalls -------------------------------------------------------------------------------------------------------
 
-    def _is_stalled(self) -> bool:
-        return self._clock.still_for(self._trainer) > self._limit()
+    def _stall(self) -> str | None:
+        """Return why this run goes no further, or None while it may."""
+        if self._clock.still_for(self._trainer) > self._limit():
+            return f"no progress for {self._limit():g} s at {self._moment()}"
+        for rank, (beat, _) in sorted(self._seen.items()):
+            for group, (number, own) in self._waits.items():
+                theirs = beat.waits.get(group)
+                if theirs is not None and theirs[0] == number and theirs[1] != own:
+                    return f"rank {rank} wait in {theirs[1]} while it waits in {own} itself, at {self._moment()}"
+        return None
 
     def _limit(self) -> float:
         if self._untimed:

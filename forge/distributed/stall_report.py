@@ -91,7 +91,10 @@ def _missing(dumps: Mapping[int, Dump]) -> list[str]:
             )
         elif len({group["latest"] for group in inside.values()}) > 1:
             found = ", ".join(f"rank {rank} in {group['latest'] or 'none'}" for rank, group in inside.items())
-            lines.append(f"The ranks are in different collectives, number {furthest} of the group {name}: {found}.")
+            lines.append(
+                f"The ranks are in different collectives, number {furthest} of the group {name}: {found}. They took "
+                "different branches: look for what differs between them, as a layer that a rank skips at random."
+            )
     if any(each["settings"].get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL" for each in dumps.values()):
         lines.append(
             "With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks wait for each other before a collective counts: the late rank "

@@ -37,6 +37,8 @@ class Beat:
     "Whether this rank has finished its run in good order."
     sees: list[int] = field(default_factory=list)
     "Ranks whose processes are alive on this machine."
+    waits: dict[str, tuple[int, str]] = field(default_factory=dict)
+    "Number and name of the collective that it waits in, by group; empty while the run goes on."
 
 
 @dataclass(frozen=True, slots=True)

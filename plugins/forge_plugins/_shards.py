@@ -53,16 +53,24 @@ class Shards:
         self._sharded: set[int] = set()
         self.used: set[int] = set()
         "Ids of the parameters that had a gradient of this rank when it was averaged; cleared by the reader."
+        self.called: list[int] = []
+        "Added modules by number, in the order in which this rank has called them; cleared by the reader."
 
     def note_use(self) -> None:
         """Note which parameters have a gradient on this rank, from now on. Others count as zeros, where torch can: else
         torch would average the gradients of different parameters."""
-        for module, state in zip(self.modules, self._states, strict=True):
+        for number, (module, state) in enumerate(zip(self.modules, self._states, strict=True)):
             group = state._fsdp_param_group
             if group is not None:
+                group.pre_forward = functools.partial(self._called, number, group.pre_forward)
                 group.post_backward = functools.partial(self._noted, group, group.post_backward)
             if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.15
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def _called(self, number: int, pre_forward: Any, *given: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.called.append(number)
+        return pre_forward(*given)
 
     def _noted(self, group: Any, post_backward: Any, *unused: Any) -> None:
         if group.reduce_grads:

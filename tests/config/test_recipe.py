@@ -398,7 +398,7 @@ def test_a_task_and_data_in_code_replace_the_recipes_own():
 
 
 def test_data_that_are_no_splits_are_refused():
-    def batches() -> list[Any]:
+    def batches() -> list[int]:
         return []
 
     with pytest.raises(RecipeError, match=r"function '.*batches' returned a list.*Splits"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import forge
-from forge.distributed import stall_report
+from forge.distributed import heartbeat, stall_report
 from forge.distributed.heartbeat import Heartbeat, StallClock
 from forge.distributed.namespace import fresh_store
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive
@@ -55,6 +56,9 @@ def fail():
         os._exit(0)
     if HOW == "stall":
         time.sleep(600)
+    if HOW == "differ":
+        import torch
+        torch.distributed.barrier()
 
 class Troubled(TinyTask):
     def training_step(self, batch):
@@ -295,22 +299,22 @@ def heartbeat_of(store: TCPStore, rank: int) -> Heartbeat:
 
 
 def test_a_silent_rank_elsewhere_is_gone_unless_it_is_seen(store: TCPStore) -> None:
-    heartbeat = Heartbeat(store, 0, 3)
+    heart = Heartbeat(store, 0, 3)
 
     def beat(rank: int, number: int, sees: list[int]) -> None:
         channel = StoreChannel(store, rank)
-        channel._store = heartbeat._channel._store
+        channel._store = heart._channel._store
         channel.beat(Beat(rank, number, "far", "another machine", 1, 4, "somewhere", False, sees))
 
     beat(1, 1, [2])
     beat(2, 1, [1])
-    assert heartbeat._gone() is None
-    heartbeat._seen[1] = (heartbeat._seen[1][0], time.monotonic() - 100)
-    assert heartbeat._gone() is None  # rank 2 has just been heard, and sees its process
+    assert heart._gone() is None
+    heart._seen[1] = (heart._seen[1][0], time.monotonic() - 100)
+    assert heart._gone() is None  # rank 2 has just been heard, and sees its process
     beat(2, 2, [])
-    assert heartbeat._gone() == 1
+    assert heart._gone() == 1
     beat(1, 2, [2])
-    assert heartbeat._gone() is None
+    assert heart._gone() is None
 
 
 def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
@@ -351,18 +355,18 @@ def test_what_all_ranks_agreed_on_is_no_failure(store: TCPStore) -> None:
 
 def test_the_first_update_and_a_save_may_outlast_the_watchdog(store: TCPStore) -> None:
     trainer: Any = SimpleNamespace(progress=SimpleNamespace(update=5), step=None, evaluated=0, resumed_from=5)
-    heartbeat = Heartbeat(store, 0, 2, trainer, watchdog=3)
-    heartbeat._is_stalled()
-    assert heartbeat._limit() == 600
+    heart = Heartbeat(store, 0, 2, trainer, watchdog=3)
+    assert heart._stall() is None
+    assert heart._limit() == 600
     trainer.step = SimpleNamespace(micro=0)
-    heartbeat._is_stalled()
-    assert heartbeat._limit() == 600
+    assert heart._stall() is None
+    assert heart._limit() == 600
     trainer.progress.update = 6
-    heartbeat._is_stalled()
-    assert heartbeat._limit() == 3
-    with heartbeat.no_timeout():
-        assert heartbeat._limit() == 3600
-    assert heartbeat._limit() == 3
+    assert heart._stall() is None
+    assert heart._limit() == 3
+    with heart.no_timeout():
+        assert heart._limit() == 3600
+    assert heart._limit() == 3
 
 
 def test_a_clock_starts_again_with_every_micro_batch() -> None:
@@ -418,3 +422,33 @@ def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
 
     text = stall_report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
     assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text
+
+
+@pytest.mark.slow
+def test_different_collectives_end_even_the_first_update_soon(start: Start) -> None:
+    ranks = start("differ", at=0)
+    assert ranks.codes() == [1, 1]
+    assert re.search("wait in barrier while it waits in|while it waits in barrier itself", ranks.text), ranks.text
+    assert "The ranks are in different collectives, number " in ranks.text
+
+
+def test_only_different_collectives_of_one_number_are_a_stall(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = SimpleNamespace(progress=SimpleNamespace(update=0), step=None, evaluated=0, resumed_from=None)
+    heart, other, beats = Heartbeat(store, 0, 2, trainer, watchdog=60), StoreChannel(store, 1), itertools.count()
+    other._store = heart._channel._store
+
+    def told(own: Any, theirs: Any) -> str | None:
+        monkeypatch.setattr(heartbeat.flight_recorder, "waits", lambda entries: own)
+        other.beat(Beat(1, next(beats), HOST, "another machine", 1, 0, "somewhere", waits=theirs))
+        heart._look([1])
+        heart._beat()
+        return heart._stall()
+
+    one, two = {"0/0+2": (7, "all_reduce of 3")}, {"0/0+2": (7, "broadcast")}
+    assert told(one, two) is None  # the run went on a moment ago
+    heart._clock._since -= heartbeat.DIFFERENT + 1
+    assert told(one, two) == "rank 1 wait in broadcast while it waits in all_reduce of 3 itself, at update 0"
+    assert told(one, one) is None
+    assert told(one, {"0/0+2": (6, "broadcast")}) is None  # rank 1 is late, and may come
+    assert told(one, {"1/0+2": (7, "broadcast")}) is None
+    assert told({}, two) is None

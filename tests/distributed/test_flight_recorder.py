@@ -123,3 +123,37 @@ def test_gloo_is_recorded_with_its_numbers() -> None:
     for last, groups in ranks(2)(reduced):
         assert last == "all_reduce of 4, number 3 of default"
         assert "all_reduce of 4, number 3 of default: done" in groups
+
+
+def one_waits() -> dict[str, tuple[int, str]]:
+    flight_recorder.switch_on()
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(2, 3), async_op=True)
+        found = flight_recorder.waits(flight_recorder.entries())
+        store.set("looked", "1")
+        work.wait()
+        return found
+    found = flight_recorder.waits(flight_recorder.entries())
+    store.get("looked")
+    dist.all_reduce(torch.ones(2, 3))
+    return found
+
+
+def test_a_rank_knows_what_it_waits_in() -> None:
+    (waits,), none = ranks(2)(one_waits)[0].items(), ranks(2)(one_waits)[1]
+    assert waits == ("0/0+2", (1, "all_reduce of 2x3"))
+    assert none == {}
+
+
+def test_sizes_are_compared_where_they_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "_members", lambda: {"7": "0+2", "8": "0+2", "9": "2+2"})
+    names = ("gloo:all_reduce", "nccl:all_to_all", "nccl:_all_gather_base")
+    recorded = [entry(name, 3, False, process_group=[str(at), ""]) for at, name in enumerate(names, 7)]
+    recorded += [entry("gloo:all_reduce", 4, False), entry("nccl:send 0->1", 1, False, is_p2p=True, p2p_seq_id=1)]
+    assert flight_recorder.waits(recorded) == {
+        "7/0+2": (3, "all_reduce of 3x4, one number"),
+        "8/0+2": (3, "all_to_all"),
+        "9/2+2": (3, "_all_gather_base of 3x4, one number"),
+    }

@@ -123,6 +123,30 @@ def test_gradients_of_some_ranks_are_refused(count: int, strategy: str, cure: st
     assert all(errors)
 
 
+class Skipping(Choosing):
+    """Every rank leaves out another block."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, choice, y = batch
+        for number, block in enumerate(self.blocks):
+            if number != int(os.environ["RANK"]):
+                x = block(x, choice)
+        return F.cross_entropy(self.head(x), y)
+
+
+def skip(options: dict[str, Any]) -> None:
+    data = [(torch.ones(4, WIDTH, dtype=torch.float64), torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 2, 0]))]
+    trainer = forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP(**options)])
+    trainer.fit(Skipping(), data)
+
+
+@pytest.mark.parametrize("options", [{}, *([{"find_unused": True}] if COUNTS_UNUSED else [])])
+def test_ranks_that_call_different_blocks_are_refused(options: dict[str, Any]) -> None:
+    for error in ranks(2).errors(skip, options):
+        assert "fsdp: call 2 of a block is blocks.1 on rank 0 and blocks.0 on rank 1." in error
+        assert "ddp.find_unused=true" in error
+
+
 def test_ranks_are_asked_once_for_what_is_trained() -> None:
     one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     named, asked = [("one", one), ("other", other)], []

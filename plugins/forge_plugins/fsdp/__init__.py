@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import pick_device
-from forge.errors import RecipeError
+from forge.errors import RecipeError, TaskError
 from forge.rng import RNGState, seed_all
 from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
@@ -64,7 +65,8 @@ class FSDP(forge.Plugin):
     After an error on several ranks the shards remain too.
 
     A parameter must have a gradient on all ranks or on none: else the update is refused. For experts that no sample may
-    choose, `find_unused` asks all ranks in every update, and the weights are those of one process.
+    choose, `find_unused` asks all ranks in every update, and the weights are those of one process. All ranks call the
+    same blocks in the same order: a layer that a rank skips at random is refused.
 
     Together with: `amp` in bf16 computes losses in float32, but keeps what it casts from forward to backward. A loss
     scaler, and so fp16, is refused. For `compile`, name the same blocks, because a graph of the whole step breaks at
@@ -249,13 +251,21 @@ class FSDP(forge.Plugin):
         assert shards is not None
         if env.data_world == 1:
             return
-        named, used = list(step.trainer.task.named_parameters()), set(shards.used)
+        task, used, called = step.trainer.task, set(shards.used), [*shards.called]
+        named = list(task.named_parameters())
         shards.used.clear()
+        shards.called.clear()
+
+        def gather(own: list[bool]) -> list[list[bool]]:
+            masks, calls = zip(*env.gather((own, called)), strict=True)
+            refuse_other_calls(task, shards.modules, calls)
+            return list(masks)
+
         if self.config.find_unused:
-            masks = env.gather([id(parameter) in used for _, parameter in named])
+            masks = gather([id(parameter) in used for _, parameter in named])
             used = {id(parameter) for (_, parameter), *each in zip(named, *masks, strict=True) if any(each)}
         else:
-            self._use.check(named, used, env.gather)
+            self._use.check(named, used, gather)
         for _, parameter in named:
             if parameter.requires_grad and id(parameter) not in used:
                 parameter.grad = None  # as in one process, where torch gave zeros
@@ -274,6 +284,7 @@ class FSDP(forge.Plugin):
             return (yield)
         finally:
             self._shards.reshard()
+            self._shards.called.clear()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -293,6 +304,23 @@ class FSDP(forge.Plugin):
                 shards.remove(gather=env.world == 1 or (error is None and self.config.gather))
         finally:
             env.close(error is not None)
+
+
+def refuse_other_calls(task: nn.Module, modules: Sequence[nn.Module], calls: Sequence[list[int]]) -> None:
+    """Refuse a step in which ranks called different units: torch gathered parts of different parameters as one."""
+    for rank, other in enumerate(calls):
+        place = next((at for at, (a, b) in enumerate(zip_longest(calls[0], other)) if a != b), None)
+        if place is not None:
+            names = {id(module): name or type(task).__name__ for name, module in task.named_modules()}
+            first, second = (
+                names.get(id(modules[each[place]]), "another module") if place < len(each) else "none"
+                for each in (calls[0], other)
+            )
+            raise TaskError(
+                f"fsdp: call {place + 1} of a block is {first} on rank 0 and {second} on rank {rank}. All ranks gather "
+                "a block together, so they must call the same blocks in the same order. Make the choice alike on all "
+                "ranks, or call every block and multiply by 0 what is dropped, or use ddp with ddp.find_unused=true."
+            )
 
 
 class ShardedEnv(DistributedEnv):
