@@ -306,7 +306,7 @@ class FSDP(forge.Plugin):
             env.close(error is not None)
 
 
-def refuse_other_calls(task: nn.Module, modules: Sequence[nn.Module], calls: Sequence[list[int]]) -> None:
+def refuse_other_calls(task: nn.Module, modules: Sequence[Any], calls: Sequence[list[int]]) -> None:
     """Refuse a step in which ranks called different units: torch gathered parts of different parameters as one."""
     for rank, other in enumerate(calls):
         place = next((at for at, (a, b) in enumerate(zip_longest(calls[0], other)) if a != b), None)
