@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import Env
-from forge.errors import RecipeError, StackError
+from forge.errors import RecipeError, StackError, TaskError
 from forge_plugins._batch_statistics import warn_of_divided_batches
+from forge_plugins._patterns import listed
 
 logger = logging.getLogger("forge")
 
@@ -116,6 +118,23 @@ class Replicated(forge.Plugin):
             if model.require_backward_grad_sync is not sync:
                 model.require_backward_grad_sync = sync
         return (yield)
+
+    @forge.hookimpl
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        """Refuse gradients that torch has not averaged, before they reach the weights; torch tells in the next step."""
+        if self._model is None or step.trainer.env.world == 1:
+            return
+        try:
+            self._model._check_reducer_finalized()
+        except RuntimeError as error:
+            trained = [name for name, p in step.trainer.task.named_parameters() if p.requires_grad]
+            numbers = re.findall(r"\d+", str(error).rpartition("did not receive grad for rank")[2].partition("\n")[0])
+            missing = [trained[int(number)] for number in numbers[1:] if int(number) < len(trained)]
+            raise TaskError(
+                f"{self.name}: {listed(missing) if missing else 'some parameters'} got no gradient on rank "
+                f"{step.trainer.env.rank}, so torch averaged none. Set {self.name}.find_unused=true, or freeze them "
+                "(-p freeze)."
+            ) from error
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:

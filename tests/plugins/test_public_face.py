@@ -31,11 +31,19 @@ OF_MODULES |= {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_for
 OF_TENSORS = {"_cdata", "_version"}
 OF_OPERATORS = {"_overloadpacket", "_schema", "_sequence_nr"}
 OF_OPTIMIZERS = {"_found_inf_per_device", "_per_optimizer_states", "_step_supports_amp_scaling"}
-OF_OTHERS = {"_fields", "_get_file_writer", "_get_init_p2p_neighbors_ops", "_module_state_mapping", "_quorum_future"}
+OF_OTHERS = {
+    "_check_reducer_finalized",
+    "_fields",
+    "_get_file_writer",
+    "_get_init_p2p_neighbors_ops",
+    "_module_state_mapping",
+    "_quorum_future",
+}
+OF_DDP = {"_check_reducer_finalized"}
 OF_SCHEDULES = {"_schedulers"}
 OF_FSDP = {"_fsdp_param_group", "_get_fsdp_state", "_lazy_init", "_wait_for_post_backward"}
 OF_FSDP |= {"_post_forward_hook_handle", "_pre_forward_hook_handle"}
-ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_SCHEDULES | OF_OTHERS | OF_FSDP
+ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_SCHEDULES | OF_OTHERS | OF_FSDP | OF_DDP
 """Underscore names of torch's objects, and `_fields` of a namedtuple: not forge's to publish."""
 
 RUNS = {"trainer", "step.trainer", "self.trainer", "self._trainer", "run", "self.run", "self._run"}

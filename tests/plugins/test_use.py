@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError, TaskError
-from forge_plugins import DDP, FSDP, Accumulate, Pipeline
+from forge_plugins import DDP, FSDP, Accumulate, Pipeline, Zero
 from forge_plugins._use import AgreedUse
 from forge_plugins.fsdp import COUNTS_UNUSED
 from tests.support.lasting_ranks import ranks
@@ -145,6 +145,19 @@ def test_ranks_that_call_different_blocks_are_refused(options: dict[str, Any]) -
     for error in ranks(2).errors(skip, options):
         assert "fsdp: call 2 of a block is blocks.1 on rank 0 and blocks.0 on rank 1." in error
         assert "ddp.find_unused=true" in error
+
+
+def fit_once(strategy: str) -> None:
+    plugin = {"ddp": DDP, "zero": Zero}[strategy]
+    data = [(torch.ones(4, WIDTH, dtype=torch.float64), torch.zeros(4, dtype=torch.long), torch.tensor([0, 1, 2, 0]))]
+    forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[plugin()]).fit(Choosing(), data)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_what_was_not_averaged_never_reaches_the_weights(strategy: str) -> None:
+    for error in ranks(2).errors(fit_once, strategy):
+        assert f"TaskError: {strategy}: blocks.0.experts.1.weight, " in error
+        assert f"Set {strategy}.find_unused=true, or freeze them (-p freeze)." in error
 
 
 def test_ranks_are_asked_once_for_what_is_trained() -> None:

@@ -152,7 +152,8 @@ class Zero(Replicated):
             self._summing.add(parameter)
 
     @forge.hookimpl
-    def forge_finalize_grads(self) -> None:
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        super().forge_finalize_grads(step)
         if self._summing is not None:
             self._summing.finish()
 
