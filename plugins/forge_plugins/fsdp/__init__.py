@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
@@ -19,6 +20,7 @@ from forge.errors import RecipeError
 from forge.rng import RNGState, seed_all
 from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
+from forge_plugins._sharded import sum_gradients
 from forge_plugins._shards import Shards, refuse_unshardable
 from forge_plugins._use import AgreedUse
 from forge_plugins.fsdp.blocks import blocks_of
@@ -249,7 +251,9 @@ class FSDP(forge.Plugin):
         assert shards is not None
         if env.data_world == 1:
             return
-        named, used = list(step.trainer.task.named_parameters()), set(shards.used)
+        named = list(step.trainer.task.named_parameters())
+        scalars = [parameter for _, parameter in named if not parameter.ndim]
+        used = {*shards.used, *(id(scalar) for scalar in scalars if scalar.grad is not None)}
         shards.used.clear()
         if self.config.find_unused:
             masks = env.gather([id(parameter) in used for _, parameter in named])
@@ -259,6 +263,9 @@ class FSDP(forge.Plugin):
         for _, parameter in named:
             if parameter.requires_grad and id(parameter) not in used:
                 parameter.grad = None  # as in one process, where torch gave zeros
+        for axis in env.data_axes:
+            group = env.data_mesh[axis].get_group()
+            sum_gradients([s for s in scalars if id(s) in used], group, 1 / dist.get_world_size(group))
 
     def _after_forward(self, *_: Any) -> None:
         """Reshard after a forward without a backward: nothing else frees the gathered parameters."""
