@@ -72,11 +72,10 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | Non
 def _own_norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
     groups = sorted(_by_mesh(tensors).items(), key=lambda each: each[0] is None)
     norms = [_norm_on(mesh, group, norm_type) for mesh, group in groups]
-    if not norms:
-        return torch.zeros(())
-    # shards may be on the host, where other devices' numbers are not taken
-    together = [norm.to(norms[0].device) for norm in norms]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(together), norm_type)
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros(())
+    # on the device of the shards, perhaps the host: what is there can be multiplied by no other device's number
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 
 def _norm_on(mesh: Any, tensors: list[Any], norm_type: float) -> Tensor:

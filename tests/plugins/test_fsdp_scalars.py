@@ -131,6 +131,32 @@ def test_a_scalar_trains_as_in_one_process(count: int, name: str) -> None:
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
 
 
+def messages(window: int) -> list[int]:
+    """How many sums over ranks have the gradients of all scalars, in each update."""
+    send, counts = dist.all_reduce, [0]
+    used = 4  # of three blocks, and the temperature
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        counts[-1] += tensor.numel() == used and tensor.dtype is torch.float64
+        return send(tensor, *args, **options)
+
+    @forge.on("step_end")
+    def next_one(step: forge.Step) -> None:
+        counts.append(0)
+
+    dist.all_reduce = counted
+    try:
+        train(deep(Tempered), [Accumulate(window), next_one], wide(sizes=(8,) * 6), validate_every=None, max_epochs=1)
+    finally:
+        dist.all_reduce = send
+    return counts[:-1]
+
+
+def test_all_scalars_are_averaged_in_one_message_per_update() -> None:
+    assert ranks(2)(messages, 1) == [[1] * 6] * 2
+    assert ranks(2)(messages, 3) == [[1] * 2] * 2
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Against FSDP2 written by hand
 

@@ -61,9 +61,10 @@ class FSDP(forge.Plugin):
     with neither is refused.
 
     The task may call its modules only in its steps, where all ranks do. From `configure_optimizers` on, a parameter is
-    a DTensor of the full shape. After a fit the task has plain parameters again, with all weights, on every rank;
-    `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in RUN/weights.safetensors.
-    After an error on several ranks the shards remain too.
+    a DTensor of the full shape. One without a dimension, as CLIP's `logit_scale`, stays whole on every rank; its
+    gradient is averaged once per update. After a fit the task has plain parameters again, with all weights, on every
+    rank; `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in
+    RUN/weights.safetensors. After an error on several ranks the shards remain too.
 
     A parameter must have a gradient on all ranks or on none: else the update is refused. For experts that no sample may
     choose, `find_unused` asks all ranks in every update, and the weights are those of one process.
