@@ -18,6 +18,7 @@ import forge
 from forge.testing import tiny_batches
 from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Guard, Pipeline, Remat, Schedule, TensorParallel
 from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
+from forge_plugins.fsdp.blocks import blocks_of
 from tests.support.fsdp_kit import Block, Deep, close, deep, peep, train, wide
 from tests.support.lasting_ranks import ranks
 
@@ -69,6 +70,15 @@ class Tempered(Deep):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, **self.options)
 
 
+class Shared(Tempered):
+    """One for all blocks, and for what comes after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.scale = self.temperature
+
+
 class Fused(Tempered):
     options = {"fused": True}
 
@@ -98,6 +108,7 @@ STACKS: dict[str, Any] = {
     "values": lambda: (deep(Tempered), [Clip(max_norm=None, max_value=1e-3)]),
     "frozen": lambda: (deep(Tempered), [Freeze(["*.scale"], thaw="1 epoch"), Accumulate(2)]),
     "two optimizers": lambda: (deep(Turns), [Clip(0.05), Accumulate(2)]),
+    "shared": lambda: (deep(Shared), [Accumulate(2), Clip(0.05), EMA(0.9)]),
     "asking": lambda: (deep(Tempered), [FSDP(find_unused=COUNTS_UNUSED)]),
     "hybrid": lambda: (deep(Tempered), [FSDP(replicate=2), Accumulate(2), Clip(0.05), EMA(0.9)]),
 }
@@ -146,7 +157,8 @@ def messages(window: int) -> list[int]:
 
     dist.all_reduce = counted
     try:
-        train(deep(Tempered), [Accumulate(window), next_one], wide(sizes=(8,) * 6), validate_every=None, max_epochs=1)
+        options: dict[str, Any] = {"validate_every": None, "max_epochs": 1, "log_every": 1000}
+        train(deep(Tempered), [Accumulate(window), next_one], wide(sizes=(8,) * 6), **options)
     finally:
         dist.all_reduce = send
     return counts[:-1]
@@ -253,6 +265,10 @@ def test_a_scalar_from_the_meta_device_is_drawn() -> None:
         assert all(torch.equal(rank[name], value) for name, value in full.state_dict().items())
 
 
+def test_a_scalar_that_blocks_share_leaves_them_units() -> None:
+    assert list(blocks_of(deep(Shared), [], 0)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
 def left_over(folder: str, options: dict[str, Any]) -> set[str]:
     """The parameters that a task has after a fit as before it."""
     task = deep(Tempered)
@@ -320,10 +336,10 @@ def beside(kind: str) -> dict[str, Any]:
         "divided": lambda: [FSDP(), TensorParallel(2, plan={"stem": "gather", "temperature": "replicate"})],
         "sharded stages": lambda: [Pipeline(2, stages=2, shard=True)],
     }
-    task = deep(Tempered)
     several = plugins[kind]() if "RANK" in os.environ else []
     options: dict[str, Any] = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2}
     stack = [Accumulate(2), Clip(0.05), EMA(0.9), *several]
+    task = deep(Tempered)
     result = forge.Trainer(plugins=stack, **options).fit(task, wide(sizes=(8,) * 4), wide(1))
     weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
     return {"weights": weights, "metrics": result.metrics, "updates": result.updates}

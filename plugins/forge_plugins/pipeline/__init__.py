@@ -223,7 +223,7 @@ class Pipeline(forge.Plugin):
         self._shards = Shards(build.task)
         for block in self._blocks:
             own = list(block.parameters())
-            if own and not own[0].is_meta and not is_tied(block, build.task):
+            if own and not any(p.is_meta for p in own) and not is_tied(block, build.task):
                 self._shards.add(block, options)
         self._shards.add(build.model, {**options, "ignored_params": elsewhere})
         self._shards.remove_forward_hooks()
