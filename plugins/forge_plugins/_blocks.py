@@ -30,9 +30,10 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def is_tied(block: nn.Module, task: nn.Module) -> bool:
-    """Whether modules outside of a block have a parameter of it."""
+    """Whether modules outside of a block have a parameter of it; those without a dimension are not sharded, so that
+    they do not count."""
     everything = list(task.named_modules(remove_duplicate=False))
     inside = tuple(f"{name}." for name, module in everything if module is block)
     outside = [module for name, module in everything if not f"{name}.".startswith(inside)]
-    own = {id(parameter) for parameter in block.parameters()}
+    own = {id(parameter) for parameter in block.parameters() if parameter.ndim}
     return any(id(parameter) in own for module in outside for parameter in module._parameters.values())

@@ -15,7 +15,7 @@ from forge.checkpoint import sharding
 from forge.checkpoint.sharding import is_distributed
 from forge.env import Env
 
-__all__ = ["clip_norm_", "is_distributed", "local", "total_norm", "whole"]
+__all__ = ["clip_norm_", "is_distributed", "local", "sum_gradients", "total_norm", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,6 +31,22 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_distributed(tensor):
         return tensor
     return sharding.whole(tensor).to(local(tensor).device)
+
+
+def sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:
+    """Sum gradients over the ranks of a group; a missing one counts as zero. One message per dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        gradients = [local(parameter.grad) for parameter in alike if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat.mul_(scale)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view(gradient.shape))
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | None = None) -> Tensor:
@@ -54,10 +70,12 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | Non
 
 
 def _own_norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
-    norms = [_norm_on(mesh, group, norm_type) for mesh, group in _by_mesh(tensors).items()]
-    if not norms:
-        return torch.zeros(())
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    groups = sorted(_by_mesh(tensors).items(), key=lambda each: each[0] is None)
+    norms = [_norm_on(mesh, group, norm_type) for mesh, group in groups]
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros(())
+    # on the device of the shards, perhaps the host: what is there can be multiplied by no other device's number
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 
 def _norm_on(mesh: Any, tensors: list[Any], norm_type: float) -> Tensor:
@@ -75,7 +93,8 @@ def _norm_on(mesh: Any, tensors: list[Any], norm_type: float) -> Tensor:
 def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, env: Env | None = None) -> Tensor:
     """`clip_grad_norm_` for parameters on several meshes or ranks too; returns the norm over all ranks."""
     is_divided = env is not None and env.parts is not None
-    if not is_divided and (not parameters or not is_distributed(parameters[0])):
+    first = next((parameter for parameter in parameters if parameter.ndim), None)  # others are never sharded
+    if not is_divided and not is_distributed(first):
         return clip_grad_norm_(parameters, max_norm, norm_type)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     norm = total_norm([p.grad for p in trained if p.grad is not None], norm_type, env)

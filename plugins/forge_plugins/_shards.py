@@ -86,15 +86,18 @@ class Shards:
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]
 
     def add(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`. Inner
-        modules whose parameters have another type are separate units: torch gathers those of one type together."""
-        ignored = {id(parameter) for parameter in options.get("ignored_params", ())}
+        """Shard the parameters of a module that are not in a module added before, nor in `ignored_params`. Those
+        without a dimension stay whole; their gradients are averaged by the caller. Inner modules whose parameters have
+        another type are separate units: torch gathers those of one type together."""
+        scalars = {parameter for parameter in module.parameters() if not parameter.ndim}
+        left = scalars | set(options.get("ignored_params", ()))
+        ignored = {id(parameter) for parameter in left}
         for inner in _of_other_types(module, self._task, self._sharded | ignored):
             self.add(inner, options)
         skipped = self._sharded | ignored
         own = [entry for key, entry in places_of(module).items() if key not in skipped]
         self._classes.append((module, type(module)))
-        fully_shard(module, **options)
+        fully_shard(module, **{**options, "ignored_params": left or None})
         self._sharded |= {id(parameter) for parameter in module.parameters()}
         for parameter, places in own:
             if is_distributed(parameter):  # tensor parallel: it cannot be restored
@@ -155,11 +158,11 @@ class Shards:
 def refuse_unshardable(task: nn.Module, who: str) -> None:
     """Refuse parameters that torch cannot shard, by name; `who` divides them."""
     named = list(task.named_parameters())
-    scalars = [name for name, parameter in named if not parameter.ndim]
+    scalars = [name for name, parameter in named if not parameter.ndim and is_distributed(parameter)]
     if scalars:
         raise TaskError(
-            f"{who} divides parameters along their first dimension, and {listed(scalars)} of {type(task).__name__} has "
-            "none. Give it the shape (1,)."
+            f"{who}: {listed(scalars)} of {type(task).__name__} has no dimension, and is in a layer that is divided. "
+            "Leave that layer out of tensor_parallel.plan: every rank then computes it whole."
         )
     odd = [name for name, parameter in named if not parameter.is_contiguous()]
     if odd:

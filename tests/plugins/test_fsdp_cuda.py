@@ -53,6 +53,17 @@ class Deep(forge.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
+class Tempered(Deep):
+    """A parameter without a dimension, before all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.temperature * super().forward(x)
+
+
 class NaNLoss(Deep):
     """The loss of update 3 is NaN."""
 
@@ -92,13 +103,14 @@ def levers() -> list[Any]:
     return [AMP("bf16"), Accumulate(3), Clip(0.5), EMA(0.9), Remat(), Schedule("linear"), Guard()]
 
 
+@pytest.mark.parametrize("kind", [Deep, Tempered])
 @pytest.mark.parametrize(
     "options", [{}, {"reshard": False}, {"offload": True}], ids=["sharded", "kept until backward", "on the host"]
 )
-def test_one_rank_over_nccl_trains_what_plain_training_does(options: dict[str, Any]) -> None:
+def test_one_rank_over_nccl_trains_what_plain_training_does(options: dict[str, Any], kind: type[Deep]) -> None:
     # the host's AdamW rounds differently, and in bf16 a last bit is a large one: offloading is compared in float32
     plain, sharded = (
-        train([*(levers()[1:] if options.get("offload") else levers()), *strategy])
+        train([*(levers()[1:] if options.get("offload") else levers()), *strategy], kind)
         for strategy in ([], [FSDP(**options)])
     )
     assert dist.get_backend() != "gloo"

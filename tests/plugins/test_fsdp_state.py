@@ -267,12 +267,10 @@ def test_blocks_are_found_or_named_and_small_ones_stay() -> None:
 
 
 def test_what_torch_cannot_divide_is_refused_by_name() -> None:
-    scalar, slanted = deep(), deep()
-    scalar.temperature = nn.Parameter(torch.ones(()))
+    slanted = deep()
     slanted.stem.weight = nn.Parameter(torch.ones(6, 8, dtype=torch.float64).T)
-    for task, said in ((scalar, "temperature"), (slanted, "stem.weight")):
-        with pytest.raises(TaskError, match=said):
-            forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(task, wide())
+    with pytest.raises(TaskError, match=r"stem\.weight"):
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(slanted, wide())
 
 
 class Mixed(Deep):

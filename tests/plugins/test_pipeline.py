@@ -419,14 +419,6 @@ class Curved(Deeper):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Scaled(Deeper):
-    """A parameter without a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -435,11 +427,10 @@ class Scaled(Deeper):
         (Tied, "is shared by blocks of two stages"),
         (Curved, "LBFGS needs all parameters on one rank"),
         (Conditioned, "zbv: torch cannot divide the backward pass of stage"),
-        (Scaled, "pipeline.shard divides parameters along their first dimension, and factor of Scaled has none"),
     ],
 )
 def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: str) -> None:
-    options: dict[str, Any] = {"schedule": "zbv"} if kind is Conditioned else {"shard": kind is Scaled}
+    options: dict[str, Any] = {"schedule": "zbv"} if kind is Conditioned else {}
     for error in ranks(2).errors(broken, kind, options):
         assert said in error
 

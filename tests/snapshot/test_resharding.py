@@ -42,8 +42,8 @@ class Attending(nn.Linear):
 
 
 class Wide(TinyTask):
-    """A classifier of tokens: layers to shard, uneven ones too; AdamW, whose state must come along. Nothing depends on
-    the rank."""
+    """A classifier of tokens: layers to shard, uneven ones too, and a temperature, which has no dimension; AdamW, whose
+    state must come along. Nothing depends on the rank."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(0, dropout)
@@ -53,11 +53,12 @@ class Wide(TinyTask):
             self.net = nn.Sequential(
                 Attending(7), nn.LayerNorm(7), nn.ReLU(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Linear(5, 3)
             )
+        self.temperature = nn.Parameter(torch.ones(()))
         self.double()
         self.seen: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.tokens(x)).transpose(1, 2)
+        return self.temperature * self.net(self.tokens(x)).transpose(1, 2)
 
     def training_step(self, batch: Any) -> Any:
         x, y, number = batch

@@ -83,6 +83,12 @@ def waves(size: int, seed: int) -> Batch:
     return {"input": real(seed, size, 40), "labels": drawn(seed, size, 9)}
 
 
+def described(size: int, seed: int) -> Batch:
+    """Pictures with texts, and how well each pair fits."""
+    tokens = drawn(seed, size, LENGTH)
+    return {"input_ids": tokens, "pixel_values": real(seed, size, 3, 8, 8), "labels": real(seed + 9, size)}
+
+
 def vectors(size: int, seed: int) -> Batch:
     return {"input": real(seed, size, LENGTH, WIDTH), "labels": drawn(seed, size, LENGTH)}
 
@@ -137,6 +143,14 @@ class Placed(Around):
     def training_step(self, batch: Batch) -> Any:
         ids = batch["input_ids"]
         return self.loss(self.model(input_ids=ids, position_ids=forge.positions(ids)[None]).logits, batch)
+
+
+class Paired(Around):
+    """How well pictures fit their texts, a mean over samples: CLIP's own loss depends on the whole batch."""
+
+    def training_step(self, batch: Batch) -> Any:
+        found = self.model(input_ids=batch["input_ids"], pixel_values=batch["pixel_values"])
+        return F.mse_loss(found.logits_per_text.diagonal(), batch["labels"])
 
 
 class Tagged(Around):
@@ -266,6 +280,14 @@ def vit() -> nn.Module:
     return of_transformers("ViTForImageClassification", "ViT", **SHAPE, **WITHOUT, **sizes)
 
 
+def clip() -> nn.Module:
+    """A parameter without a dimension, and two lists of blocks."""
+    text = {**SHAPE, **SPOKEN, "max_position_embeddings": LENGTH}
+    vision = {**SHAPE, "image_size": 8, "patch_size": 4}
+    more = {"projection_dim": 8, "logit_scale_init_value": 0.0}
+    return of_transformers("CLIPModel", "CLIP", text_config=text, vision_config=vision, **more)
+
+
 def swin() -> nn.Module:
     """Blocks that return tuples with sizes in them; the width grows."""
     sizes = {"image_size": 8, "patch_size": 1, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
@@ -339,6 +361,7 @@ CASES: dict[str, Case] = {
     "whisper": Case(Encoded, whisper, sounds, FC),
     "wav2vec2": Case(Encoded, wav2vec2, waves),
     "vit": Case(Around, vit, pictures, {**QKV, **FC}),
+    "clip": Case(Paired, clip, described, {"*.[qkv]_proj": "column", "*.out_proj": "row", **FC}),
     "swin": Case(Around, swin, pictures),
     "torchvision vit": Case(Tagged, torchvision_vit, pictures, {"*.mlp.0": "column", "*.mlp.3": "row"}),
     "resnet": Case(Tagged, resnet, large_pictures),

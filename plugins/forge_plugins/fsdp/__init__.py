@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
@@ -20,6 +21,7 @@ from forge.errors import RecipeError, TaskError
 from forge.rng import RNGState, seed_all
 from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
+from forge_plugins._sharded import sum_gradients
 from forge_plugins._shards import Shards, refuse_unshardable
 from forge_plugins._use import AgreedUse
 from forge_plugins.fsdp.blocks import blocks_of
@@ -60,9 +62,10 @@ class FSDP(forge.Plugin):
     with neither is refused.
 
     The task may call its modules only in its steps, where all ranks do. From `configure_optimizers` on, a parameter is
-    a DTensor of the full shape. After a fit the task has plain parameters again, with all weights, on every rank;
-    `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in RUN/weights.safetensors.
-    After an error on several ranks the shards remain too.
+    a DTensor of the full shape. One without a dimension, as CLIP's `logit_scale`, stays whole on every rank; its
+    gradient is averaged once per update. After a fit the task has plain parameters again, with all weights, on every
+    rank; `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in
+    RUN/weights.safetensors. After an error on several ranks the shards remain too.
 
     A parameter must have a gradient on all ranks or on none: else the update is refused. For experts that no sample may
     choose, `find_unused` asks all ranks in every update, and the weights are those of one process. All ranks call the
@@ -251,8 +254,10 @@ class FSDP(forge.Plugin):
         assert shards is not None
         if env.data_world == 1:
             return
-        task, used, called = step.trainer.task, set(shards.used), [*shards.called]
+        task, called = step.trainer.task, [*shards.called]
         named = list(task.named_parameters())
+        scalars = [parameter for _, parameter in named if not parameter.ndim]
+        used = {*shards.used, *(id(scalar) for scalar in scalars if scalar.grad is not None)}
         shards.used.clear()
         shards.called.clear()
 
@@ -269,6 +274,9 @@ class FSDP(forge.Plugin):
         for _, parameter in named:
             if parameter.requires_grad and id(parameter) not in used:
                 parameter.grad = None  # as in one process, where torch gave zeros
+        for axis in env.data_axes:
+            group = env.data_mesh[axis].get_group()
+            sum_gradients([s for s in scalars if id(s) in used], group, 1 / dist.get_world_size(group))
 
     def _after_forward(self, *_: Any) -> None:
         """Reshard after a forward without a backward: nothing else frees the gathered parameters."""

@@ -24,13 +24,14 @@ from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
+from forge_plugins._sharded import sum_gradients
 from forge_plugins._shards import Place, Shards, places_of, refuse_unshardable
 from forge_plugins._use import AgreedUse
 from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
 from forge_plugins.pipeline.running import BlockCalls, StageEnded
 from forge_plugins.pipeline.split_backward import SPLITTING, can_split
-from forge_plugins.pipeline.staging import Stage, StagedEnv, StagedModel, StagePart, sum_gradients
+from forge_plugins.pipeline.staging import Stage, StagedEnv, StagedModel, StagePart
 
 logger = logging.getLogger("forge")
 
@@ -222,7 +223,7 @@ class Pipeline(forge.Plugin):
         self._shards = Shards(build.task)
         for block in self._blocks:
             own = list(block.parameters())
-            if own and not own[0].is_meta and not is_tied(block, build.task):
+            if own and not any(p.is_meta for p in own) and not is_tied(block, build.task):
                 self._shards.add(block, options)
         self._shards.add(build.model, {**options, "ignored_params": elsewhere})
         self._shards.remove_forward_hooks()
@@ -490,8 +491,9 @@ class Pipeline(forge.Plugin):
             self._is_whole = False
         sum_gradients(self._shared_used(step, env), env.pipe_group)
         self._add_means(step)
-        if env.data_world > 1 and self._shards is None:
-            trained = [p for p in step.parameters() if p.grad is not None]
+        if env.data_world > 1:
+            averaged = self._shards is not None
+            trained = [p for p in step.parameters() if p.grad is not None and not (averaged and p.ndim)]
             sum_gradients(trained, env.data_group, 1 / env.data_world)
 
     def _check_use(self, step: forge.Step, env: StagedEnv) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import forge
 from forge.distributed import DistributedEnv
-from forge_plugins._sharded import local
 
 
 class Stage(PipelineStage):
@@ -86,19 +84,3 @@ class StagedEnv(DistributedEnv):
             for buffer in module.buffers():
                 if not buffer.is_meta:
                     dist.broadcast(buffer, group=self.data_group, group_src=0)
-
-
-def sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:
-    """Sum gradients over the ranks of a group; a missing one counts as zero. One message per dtype."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
-    for alike in by_dtype.values():
-        gradients = [local(parameter.grad) for parameter in alike if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        flat.mul_(scale)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view(gradient.shape))
