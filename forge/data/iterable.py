@@ -8,7 +8,7 @@ Every pass but the first begins by loading a state, after another pass, a cancel
 run cannot differ from an uninterrupted one.
 
 The state of a stream of Hugging Face's `datasets` with a shuffle buffer leaves out what is in the buffer. Such a stream
-is read again from the beginning of the epoch, and the last sample that was used is compared with what it was.
+is read again from the beginning of the epoch, and the last batch that was used is compared with what it was.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,10 @@ logger = logging.getLogger("forge")
 
 _BEGIN = 0xBE61
 """Makes the seed at the beginning of a stream differ from its samples' seeds."""
+
+
+class OtherSamples(DataError):
+    """A stream that was read again gave other samples."""
 
 
 class Turn(NamedTuple):
@@ -98,6 +103,8 @@ class Streams(Dataset[Any]):
                 self._begin(turn)
             samples = self._next_samples()
             batch = self._collated(samples) if samples else None
+        except OtherSamples as error:
+            return failed(str(error), error)
         except Exception as error:
             return failed(
                 f"{type(self.dataset).__name__} raised {what(error)} after {self._count} samples of its stream "
@@ -131,13 +138,13 @@ class Streams(Dataset[Any]):
 
     def _reread(self, state: Mapping[str, Any]) -> None:
         """Read the samples that were used before; refuse another order."""
-        self._count, sample = 0, None
+        self._count, last = 0, deque[Any](maxlen=self.batch_size or 1)
         while self._count < state["samples"] and self._fill(1):
-            sample = self._ahead.pop()
-        if digest(sample) != state["last"]:
-            raise DataError(
-                f"Its sample {self._count} in this epoch is not the one that the run was trained on. Is the stream "
-                "shuffled with a fixed seed, as in shuffle(seed=0), and are the files those that the run began with?"
+            last.append(self._ahead.pop())
+        if digest(list(last)) != state["last"]:
+            raise OtherSamples(
+                f"{type(self.dataset).__name__} gives other samples than those that the run was trained on in this epoch. "
+                "Shuffle it with a fixed seed, as in shuffle(seed=0), and read the files that the run began with."
             )
 
     def _open(self) -> None:
@@ -168,7 +175,7 @@ class Streams(Dataset[Any]):
         enough = self._fill(size) == size or not self.drop_last
         samples, self._ahead = self._ahead if enough else [], []
         if samples and self.rereads:
-            self._last = digest(samples[-1])
+            self._last = digest(samples)
         return samples
 
     def _collated(self, samples: list[Any]) -> Any:
@@ -181,10 +188,10 @@ class Streams(Dataset[Any]):
         return {**state, "last": self._last} if self.rereads else state
 
 
-def digest(sample: Any) -> str:
-    """Return a checksum of a sample's tensors, arrays, numbers and texts."""
+def digest(samples: Any) -> str:
+    """Return a checksum of the tensors, arrays, numbers and texts in samples."""
     checksum = hashlib.sha256()
-    waiting = [sample]
+    waiting = [samples]
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
@@ -330,7 +337,6 @@ class StatefulStreamLoader(StreamLoader):
             self._say_what_is_read_again(streams)
             self._epoch, before = self._now.epoch, state.get("before")
             self._base = before and _Standing(before["epoch"], before["next"], list(before["streams"]))
-
 
     def _say_what_is_read_again(self, streams: list[Any]) -> None:
         if self._rereads:
