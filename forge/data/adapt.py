@@ -131,8 +131,9 @@ def _unsaved_buffer(loader: Any) -> str | None:
     if not leaves_out_samples(loader):
         return None
     return (
-        f"{type(loader).__name__} reads a stream of `datasets` that shuffles, and the stream's state leaves out the samples "
-        "in its shuffle buffer: they would be lost. Pass the stream in a forge.data.Loader, which reads the epoch again."
+        f"{type(loader).__name__} reads a stream of `datasets` that shuffles, and the stream's state leaves out the "
+        "samples in its shuffle buffer: they would be lost. Pass the stream in a forge.data.Loader, which reads the "
+        "epoch again."
     )
 
 

@@ -143,8 +143,8 @@ class Streams(Dataset[Any]):
             last.append(self._ahead.pop())
         if digest(list(last)) != state["last"]:
             raise OtherSamples(
-                f"{type(self.dataset).__name__} gives other samples than those that the run was trained on in this epoch. "
-                "Shuffle it with a fixed seed, as in shuffle(seed=0), and read the files that the run began with."
+                f"{type(self.dataset).__name__} gives other samples than those that the run was trained on in this "
+                "epoch. Shuffle it with a fixed seed, as in shuffle(seed=0), and read the files that it began with."
             )
 
     def _open(self) -> None:
@@ -342,8 +342,8 @@ class StatefulStreamLoader(StreamLoader):
         if self._rereads:
             count = sum(stream["samples"] for stream in streams if stream is not None and not stream["ended"])
             logger.info(
-                f"The state of {type(self.dataset).__name__} leaves out what is in its shuffle buffer: its first {count} "
-                "samples of this epoch are read again."
+                f"The state of {type(self.dataset).__name__} leaves out what is in its shuffle buffer: its first "
+                f"{count} samples of this epoch are read again."
             )
 
 

@@ -24,13 +24,20 @@ def how_to_resume(stream: Any) -> str | None:
 
 def how_to_divide(loader: Any) -> str | None:
     """Return how to read the data of a package so that all ranks read the same batches; None for an unknown class."""
-    return _RANKS.get(_package(loader)) or _RANKS.get(_package(getattr(loader, "dataset", None)))
+    return _RANKS.get(_package(dataset_of(loader)))
 
 
 def leaves_out_samples(data: Any) -> bool:
     """Whether `data` is, or holds, a stream of Hugging Face's `datasets` that shuffles: its state is the place from
     which its buffer was filled, without the samples that are in the buffer."""
     return any(_shuffles(value) for _, value in walk({"data": data}) if _package(value) == "datasets")
+
+
+def dataset_of(loader: Any) -> Any:
+    """Return the dataset of a loader, inside all wrappers; the loader itself if it has none."""
+    while not hasattr(loader, "dataset") and hasattr(loader, "loader"):
+        loader = loader.loader
+    return getattr(loader, "dataset", loader)
 
 
 def divided_by(data: Any, world: int) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.accumulation_windows import batch_size
-from forge.data.known_streams import divided_by, how_to_divide
+from forge.data.known_streams import dataset_of, divided_by, how_to_divide
 from forge.env import Env, map_items
 from forge.errors import DataError
 
@@ -163,12 +163,12 @@ def _refuse_divided(loader: Any, stage: str, world: int) -> None:
             f"The {stage} loader has a DistributedSampler, but forge divides every batch among the ranks itself. Leave "
             "the sampler out (pass shuffle=True if it shuffled), and use the global batch size."
         )
-    dataset = getattr(loader, "dataset", None)
+    dataset = dataset_of(loader)
     cure = divided_by(dataset, world)
     if cure is not None:
         raise DataError(
-            f"The {stage} dataset {type(dataset).__name__} divides its samples among the ranks, but forge divides every "
-            f"batch itself. {cure}, and use the global batch size."
+            f"The {stage} dataset {type(dataset).__name__} divides its samples among the ranks, but forge divides "
+            f"every batch itself. {cure}, and use the global batch size."
         )
 
 

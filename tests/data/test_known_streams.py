@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+import forge
 from forge.data import Loader, resumable_reason
 from forge.data.accumulation_windows import set_epoch
 from forge.data.adapt import adopt
@@ -23,6 +24,7 @@ from forge.errors import DataError
 from forge.testing import TinyTask, assert_same_weights
 from forge_plugins import Checkpoint
 from tests.snapshot.test_resume import die, live
+from tests.support.docs_pages import blocks
 
 SHARDS = [range(0, 7), range(7, 25), range(25, 29), range(29, 45)]
 
@@ -32,8 +34,8 @@ def sample(number: int) -> tuple[torch.Tensor, int]:
 
 
 class HubStream(IterableDataset[Any]):
-    """Shards in an order of the epoch, as an IterableDataset of `datasets` gives them: a state that was loaded holds for
-    every pass over its epoch, and leaves out what is in the shuffle buffer."""
+    """Shards in an order of the epoch, as an IterableDataset of `datasets` gives them: a state that was loaded holds
+    for every pass over its epoch, and leaves out what is in the shuffle buffer."""
 
     __module__ = "datasets.iterable_dataset"
 
@@ -141,6 +143,15 @@ def test_parquet_gives_every_sample_once_in_another_order(tmp_path: Path) -> Non
         epochs.append(read(loader))
     assert sorted(epochs[0]) == sorted(epochs[1]) == ALL
     assert epochs[0] != epochs[1]
+
+
+def test_the_example_of_the_page_on_data_runs(empty_folder: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets and pyarrow (260 MB) are not in the test extra")
+    (example,) = blocks("docs/data.md", "py")
+    names: dict[str, Any] = {"__name__": "sums"}
+    exec(compile(example.text, "sums.py", "exec"), names)
+    result = forge.Trainer(max_epochs=2, device="cpu", run_dir=False).fit(names["Sums"](), names["data"]().train)
+    assert result.metrics["train/loss"] > 0
 
 
 def test_a_state_without_the_shuffle_buffer_loses_samples() -> None:
@@ -318,7 +329,7 @@ class OtherBatches:
 
 
 def test_other_batches_on_another_rank_name_the_packages_cure() -> None:
-    loader = Loader(stream_of("lance"), 4)
+    loader = adopt(Loader(stream_of("lance"), 4), "train", allow_inexact=True)
     with pytest.raises(DataError, match=r"or divides its data among ranks itself\. Use lance\.torch\.data\.Safe"):
         next(iter(RankLoader(loader, 0, 2, "train", OtherBatches())))  # pyright: ignore[reportArgumentType]
 
