@@ -59,7 +59,7 @@ def streams_in_nodes(loader: Any) -> list[Any]:
 
 
 def _shuffles(dataset: Any) -> bool:
-    waiting = [getattr(dataset, "_ex_iterable", None)]
+    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         step = waiting.pop()
         if hasattr(step, "buffer_size"):

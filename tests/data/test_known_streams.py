@@ -76,8 +76,7 @@ class HubStream(IterableDataset[Any]):
 def parquet(folder: Path, **shuffle: Any) -> Callable[[], Any]:
     """Return a function that opens a stream over files of different lengths."""
     datasets = pytest.importorskip("datasets", reason="datasets and pyarrow (260 MB) are not in the test extra")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     for number, shard in enumerate(SHARDS):
         rows = [sample(i) for i in shard]
@@ -240,7 +239,7 @@ class ShardLoader(DataLoader[Any]):
 
     used = start = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         start, self.start, self.used = self.start, 0, 0
         for number, batch in enumerate(super().__iter__()):
             self.used = number + 1
