@@ -7,6 +7,7 @@ before a window's first backward how long the window is and whether it ends the 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
+from forge.data.known_streams import streams_in_nodes
 from forge.data.own_generators import data_roots, data_states, states_of
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
@@ -66,8 +68,23 @@ def count_samples(window: list[Any], items: list[Any]) -> int:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether a loader has `state_dict` and `load_state_dict`."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    """Whether a loader or dataset has `state_dict()` and `load_state_dict(state)`."""
+    return has_state(loader) and _needs_no_argument(loader.state_dict)
+
+
+def has_state(value: Any) -> bool:
+    """Whether an object has `state_dict` and `load_state_dict`, with any arguments."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _needs_no_argument(method: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(method).bind()
+    except TypeError:  # streaming's StreamingDataset must be told how many samples were used
+        return False
+    except ValueError:  # a signature is not known
+        pass
+    return True
 
 
 def holds_dataloader(loader: Any) -> bool:
@@ -204,8 +221,10 @@ class Feed:
         """
         if not self._stateful:
             return iter(self.loader)
+        word = combine_seeds(torch.initial_seed(), number)
+        _draw_apart(self.loader, word)
         with restored_generators():
-            seed_generators(combine_seeds(torch.initial_seed(), number))
+            seed_generators(word)
             return iter(self.loader)
 
     def _continue(self, number: int) -> Iterator[Any]:
@@ -252,13 +271,26 @@ class Feed:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a loader, or of the sampler inside a DataLoader."""
+    """Set the epoch of a loader, or of the sampler or dataset inside it."""
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    for candidate in (loader, sampler, inner):
+    for candidate in (loader, sampler, inner, getattr(loader, "dataset", None)):
         if hasattr(candidate, "set_epoch"):
             candidate.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
             return
+    for stream in streams_in_nodes(loader):
+        stream.set_epoch(epoch)
+
+
+def _draw_apart(loader: Any, word: int) -> None:
+    """Give a DataLoader whose `__iter__` is a generator function, as StreamingDataLoader's is, a generator for the seed
+    of its workers: it draws that seed with the first batch, when the run's own generators are in place."""
+    while not isinstance(loader, DataLoader) and hasattr(loader, "loader"):
+        loader = loader.loader
+    if isinstance(loader, DataLoader) and inspect.isgeneratorfunction(type(loader).__iter__):
+        if loader.generator is None:
+            loader.generator = torch.Generator()
+        loader.generator.manual_seed(word >> 1)
 
 
 def _raised_by(stop: StopIteration) -> str:

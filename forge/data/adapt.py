@@ -26,7 +26,8 @@ from torch.utils.data import (
 
 from forge.data.accumulation_windows import batch_size, holds_dataloader, is_stateful, length_of, set_epoch
 from forge.data.combined import Combined, CombinedLoader, StatefulCombined
-from forge.data.iterable import StreamLoader
+from forge.data.iterable import StatefulStreamLoader, StreamLoader
+from forge.data.known_streams import how_to_resume, leaves_out_samples
 from forge.data.limited import Limited
 from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
@@ -104,20 +105,35 @@ def resumable_reason(loader: Any) -> str | None:
         return next((reason for inner in loader.loaders.values() if (reason := resumable_reason(inner))), None)
     if isinstance(loader, Reread):
         return loader.reason
-    if hasattr(loader, "seek") or is_stateful(loader):
+    if hasattr(loader, "seek") or isinstance(loader, StatefulStreamLoader):
         return None
+    if is_stateful(loader):
+        return _unsaved_buffer(loader)
     if isinstance(loader, StreamLoader):
+        cure = "Give it state_dict() and load_state_dict(state), or make it a dataset with a length and indices"
         return (
-            f"{type(loader.dataset).__name__} is an iterable dataset without a state. Give it state_dict() and "
-            "load_state_dict(state), or make it a dataset with a length and indices."
+            f"{type(loader.dataset).__name__} is an iterable dataset without a state. "
+            f"{how_to_resume(loader.dataset) or cure}."
         )
     if isinstance(loader, DataLoader):
         return _dataloader_reason(loader)
     if isinstance(loader, Iterator):
         return f"{name} is an iterator, which can be read only once. Pass a forge.data.Loader or a list."
+    cure = "Give it one of them, or use forge.data.Loader, forge.data.TensorLoader or a torch DataLoader"
     return (
-        f"{name} has neither seek(epoch, samples) nor state_dict() and load_state_dict(state). Give it one of them, or "
-        "use forge.data.Loader, forge.data.TensorLoader or a torch DataLoader."
+        f"{name} has neither seek(epoch, samples) nor state_dict() and load_state_dict(state). "
+        f"{how_to_resume(loader) or cure}."
+    )
+
+
+def _unsaved_buffer(loader: Any) -> str | None:
+    """Return why a loader whose state is that of its stream loses samples."""
+    if not leaves_out_samples(loader):
+        return None
+    return (
+        f"{type(loader).__name__} reads a stream of `datasets` that shuffles, and the stream's state leaves out the "
+        "samples in its shuffle buffer: they would be lost. Pass the stream in a forge.data.Loader, which reads the "
+        "epoch again."
     )
 
 

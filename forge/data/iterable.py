@@ -6,28 +6,43 @@ yielded are forgotten. Streams take turns, as in torch; which one is next is par
 
 Every pass but the first begins by loading a state, after another pass, a cancelled one or a restart alike: so a resumed
 run cannot differ from an uninterrupted one.
+
+The state of a stream of Hugging Face's `datasets` with a shuffle buffer leaves out what is in the buffer. Such a stream
+is read again from the beginning of the epoch, and the last batch that was used is compared with what it was.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from forge.data.accumulation_windows import is_stateful
+from forge.data.known_streams import leaves_out_samples
 from forge.data.sample_rng import OwnSeed, restored_generators, seed_generators
 from forge.data.sample_seeding import OwnGenerators, failed, is_pure, is_pure_collate, what, where
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold
 
+logger = logging.getLogger("forge")
+
 _BEGIN = 0xBE61
 """Makes the seed at the beginning of a stream differ from its samples' seeds."""
+
+
+class OtherSamples(DataError):
+    """A stream that was read again gave other samples."""
 
 
 class Turn(NamedTuple):
@@ -64,9 +79,12 @@ class Streams(Dataset[Any]):
     ):
         self.dataset, self.batch_size, self.collate, self.drop_last = dataset, batch_size, collate, drop_last
         self.seeding = not (is_pure(dataset) if pure is None else pure) or not (pure or is_pure_collate(collate))
-        self.stateful = is_stateful(dataset)
+        self.rereads = leaves_out_samples(dataset)
+        "Whether a pass is continued by reading the samples before again."
+        self.stateful = is_stateful(dataset) and not self.rereads
         self._own = OwnGenerators(dataset=dataset, collate=collate)
         self._pass, self._count = -1, 0
+        self._last: Any = None
         # taken now: a run that resumes restores the dataset's generators before its first pass
         self._initial = copy.deepcopy(dataset.state_dict()) if self.stateful else None
 
@@ -85,6 +103,8 @@ class Streams(Dataset[Any]):
                 self._begin(turn)
             samples = self._next_samples()
             batch = self._collated(samples) if samples else None
+        except OtherSamples as error:
+            return failed(str(error), error)
         except Exception as error:
             return failed(
                 f"{type(self.dataset).__name__} raised {what(error)} after {self._count} samples of its stream "
@@ -107,11 +127,28 @@ class Streams(Dataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(turn.epoch)
         self._open()
+        if self.rereads and self._count:
+            assert state is not None
+            self._reread(state)
         if self.stateful and state is not None and not state["begun"] and not self._fill(1):
-            self._ended = False
             self._open()
+            if not self._fill(1):  # streams of `datasets` stay at the end of an epoch that is read again
+                self.dataset.load_state_dict(copy.deepcopy(self._initial))
+                self._open()
+
+    def _reread(self, state: Mapping[str, Any]) -> None:
+        """Read the samples that were used before; refuse another order."""
+        self._count, last = 0, deque[Any](maxlen=self.batch_size or 1)
+        while self._count < state["samples"] and self._fill(1):
+            last.append(self._ahead.pop())
+        if digest(list(last)) != state["last"]:
+            raise OtherSamples(
+                f"{type(self.dataset).__name__} gives other samples than those that the run was trained on in this "
+                "epoch. Shuffle it with a fixed seed, as in shuffle(seed=0), and read the files that it began with."
+            )
 
     def _open(self) -> None:
+        self._ended = False
         if self.seeding:
             self._seed(_BEGIN)
         self._iterator = iter(self.dataset)
@@ -137,6 +174,8 @@ class Streams(Dataset[Any]):
         size = self.batch_size or 1
         enough = self._fill(size) == size or not self.drop_last
         samples, self._ahead = self._ahead if enough else [], []
+        if samples and self.rereads:
+            self._last = digest(samples)
         return samples
 
     def _collated(self, samples: list[Any]) -> Any:
@@ -144,7 +183,28 @@ class Streams(Dataset[Any]):
 
     def _state(self) -> dict[str, Any]:
         state = {"samples": self._count, "begun": True, "ended": self._ended}
-        return {**state, "dataset": self.dataset.state_dict()} if self.stateful else state
+        if self.stateful:
+            return {**state, "dataset": self.dataset.state_dict()}
+        return {**state, "last": self._last} if self.rereads else state
+
+
+def digest(samples: Any) -> str:
+    """Return a checksum of the tensors, arrays, numbers and texts in samples."""
+    checksum = hashlib.sha256()
+    waiting = [samples]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, np.ndarray):
+            checksum.update(value.tobytes())
+        elif value is None or isinstance(value, (bool, int, float, str, bytes, np.generic)):
+            checksum.update(repr(value).encode())
+    return checksum.hexdigest()[:16]
 
 
 def open_stream(dataset: IterableDataset[Any], *arguments: Any, **options: Any) -> StreamLoader:
@@ -185,6 +245,7 @@ class StreamLoader(OwnSeed):
         self.own_seed = seed
         collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
         source = Streams(dataset, batch_size, collate, drop_last, pure)
+        self._rereads = source.rereads
         self._pool = Pool(source, name, num_workers, data_timeout, **options)
         self.loader = self._pool.loader
         self._streams = max(1, num_workers)
@@ -273,8 +334,17 @@ class StatefulStreamLoader(StreamLoader):
         self._base = self._now = _Standing(state["epoch"], state["next"], list(streams))
         self._resuming = True
         if not self._now.over:
+            self._say_what_is_read_again(streams)
             self._epoch, before = self._now.epoch, state.get("before")
             self._base = before and _Standing(before["epoch"], before["next"], list(before["streams"]))
+
+    def _say_what_is_read_again(self, streams: list[Any]) -> None:
+        if self._rereads:
+            count = sum(stream["samples"] for stream in streams if stream is not None and not stream["ended"])
+            logger.info(
+                f"The state of {type(self.dataset).__name__} leaves out what is in its shuffle buffer: its first "
+                f"{count} samples of this epoch are read again."
+            )
 
 
 def _turns(begin: Turn, first: int, states: list[Any]) -> Iterator[Turn]:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.accumulation_windows import batch_size
+from forge.data.known_streams import dataset_of, divided_by, how_to_divide
 from forge.env import Env, map_items
 from forge.errors import DataError
 
@@ -78,7 +79,7 @@ class RankLoader:
     """
 
     def __init__(self, loader: Any, data_rank: int, data_world: int, stage: str, env: Env | None = None):
-        _refuse_divided(loader, stage)
+        _refuse_divided(loader, stage, data_world if env is None else env.world)
         self.loader, self.data_rank, self.data_world, self.stage = loader, data_rank, data_world, stage
         self._env = env
 
@@ -114,10 +115,11 @@ class RankLoader:
         largest, negated = env.all_max([word, -word])
         if largest != -negated:
             given = getattr(self.loader, "loader", self.loader)
+            cure = "Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch"
             raise DataError(
                 f"The {self.stage} loader {type(given).__name__} gives other batches on another rank: it draws "
-                "its order from random numbers, which differ between ranks. Use forge.data.Loader(shuffle=True), "
-                "or draw from a generator that is seeded with the epoch."
+                "its order from random numbers, which differ between ranks, or divides its data among ranks itself. "
+                f"{how_to_divide(self.loader) or cure}."
             )
 
 
@@ -151,7 +153,7 @@ def part_of(value: Any, place: Cut, size: int) -> Any:
     )
 
 
-def _refuse_divided(loader: Any, stage: str) -> None:
+def _refuse_divided(loader: Any, stage: str, world: int) -> None:
     """Refuse a loader that divides its data among ranks itself: it would be divided twice."""
     order = getattr(loader, "order", None)
     inner = getattr(loader, "loader", loader)
@@ -160,6 +162,13 @@ def _refuse_divided(loader: Any, stage: str) -> None:
         raise DataError(
             f"The {stage} loader has a DistributedSampler, but forge divides every batch among the ranks itself. Leave "
             "the sampler out (pass shuffle=True if it shuffled), and use the global batch size."
+        )
+    dataset = dataset_of(loader)
+    cure = divided_by(dataset, world)
+    if cure is not None:
+        raise DataError(
+            f"The {stage} dataset {type(dataset).__name__} divides its samples among the ranks, but forge divides "
+            f"every batch itself. {cure}, and use the global batch size."
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.checkpoint.tensors import as_bytes
-from forge.data.accumulation_windows import Feed
+from forge.data.accumulation_windows import Feed, has_state, is_stateful
 from forge.data.own_generators import copied_roots, data_roots
 from forge.util.generators import find_generators, generator_state, set_generator_state
 from forge.util.walk import is_librarys, walk
@@ -94,11 +94,17 @@ def _functions(schedule: Any) -> list[Any]:
     return [function for function in given if isinstance(function, list) or hasattr(function, "__code__")]
 
 
-def _data(trainer: Run, copied: bool = False) -> dict[str, Any]:
-    roots = data_roots(trainer.feed.loader, "train", copied)
+def _data(trainer: Run, copied: bool = False, held: bool = True) -> dict[str, Any]:
+    """Return the objects that make samples, by name; unless `held`, without datasets whose state their loader has."""
+    given = {"train": trainer.feed.loader}
     for stage, loaders in trainer.loaders.items():
         for name, loader in loaders.items() if stage != "train" else ():
-            roots |= data_roots(loader, stage if name is None else f"{stage}/{name}", copied)
+            given[stage if name is None else f"{stage}/{name}"] = loader
+    roots: dict[str, Any] = {}
+    for stage, loader in given.items():
+        found = data_roots(loader, stage, copied)
+        by_state = not held and is_stateful(loader) and not hasattr(loader, "seek")
+        roots |= {name: value for name, value in found.items() if not (by_state and has_state(value))}
     return roots
 
 
@@ -173,7 +179,7 @@ def value_roots(trainer: Run, copied: bool = False) -> dict[str, Any]:
     roots: dict[str, Any] = {"task": trainer.task}
     for entry in trainer.optimizers.entries.values():
         roots |= _schedules(entry.schedules, "the optimizer")
-    return roots | _data(trainer, copied)
+    return roots | _data(trainer, copied, held=False)
 
 
 def fingerprints(
