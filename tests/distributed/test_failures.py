@@ -418,3 +418,17 @@ def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
 
     text = stall_report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
     assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text
+
+
+def test_a_frame_in_an_instruction_of_no_line_has_a_place() -> None:
+    """As where Python itself makes instructions: the heartbeat, which asks at any moment, ended there."""
+    found: list[str] = []
+
+    def between_lines() -> None:
+        thread = threading.Thread(target=lambda: found.append(stall_report.place()))
+        thread.start()
+        thread.join()
+
+    between_lines.__code__ = between_lines.__code__.replace(co_linetable=b"")
+    between_lines()
+    assert f"test_failures.py:{between_lines.__code__.co_firstlineno} between_lines" in found[0]
