@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from forge.checkpoint import sharding, strict_json
 from forge.checkpoint.slices import parse_piece_name
@@ -102,8 +103,10 @@ def _encode(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, shard
 
 
 def check_savable(tree: dict[str, Any]) -> None:
-    """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold."""
-    _encode(tree)
+    """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold. A lazy parameter can
+    be saved once a batch has given it its shape."""
+    model = {name: value for name, value in tree.get("model", {}).items() if not is_lazy(value)}
+    _encode({**tree, "model": model} if "model" in tree else tree)
 
 
 def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str, Any]:
