@@ -15,7 +15,7 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import pick_device
-from forge.errors import RecipeError
+from forge.errors import RecipeError, StackError
 from forge.rng import RNGState, seed_all
 from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
@@ -227,6 +227,12 @@ class FSDP(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         warn_of_divided_batches(trainer, self.name)
+        entries = trainer.optimizers.entries.values() if trainer.verb == "fit" and trainer.env.world > 1 else ()
+        if any(isinstance(entry.optimizer, torch.optim.LBFGS) for entry in entries):
+            raise StackError(
+                "fsdp: LBFGS joins all parameters into one vector, which torch cannot do with shards of every size. "
+                "Use ddp, or another optimizer."
+            )
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
