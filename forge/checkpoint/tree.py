@@ -105,8 +105,9 @@ def _encode(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, shard
 def check_savable(tree: dict[str, Any]) -> None:
     """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold. A lazy parameter can
     be saved once a batch has given it its shape."""
-    model = {name: value for name, value in tree.get("model", {}).items() if not is_lazy(value)}
-    _encode({**tree, "model": model} if "model" in tree else tree)
+    model = tree["model"] if isinstance(tree, dict) and "model" in tree else None
+    shaped = {k: v for k, v in model.items() if not is_lazy(v)} if isinstance(model, dict) else model
+    _encode(tree if model is None else {**tree, "model": shaped})
 
 
 def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str, Any]:
