@@ -20,6 +20,7 @@ from forge.rng import RNGState, seed_all
 from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins._shards import Shards, refuse_unshardable
+from forge_plugins._sparse import refuse_sparse
 from forge_plugins._use import AgreedUse
 from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
@@ -153,6 +154,8 @@ class FSDP(forge.Plugin):
         assert self._env is not None
         task, env = build.task, self._env
         refuse_unshardable(task, self.name)
+        if trainer.verb == "fit":
+            refuse_sparse(task, self.name)
         blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
         self._shards = Shards(task)
         if has_meta(task):

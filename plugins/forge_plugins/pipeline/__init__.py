@@ -26,6 +26,7 @@ from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
 from forge_plugins._shards import Place, Shards, places_of, refuse_unshardable
+from forge_plugins._sparse import refuse_sparse
 from forge_plugins._use import AgreedUse
 from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
@@ -200,6 +201,8 @@ class Pipeline(forge.Plugin):
         task, stages = build.task, self._stages
         if any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
             raise TaskError("pipeline cuts a task that has its weights. Make it on the CPU.")
+        if trainer.verb == "fit":
+            refuse_sparse(task, self.name)
         if self.config.shard:
             refuse_unshardable(task, "pipeline.shard")
         env.copy_from_first(task)
