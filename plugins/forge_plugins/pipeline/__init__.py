@@ -378,7 +378,7 @@ class Pipeline(forge.Plugin):
             self._means.append(list(means.values()))
         if self._names is None:
             self._names, self._objects = env.from_last((list(means), self._objects))
-        names = self._names
+        names = self._names or []
         if env.pipe_rank == source and list(means) != names:
             raise TaskError(
                 f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
