@@ -104,6 +104,10 @@ class Env:
     def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
         """Copy rank 0's buffers, and its parameters unless False, to every rank, in place."""
 
+    def metric_states(self, states: list[Any]) -> list[Any]:
+        """Return the states of the task's torchmetrics objects on the rank that runs whole steps: of this one."""
+        return states
+
     def no_timeout(self) -> AbstractContextManager[None]:
         """Suspend the stall timeout: for work on one rank, such as a save, that the others wait for."""
         return nullcontext()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from forge.checkpoint import sharding
 from forge.checkpoint.tensors import are_sizes
@@ -20,8 +21,9 @@ MAX_SPREAD = 4
 
 
 def strides_to_note(tensor: Tensor) -> list[int] | None:
-    """Return the strides that a loaded tensor needs, or None for row-major order. A DTensor's are not noted."""
-    if sharding.is_distributed(tensor) or not tensor.numel():
+    """Return the strides that a loaded tensor needs, or None for row-major order. A DTensor's are not noted, nor
+    those of a parameter that has no shape yet."""
+    if is_lazy(tensor) or sharding.is_distributed(tensor) or not tensor.numel():
         return None
     strides = tensor.stride()
     if strides == row_major(tensor.shape):

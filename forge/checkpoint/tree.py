@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from forge.checkpoint import sharding, strict_json
 from forge.checkpoint.slices import parse_piece_name
@@ -102,8 +103,11 @@ def _encode(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, shard
 
 
 def check_savable(tree: dict[str, Any]) -> None:
-    """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold."""
-    _encode(tree)
+    """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold. A lazy parameter can
+    be saved once a batch has given it its shape."""
+    model = tree["model"] if isinstance(tree, dict) and "model" in tree else None
+    shaped = {k: v for k, v in model.items() if not is_lazy(v)} if isinstance(model, dict) else model
+    _encode(tree if model is None else {**tree, "model": shaped})
 
 
 def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str, Any]:

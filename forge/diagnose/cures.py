@@ -28,6 +28,9 @@ def cures(trainer: Run, error: BaseException) -> Iterator[str]:
         yield _second_backward(trainer)
     elif isinstance(error, RuntimeError) and "modified by an inplace operation" in said:
         yield _in_place(trainer, error)
+    elif isinstance(error, NotImplementedError) and 'is missing the required "forward"' in said:
+        default = " or predict_step(self, batch), which calls it by default," if trainer.verb == "predict" else ""
+        yield f"self(...) calls forward: define forward(self, x),{default} in {type(trainer.task).__name__}."
     if scene is not None and scene.met:
         scene.device = trainer.env.device.type
         yield f"{scene}."

@@ -23,6 +23,14 @@ logger = logging.getLogger("forge")
 
 def refuse_different_models(trainer: Run) -> None:
     """Compare the task's parameters over all ranks, before the first collective on them."""
+    lazy = [name for name, p in trainer.task.named_parameters() if is_lazy(p)]
+    if lazy and trainer.verb == "fit":
+        raise TaskError(
+            f"{type(trainer.task).__name__}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape "
+            "before the first batch (nn.LazyLinear and similar layers), but several ranks divide parameters before it. "
+            "Give the layers their sizes, or run a batch through them in the task's __init__: "
+            "self.net(torch.zeros(1, ...))."
+        )
     shapes = {name: list(p.shape) for name, p in trainer.task.named_parameters() if not is_lazy(p)}
     by_rank = trainer.env.gather(shapes)
     for rank, theirs in enumerate(by_rank):

@@ -175,7 +175,8 @@ def _is_library(frame: FrameType) -> bool:
 
 def _line(frame: FrameType) -> str:
     """ "forge/engine/default_actions.py:120 forge_micro_step: loss.backward()"."""
-    path, number = frame.f_code.co_filename, frame.f_lineno
+    path = frame.f_code.co_filename
+    number: int = frame.f_lineno or frame.f_code.co_firstlineno  # None where an instruction belongs to no line
     source = linecache.getline(path, number).strip()
     if path.startswith(FORGE):
         path = f"forge{path.removeprefix(FORGE)}"

@@ -92,6 +92,8 @@ class TaskMetrics:
         """
         named = only_returned or self.returned is not None
         chosen = {path: m for path, m in self.metrics.items() if not named or self._is_named(path, m)}
+        if env is not None:
+            self._take_states(env)
         updated = self._agreed(env, chosen) if env is not None else [_is_updated(each) for each in chosen.values()]
         values: dict[str, Any] = {}
         for (path, metric), is_updated in zip(chosen.items(), updated, strict=True):
@@ -104,6 +106,21 @@ class TaskMetrics:
         if only_returned:
             self.names = {}
         return values
+
+    def _take_states(self, env: Env) -> None:
+        """Take the states of the rank that has run the steps to their end."""
+        own = [
+            (inner, _state(inner), inner.update_count) for metric in self.metrics.values() for inner in _inner(metric)
+        ]
+        given = [(state, count) for _, state, count in own]
+        theirs = env.metric_states(given)
+        if theirs is not given:
+            restore_metrics(
+                [
+                    (inner, {name: _moved(value, inner) for name, value in state.items()}, count)
+                    for (inner, _, _), (state, count) in zip(own, theirs, strict=True)
+                ]
+            )
 
     def _agreed(self, env: Env, chosen: Mapping[str, Any]) -> list[int]:
         """Return whether each metric was updated on any rank, and make list states gatherable: torchmetrics gathers
@@ -260,8 +277,7 @@ def ignore_padding(task: nn.Module, model: nn.Module, is_padding: Callable[[], b
     metrics, before_padding = TaskMetrics(task, ""), []
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if given[1] == "train" and is_padding():
-            before_padding.append(metrics.snapshot())
+        before_padding[:] = [metrics.snapshot()] if given[1] == "train" and is_padding() else []
 
     def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         if before_padding:

@@ -62,7 +62,10 @@ def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where
     odd += [
         f"{name} was {_shape(saved[name])} and is {_shape(now[name])}"
         for name in now
-        if name in saved and not name.endswith(EXTRA_STATE) and _shape(saved[name]) != _shape(now[name])
+        if name in saved
+        and not name.endswith(EXTRA_STATE)
+        and not is_lazy(now[name])  # takes the shape of what is loaded
+        and _shape(saved[name]) != _shape(now[name])
     ]
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
@@ -73,7 +76,7 @@ def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where
 
 
 def _shape(value: Any) -> str:
-    if not isinstance(value, torch.Tensor) or is_lazy(value):
+    if not isinstance(value, torch.Tensor):
         return ""
     return f"{' × '.join(map(str, value.shape)) or 'a scalar'} {str(value.dtype).removeprefix('torch.')}"
 

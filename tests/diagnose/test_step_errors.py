@@ -415,3 +415,12 @@ def test_the_command_line_prints_the_same(write: Write, capsys: pytest.CaptureFi
     assert "body.2 takes 12 features" in text
     assert "FORGE_TRACEBACK=full shows them." in text
     assert len(text.splitlines()) <= MOST
+
+
+def test_a_task_without_forward_is_told_what_predict_needs() -> None:
+    class Mute(forge.TaskModule): ...
+
+    with pytest.raises(NotImplementedError) as error:
+        forge.Trainer(plugins=[], run_dir=False).predict(Mute(), [torch.zeros(2, 3)])
+    cure = "define forward(self, x), or predict_step(self, batch), which calls it by default, in Mute."
+    assert any(cure in note for note in error.value.__notes__)

@@ -452,3 +452,17 @@ def test_only_different_collectives_of_one_number_are_a_stall(store: TCPStore, m
     assert told(one, {"0/0+2": (6, "broadcast")}) is None  # rank 1 is late, and may come
     assert told(one, {"1/0+2": (7, "broadcast")}) is None
     assert told({}, two) is None
+
+
+def test_a_frame_in_an_instruction_of_no_line_has_a_place() -> None:
+    """As where Python itself makes instructions: the heartbeat, which asks at any moment, ended there."""
+    found: list[str] = []
+
+    def between_lines() -> None:
+        thread = threading.Thread(target=lambda: found.append(stall_report.place()))
+        thread.start()
+        thread.join()
+
+    between_lines.__code__ = between_lines.__code__.replace(co_linetable=b"")
+    between_lines()
+    assert f"test_failures.py:{between_lines.__code__.co_firstlineno} between_lines" in found[0]

@@ -72,6 +72,27 @@ def test_extra_state_views_and_lazy_layers_are_saved(tmp_path: Any) -> None:
     assert torch.equal(again.net[0].weight, task.net[0].weight)
 
 
+def test_a_lazy_task_is_saved_and_resumed_to_the_same_bits(tmp_path: Any) -> None:
+    class Sizeless(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def fitted(folder: Path, updates: int) -> Any:
+        task = Sizeless()
+        options: dict[str, Any] = {"seed": 0, "run_dir": folder, "resume": "auto", "plugins": {"checkpoint": {}}}
+        forge.Trainer(max_updates=updates, **options).fit(task, make_batches())
+        return task.state_dict()
+
+    whole = fitted(tmp_path / "whole", 4)
+    fitted(tmp_path / "halves", 2)
+    halves = fitted(tmp_path / "halves", 4)
+    assert all(torch.equal(halves[name], value) for name, value in whole.items())
+
+
 def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
     settings = {"device": torch.device("cpu"), "seed": np.int64(3), "validate_every": forge.Interval("1 epoch")}
     trainer = forge.Trainer(max_updates=1, plugins=[], run_dir=tmp_path, **settings)

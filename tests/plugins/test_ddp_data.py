@@ -156,6 +156,12 @@ def with_another_model() -> None:
     train(task, [])
 
 
+def with_a_lazy_layer() -> None:
+    task = Plain()
+    task.head = nn.LazyLinear(3)
+    train(task, [])
+
+
 def with_streams_of_different_lengths() -> None:
     class Short:
         def __iter__(self) -> Any:
@@ -179,6 +185,7 @@ def with_streams_of_different_lengths() -> None:
         (with_a_collate_that_drops, "DataError: collate_fn turned 2 samples into 1"),
         (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
         (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
+        (with_a_lazy_layer, "TaskError: Plain: head.weight, head.bias have no shape before the first batch"),
         (with_streams_of_different_lengths, "DataError: The ranks disagree on the number of batches: rank 0 has 1"),
     ],
 )

@@ -272,3 +272,16 @@ def test_parameters_of_two_types_train_as_in_one_process() -> None:
 def test_a_layer_of_two_types_is_refused_by_name() -> None:
     for error in ranks(2).errors(in_two_types, True):
         assert "head (Linear) are float32 and float64: torch's FSDP shards those of one type together." in error
+
+
+class Curved(Deep):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def curved() -> None:
+    train(deep(Curved), [])
+
+
+def test_an_optimizer_of_one_long_vector_is_refused() -> None:
+    assert all("LBFGS joins all parameters into one vector" in error for error in ranks(2).errors(curved))

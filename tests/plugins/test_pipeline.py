@@ -437,7 +437,7 @@ def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: st
 
 def test_metrics_that_change_are_refused_by_name() -> None:
     pipeline: Any = Pipeline()
-    pipeline._env = SimpleNamespace(pipe_rank=1, pipe_world=2)
+    pipeline._env = SimpleNamespace(pipe_rank=1, pipe_world=2, last=1)
     pipeline._names, pipeline._metrics = ["loss", "accuracy"], [{"loss": 1.0, "other": 2.0}]
     said = "returned loss, accuracy first, and now loss, other. Return the same metrics in every step"
     with pytest.raises(TaskError, match=said):

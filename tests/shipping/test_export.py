@@ -167,6 +167,22 @@ def test_weights_that_differ_are_caught(tmp_path: Path, monkeypatch: pytest.Monk
         exported(Classifier(), tmp_path, "pt")
 
 
+def test_weights_of_attention_are_equal_whatever_ran_before(tmp_path: Path) -> None:
+    """torch's attention takes other kernels, which round otherwise, while a validation's first batch is watched."""
+
+    class Attends(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+            self.body = nn.Linear(4, 8 * 32)
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = self.body(images).view(-1, 8, 32)
+            return self.attention(x, x, x, need_weights=False)[0].mean(1)[:, :3]
+
+    assert exported(Attends(), tmp_path, "safetensors").card["verified"]
+
+
 def test_a_metric_that_is_not_the_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forge.shipping.verify.compare_outputs", lambda *args, **options: _empty())
     real = torchscript.write

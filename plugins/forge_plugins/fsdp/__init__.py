@@ -17,12 +17,13 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import pick_device
-from forge.errors import RecipeError, TaskError
+from forge.errors import RecipeError, StackError, TaskError
 from forge.rng import RNGState, seed_all
 from forge_plugins._batch_statistics import warn_of_divided_batches
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins._sharded import sum_gradients
 from forge_plugins._shards import Shards, refuse_unshardable
+from forge_plugins._sparse import refuse_sparse
 from forge_plugins._use import AgreedUse
 from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
@@ -158,6 +159,8 @@ class FSDP(forge.Plugin):
         assert self._env is not None
         task, env = build.task, self._env
         refuse_unshardable(task, self.name)
+        if trainer.verb == "fit":
+            refuse_sparse(task, self.name)
         blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
         self._shards = Shards(task)
         if has_meta(task):
@@ -232,6 +235,12 @@ class FSDP(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         warn_of_divided_batches(trainer, self.name)
+        entries = trainer.optimizers.entries.values() if trainer.verb == "fit" and trainer.env.world > 1 else ()
+        if any(isinstance(entry.optimizer, torch.optim.LBFGS) for entry in entries):
+            raise StackError(
+                "fsdp: LBFGS joins all parameters into one vector, which torch cannot do with shards of every size. "
+                "Use ddp, or another optimizer."
+            )
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:

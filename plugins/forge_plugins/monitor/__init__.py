@@ -50,7 +50,8 @@ class Monitor(forge.Plugin):
     it does nothing. Training does not change, bit for bit.
 
     Together with: inside code compiled by `compile` hooks are not called, so activations and shapes of compiled modules
-    are missing, which is logged once.
+    are missing, which is logged once. With `pipeline` and with `zero.stage=2`, where ranks hold different gradients,
+    those of rank 0 are logged, and its layers alone make up the totals.
 
     ::
 
@@ -133,6 +134,11 @@ class Monitor(forge.Plugin):
         self._begin()
         self._set_intervals(trainer.planned_updates)
         self._judge = Judge(self.config, trainer.task)
+        elsewhere = [name for name, parameter in trainer.task.named_parameters() if parameter.is_meta]
+        if elsewhere and trainer.env.is_main:
+            logger.warning(
+                "monitor: other ranks hold %s, so their layers are left out, also of totals.", listed(elsewhere, MANY)
+            )
 
     # -- one update ---------------------------------------------------------------------------------------------------
 

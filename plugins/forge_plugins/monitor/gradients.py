@@ -32,7 +32,9 @@ class Parameters:
     def __init__(self, step: forge.Step, gradients: bool, weights: bool, count: bool, draw: bool):
         own = {id(parameter) for parameter in step.parameters()}
         self._task, self._device = step.trainer.task, step.trainer.env.device
-        self._named = [(n, p) for n, p in self._task.named_parameters() if id(p) in own and p.requires_grad]
+        self._has_all = step.trainer.env.parts is None
+        named = [(n, p) for n, p in self._task.named_parameters() if id(p) in own and p.requires_grad]
+        self._named = [(n, p) for n, p in named if not p.is_meta]  # another rank holds the values of others
         self._gradients, self._weights, self._count, self._draw = gradients, weights, count, draw
         self._with_gradient: list[str] = []
         self._missing: list[str] = []
@@ -54,7 +56,7 @@ class Parameters:
 
     def _see_gradients(self) -> None:
         gradients = {name: values_of(p.grad.detach()) for name, p in self._named if p.grad is not None}
-        if self._count:
+        if self._count and self._has_all:  # else another rank may have it
             self._missing = [name for name, p in self._named if p.grad is None]
         if self._count and gradients:
             self._with_gradient = list(gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,19 +19,29 @@ from forge.contract.task import Build
 from forge.data.accumulation_windows import exact, weigh_loss
 from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
-from forge.rng import combine_seeds
+from forge.metrics.torchmetrics import restored_after
+from forge.rng import RNGState, combine_seeds
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._batch_statistics import dividing_norms
 from forge_plugins._blocks import is_tied
 from forge_plugins._patterns import MANY, listed
 from forge_plugins._sharded import sum_gradients
 from forge_plugins._shards import Place, Shards, places_of, refuse_unshardable
+from forge_plugins._sparse import refuse_sparse
 from forge_plugins._use import AgreedUse
 from forge_plugins.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_plugins.pipeline.microbatches import cut_batch, shapes_of
 from forge_plugins.pipeline.running import BlockCalls, StageEnded
 from forge_plugins.pipeline.split_backward import SPLITTING, can_split
-from forge_plugins.pipeline.staging import Stage, StagedEnv, StagedModel, StagePart
+from forge_plugins.pipeline.staging import (
+    MetricName,
+    Stage,
+    StagedEnv,
+    StagedModel,
+    StagePart,
+    with_metrics,
+    with_names,
+)
 
 logger = logging.getLogger("forge")
 
@@ -78,7 +88,8 @@ class Pipeline(forge.Plugin):
     Together with: `accumulate` runs the schedule once per micro-batch of the window. `clip` takes the norm over all
     stages. `amp` in bf16, `ema`, `remat`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss
     scalers, several optimizers, optimizers with a closure, BatchNorm, a model's own activation checkpointing, and other
-    strategies. In validation one stage computes at a time.
+    strategies. In validation one stage computes at a time. Metrics of torchmetrics are those of the last stage; what
+    else a step collects is on its rank alone.
 
     ::
 
@@ -137,13 +148,16 @@ class Pipeline(forge.Plugin):
         self._used: dict[Any, list[nn.Parameter]] = {}
         self._parts: list[Any] = []
         self._scales: list[Any] = []
+        self._counts: list[bool] = []
+        "Whether each part is one of the batch, rather than a copy that fills the schedule."
         self._metrics: list[dict[str, Any]] = []
         self._means: list[list[Any]] = []
         self._sent: tuple[Any, Tensor] | None = None
         "The metrics of a window, on their way to the other ranks."
         "The metrics of each micro-batch of the window, on the rank of the last stage."
         self._names: list[str] | None = None
-        "The metrics of a step, known to all ranks from the first one on."
+        self._objects: dict[str, MetricName] = {}
+        "The metrics of a step, and those of torchmetrics, known to all ranks from the first one on."
         self._step: forge.Step | None = None
         self._use = AgreedUse(self.name, "Use ddp with ddp.find_unused=true, or fsdp, or freeze them.")
         self._seed = 0
@@ -187,6 +201,8 @@ class Pipeline(forge.Plugin):
         task, stages = build.task, self._stages
         if any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
             raise TaskError("pipeline cuts a task that has its weights. Make it on the CPU.")
+        if trainer.verb == "fit":
+            refuse_sparse(task, self.name)
         if self.config.shard:
             refuse_unshardable(task, "pipeline.shard")
         env.copy_from_first(task)
@@ -201,6 +217,7 @@ class Pipeline(forge.Plugin):
         self._cutting = Cutting(task, blocks, stage_of, ranks)
         self._cutting.take_out(env.pipe_rank)
         tensors = (*task.named_parameters(), *task.named_buffers())
+        env.last = self._rank_of(stages - 1)
         env.elsewhere = {name for name, tensor in tensors if tensor.is_meta}
         if self.config.shard:
             self._shard(build, env)
@@ -289,13 +306,15 @@ class Pipeline(forge.Plugin):
         assert step is not None
         forward = step.trainer.hooks.forge_forward
         seed = combine_seeds(self._seed, step.trainer.env.data_rank, step.index, step.micro, part)
-        output = self.run_stage(lambda: forward(step, self._parts[part]), stage, received, seed)
+        with nullcontext() if self._counts[part] else restored_after(step.trainer.task):
+            output = self.run_stage(lambda: forward(step, self._parts[part]), stage, received, seed)
         if stage < self._stages - 1:
             return output
         metrics = {"loss": output} if isinstance(output, Tensor) else output
         if not isinstance(metrics, dict) or "loss" not in metrics:
             raise TaskError("pipeline: training_step must return the loss, or a dict with it.")
-        self._metrics[part] = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}
+        named = with_names(metrics, step.trainer.task)
+        self._metrics[part] = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
         return weigh_loss(metrics["loss"], self._scales[part])
 
     # -- a micro-batch ------------------------------------------------------------------------------------------------
@@ -314,11 +333,12 @@ class Pipeline(forge.Plugin):
         spare = most - len(parts)
         self._step, self._parts = step, [*parts, *[parts[-1]] * spare]
         self._scales = [weight * whole for weight in weights] + [0.0] * spare
+        self._counts = [True] * len(parts) + [False] * spare
         self._metrics = [{} for _ in self._parts]
         schedule = self._schedule(trainer, parts[0])
         numbers = torch.arange(most)
         is_first = self._rank_of(0) == env.pipe_rank
-        is_last = self._rank_of(self._stages - 1) == env.pipe_rank
+        is_last = env.last == env.pipe_rank
         try:
             schedule.step(
                 *([numbers.to(env.device)] if is_first else []),
@@ -346,19 +366,19 @@ class Pipeline(forge.Plugin):
         from the device."""
         env = self._env
         assert env is not None
-        source = self._rank_of(self._stages - 1)
+        source = env.last
         if step.micro == 0:
             self._means = []
         means: dict[str, Any] = {}
         if env.pipe_rank == source:
             own = self._metrics[: len(weights)]
-            means = {k: sum(map(_weighed, weights, [each[k] for each in own])) for k in own[0]}
+            self._objects = {k: v for k, v in own[0].items() if isinstance(v, MetricName)}
+            numbers = [k for k in own[0] if k not in self._objects]
+            means = {k: sum(map(_weighed, weights, [each[k] for each in own])) for k in numbers}
             self._means.append(list(means.values()))
         if self._names is None:
-            sent: Any = [list(means)]
-            dist.broadcast_object_list(sent, group=env.pipe_control, group_src=source)
-            self._names = list(sent[0])
-        names = self._names
+            self._names, self._objects = env.from_last((list(means), self._objects))
+        names = self._names or []
         if env.pipe_rank == source and list(means) != names:
             raise TaskError(
                 f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
@@ -379,6 +399,7 @@ class Pipeline(forge.Plugin):
             work.wait()
             for row, items in zip(values, step.items, strict=True):
                 found = dict(zip(self._names or (), row.unbind(), strict=True))
+                found |= with_metrics(self._objects, step.trainer.task)
                 step.trainer.means.add_all(step.prefix, found, items)
 
     def _schedule(self, trainer: forge.Run, part: Any) -> Any:
@@ -531,6 +552,7 @@ class Pipeline(forge.Plugin):
         calls.forms = {}
         seed = combine_seeds(self._seed, env.data_rank, trainer.progress.update, trainer.evaluated)
         carried: Any = None
+        drawn = RNGState.capture(env.device)
         with self._whole():
             for stage in range(last + 1):
                 rank = self._rank_of(stage)
@@ -538,9 +560,8 @@ class Pipeline(forge.Plugin):
                     carried = self.run_stage(call, stage, carried, seed)
                 if stage < last and self._rank_of(stage + 1) != rank:
                     carried = self._pass_on(carried, rank, self._rank_of(stage + 1), env, calls)
-        result = [carried]
-        dist.broadcast_object_list(result, group=env.pipe_control, group_src=self._rank_of(last))
-        return result[0]
+        drawn.restore(env.device)  # stages are seeded
+        return with_metrics(env.from_last(with_names(carried, trainer.task)), trainer.task)
 
     def _pass_on(self, tensor: Tensor, source: int, target: int, env: StagedEnv, calls: BlockCalls) -> Any:
         if env.pipe_rank == source:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import forge
 from forge.distributed import DistributedEnv
+from forge.metrics.torchmetrics import is_metric
 
 
 class Stage(PipelineStage):
@@ -61,6 +63,8 @@ class StagedEnv(DistributedEnv):
     pipe_control: Any = None
     "The ranks of this pipeline, for tensors and for forge's own messages."
     data_group: Any = None
+    last = 0
+    "The rank of this pipeline with the last stage, which alone runs steps to their end."
 
     def use(self, axis: str) -> None:
         assert self.mesh is not None
@@ -74,6 +78,15 @@ class StagedEnv(DistributedEnv):
     def seed_rank(self) -> int:
         return self.data_rank + self.data_world * self.pipe_rank
 
+    def metric_states(self, states: list[Any]) -> list[Any]:
+        return states if self.pipe_world == 1 else self.from_last(states)
+
+    def from_last(self, value: Any) -> Any:
+        """Return the value of the rank with the last stage."""
+        sent = [value]
+        dist.broadcast_object_list(sent, group=self.pipe_control, group_src=self.last)
+        return value if self.pipe_rank == self.last else sent[0]
+
     def holds(self, path: tuple[str | int, ...]) -> bool:
         return self.elsewhere.isdisjoint(map(str, path))
 
@@ -84,3 +97,25 @@ class StagedEnv(DistributedEnv):
             for buffer in module.buffers():
                 if not buffer.is_meta:
                     dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricName:
+    """A task's torchmetrics object, in a message to other ranks."""
+
+    path: str
+
+
+def with_names(output: Any, task: nn.Module) -> Any:
+    """Return what a step returned with torchmetrics objects by name: other ranks have objects of their own."""
+    if not isinstance(output, Mapping) or not any(map(is_metric, output.values())):
+        return output
+    paths = {id(module): path for path, module in task.named_modules(remove_duplicate=False)}
+    return {key: MetricName(paths[id(value)]) if id(value) in paths else value for key, value in output.items()}
+
+
+def with_metrics(output: Any, task: nn.Module) -> Any:
+    """Return what a step returned with this rank's torchmetrics objects in place of their names."""
+    if not isinstance(output, dict) or not any(isinstance(value, MetricName) for value in output.values()):
+        return output
+    return {k: task.get_submodule(v.path) if isinstance(v, MetricName) else v for k, v in output.items()}

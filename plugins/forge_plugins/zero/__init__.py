@@ -15,6 +15,7 @@ from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError
 from forge_plugins._replicated import Replicated
+from forge_plugins._sparse import refuse_sparse
 from forge_plugins.zero.division import owners_of
 from forge_plugins.zero.gradients import OwnedGradients
 
@@ -106,6 +107,7 @@ class Zero(Replicated):
             *(f"{count / 1e6:,.1f}" for count in (sum(bytes_of), min(bytes_of), max(bytes_of))),
         )
         if self.config.stage == 2:
+            refuse_sparse(build.task, "zero.stage=2")
             self._take_gradients(p for p in named.values() if p.requires_grad)
 
     def wrapped(self, task: nn.Module) -> nn.Module:
