@@ -164,6 +164,12 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
             f"{who}: {listed(scalars)} of {type(task).__name__} has no dimension, and is in a layer that is divided. "
             "Leave that layer out of tensor_parallel.plan: every rank then computes it whole."
         )
+    empty = [name for name, parameter in named if not parameter.numel()]
+    if empty:
+        raise TaskError(
+            f"{who}: {listed(empty)} of {type(task).__name__} has no elements, and torch's FSDP takes no such parameter. "
+            "Remove it, or make it a buffer."
+        )
     odd = [name for name, parameter in named if not parameter.is_contiguous()]
     if odd:
         raise TaskError(

@@ -269,8 +269,12 @@ def test_blocks_are_found_or_named_and_small_ones_stay() -> None:
 def test_what_torch_cannot_divide_is_refused_by_name() -> None:
     slanted = deep()
     slanted.stem.weight = nn.Parameter(torch.ones(6, 8, dtype=torch.float64).T)
-    with pytest.raises(TaskError, match=r"stem\.weight"):
+    with pytest.raises(TaskError, match=r"stem\.weight of Deep is not"):
         forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(slanted, wide())
+    hollow = deep()
+    hollow.extra = nn.Parameter(torch.ones(0, 8, dtype=torch.float64))
+    with pytest.raises(TaskError, match=r"fsdp: extra of Deep has no elements"):
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(hollow, wide())
 
 
 class Mixed(Deep):
