@@ -38,6 +38,11 @@ HINTS = {
         "Some parameters were not used in the last step, so they have no gradients. Set ddp.find_unused=true "
         "(zero.find_unused=true with zero), or freeze them."
     ),
+    "out of bounds for storage of size 0": (
+        "fsdp has freed parameters that this backward pass needs. A block returned a view (.view, .flatten, "
+        ".transpose), and it was changed in place (x += y): torch's FSDP does not see its gradient then. Write "
+        "x = x + y, or set fsdp.reshard=false."
+    ),
     "device-side assert": (
         "A kernel failed on the GPU, often a label or index out of range. Run with device='cpu' to see which."
     ),

@@ -167,8 +167,8 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
     empty = [name for name, parameter in named if not parameter.numel()]
     if empty:
         raise TaskError(
-            f"{who}: {listed(empty)} of {type(task).__name__} has no elements, and torch's FSDP takes no such parameter. "
-            "Remove it, or make it a buffer."
+            f"{who}: {listed(empty)} of {type(task).__name__} has no elements, and torch's FSDP takes no such "
+            "parameter. Remove it, or make it a buffer."
         )
     odd = [name for name, parameter in named if not parameter.is_contiguous()]
     if odd:

@@ -277,6 +277,51 @@ def test_what_torch_cannot_divide_is_refused_by_name() -> None:
         forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(hollow, wide())
 
 
+class Viewing(nn.Module):
+    """Returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.tanh()).unflatten(-1, (2, 4)).flatten(-2)
+
+
+class InPlace(Deep):
+    """Changes what a block returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Viewing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return self.head(x)
+
+
+def fit_in_place(reshard: bool) -> dict[str, Any]:
+    return train(deep(InPlace), [FSDP(reshard=reshard)])
+
+
+def told_in_place() -> str:
+    with pytest.raises((RuntimeError, PeerFailed)) as caught:
+        fit_in_place(reshard=True)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_a_view_that_is_changed_in_place_is_explained() -> None:
+    assert any("Write x = x + y, or set fsdp.reshard=false." in told for told in ranks(2)(told_in_place))
+    alone = fit_in_place(False)
+    for rank in ranks(2)(fit_in_place, False):
+        close(rank, alone)
+
+
 class Mixed(Deep):
     """One module in float32, the others in float64."""
 

@@ -78,6 +78,12 @@ def test_a_first_block_may_take_tokens() -> None:
         assert torch.equal(layers(TOKENS), expected)
 
 
+def test_what_another_rank_computed_may_be_changed_in_place() -> None:
+    model = Blocks(call=lambda block, x: ((out := block(x))[0].mul_(0.5), *out[1:]))
+    expected, calls = model(TOKENS), calls_of(model)
+    assert torch.equal(stage(model, calls, 4, 5, stage(model, calls, 0, 4, None)), expected)
+
+
 def test_a_use_of_what_another_rank_computed_shows() -> None:
     class Summed(Blocks):
         def forward(self, tokens: Tensor) -> Tensor:

@@ -146,6 +146,6 @@ def _filled(form: Any, device: torch.device) -> Any:
     """Return a value of that form with NaN in all tensors, of integers too: whatever else uses them shows."""
     if isinstance(form, TensorForm):
         dtype = form.dtype if form.dtype.is_floating_point or form.dtype.is_complex else torch.get_default_dtype()
-        return torch.full((), float("nan"), dtype=dtype, device=device).expand(form.shape)
+        return torch.full(form.shape, float("nan"), dtype=dtype, device=device)  # it may be changed in place
     mapped = map_items(form, lambda item: _filled(item, device))
     return form if mapped is None else mapped
