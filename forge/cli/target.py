@@ -68,7 +68,8 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
     if _is_python(args.target):
         name, stack = args.recipe or "default", None
         task, module = task_class(args.target)
-        data = getattr(module, "data", None)
+        named = any(text.startswith("data.name=") for text in args.overrides)
+        data = None if named else getattr(module, "data", None)
     else:
         _refuse_module_name(args.target)
     if args.data:

@@ -187,6 +187,14 @@ def read_recipe(
             layers.drop(section)
     layers.change_stack(add, remove)
     layers.override(overrides, local)
+    for section, maker in local.items():
+        if "name" in layers.values.get(section, {}):
+            whose = (
+                f"{section}.name is the name of an installed {section}, and {maker.__qualname__!r} was given instead."
+            )
+            own = any(option.name == "name" for option in options.of_callable(maker))
+            cure = "Its parameter 'name' cannot be set by a recipe: rename it." if own else "Leave one of them out."
+            raise RecipeError(f"{whose} {cure}")
     config = layers.resolved()
     kept = {key for key, _ in leaves(config)} | {f"plugins.{name}" for name in config.get("plugins", {})}
     return Recipe(path.stem, config, {key: at for key, at in layers.origin.items() if key in kept}, local=local)

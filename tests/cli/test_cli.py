@@ -257,6 +257,14 @@ def test_data_come_from_another_file_when_asked(forge, ring):
     assert "3 updates" in out
 
 
+def test_data_by_name_replace_the_function_beside_a_task(forge, ring):
+    assert "No data is called 'rings'" in forge.refused("fit", "ring.py:Ring", "data.name=rings")
+    told = forge.refused("fit", "ring.py:Ring", "--data", "ring.py:data", "data.name=digits")
+    assert (
+        "data.name is the name of an installed data set, and 'data' was given instead. Leave one of them out." in told
+    )
+
+
 def test_a_task_without_data_says_where_to_give_them(forge, ring):
     source = ring.read_text()
     Path("bare.py").write_text(source[: source.index("def data")])

@@ -397,6 +397,18 @@ def test_a_task_and_data_in_code_replace_the_recipes_own():
         load_recipe("quickstart", ["task.hidden=5"], task=Own)
 
 
+@pytest.mark.parametrize(("own", "cure"), [("width", "Leave one of them out"), ("name", "'name' cannot be set by a")])
+def test_a_name_beside_a_task_that_is_given_is_refused(own, cure):
+    class Given(forge.TaskModule):
+        if own == "name":
+
+            def __init__(self, name: str = "small"):
+                super().__init__()
+
+    with pytest.raises(RecipeError, match=rf"task.name is the name of an installed task, and '.*Given' was.*{cure}"):
+        load_recipe("default", ["task.name=large"], task=Given)
+
+
 def test_data_that_are_no_splits_are_refused():
     def batches() -> list[int]:
         return []
