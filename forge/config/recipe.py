@@ -190,7 +190,7 @@ def read_recipe(
     for section, maker in local.items():
         if "name" in layers.values.get(section, {}):
             whose = (
-                f"{section}.name is the name of an installed {section}, and {maker.__qualname__!r} was given instead."
+                f"{section}.name is the name of an installed {kind}, and {maker.__qualname__!r} was given instead."
             )
             own = any(option.name == "name" for option in options.of_callable(maker))
             cure = "Its parameter 'name' cannot be set by a recipe: rename it." if own else "Leave one of them out."
