@@ -189,9 +189,8 @@ def read_recipe(
     layers.override(overrides, local)
     for section, maker in local.items():
         if "name" in layers.values.get(section, {}):
-            whose = (
-                f"{section}.name is the name of an installed {kind}, and {maker.__qualname__!r} was given instead."
-            )
+            kind = {"data": "data set"}.get(section, section)
+            whose = f"{section}.name is the name of an installed {kind}, and {maker.__qualname__!r} was given instead."
             own = any(option.name == "name" for option in options.of_callable(maker))
             cure = "Its parameter 'name' cannot be set by a recipe: rename it." if own else "Leave one of them out."
             raise RecipeError(f"{whose} {cure}")
