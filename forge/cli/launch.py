@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def parser() -> ArgumentParser:
     parser.add_argument("system", metavar="SYSTEM", choices=SYSTEMS, help="slurm, kubernetes, ray or ssh")
     target.add_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="folder of the run, shared by all nodes (default: runs/NAME)")
-    parser.add_argument("--name", metavar="NAME", help="name of the job (default: the recipe's)")
+    parser.add_argument("--name", metavar="NAME", help="name of the job (default: the recipe's or task's)")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: NAME and an ending); - prints it")
     parser.add_argument(
         "--submit", action="store_true", help="submit it too: sbatch, kubectl, ray, or run the ssh script"
@@ -94,7 +95,7 @@ def run(args: Namespace) -> int:
         return 0
     with atomic_write(absolute(file)) as beside:
         beside.write_text(text)
-    show.message(f"Wrote {file}. To submit it: {' '.join(words)}" if not args.submit else f"Wrote {file}.")
+    show.message(f"Wrote {file}. To submit it: {shlex.join(words)}" if not args.submit else f"Wrote {file}.")
     return _submit(words) if args.submit else 0
 
 
@@ -110,7 +111,8 @@ def _job(args: Namespace) -> LaunchJob:
     sweep = parse_sweep(args.array)
     recipe = target.load(Namespace(**{**vars(args), "overrides": [*args.overrides, *(sweep[0] if sweep else ())]}))
     shared = args.system in ("slurm", "ssh")
-    name = args.name or re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[:42].strip("-") or "forge"
+    plain = re.sub(r"[^a-z0-9]+", "-", target.name_of(recipe).lower()).strip("-")
+    name = args.name or plain[:42].strip("-") or "forge"
     folder = args.run_dir or f"runs/{name}"
     if args.system == "kubernetes" and args.run_dir is None:
         folder = f"{args.mount.rstrip('/')}/{name}"
@@ -153,7 +155,7 @@ def _text(args: Namespace, job: LaunchJob, words: list[str]) -> str:
     if args.system == "ssh":
         return ssh_script(job, args.hosts.split(","))
     if args.system == "ray":
-        return ray_driver(job, submit=" ".join(words))
+        return ray_driver(job, submit=shlex.join(words))
     if args.kind not in KINDS:
         raise ForgeError(f"--kind {args.kind}: it is one of {', '.join(KINDS)}.")
     if not args.image:
@@ -174,6 +176,6 @@ def _submit_words(args: Namespace, file: Path) -> list[str]:
 def _submit(words: list[str]) -> int:
     if shutil.which(words[0]) is None:
         raise ForgeError(
-            f"--submit runs {words[0]!r}, which is not installed here. Run `{' '.join(words)}` where it is."
+            f"--submit runs {words[0]!r}, which is not installed here. Run `{shlex.join(words)}` where it is."
         )
     return subprocess.run(words).returncode

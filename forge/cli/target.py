@@ -98,6 +98,11 @@ def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, T
     return trainer, task, recipe.make_data()
 
 
+def name_of(recipe: Recipe) -> str:
+    """Return the recipe's name, or that of the user's own task."""
+    return recipe.local["task"].__name__ if "task" in recipe.local else recipe.name
+
+
 def _is_python(target: str) -> bool:
     return target.endswith(".py") or ".py:" in target
 

@@ -95,9 +95,9 @@ def run(args: Namespace) -> int:
     if recipe.trainer.get("seed") is None:
         recipe = recipe.with_trainer({"seed": 0})  # so that the result can be repeated
     if args.what == "speed":
-        return tune_speed.run(args, recipe, _name(recipe))
+        return tune_speed.run(args, recipe, target.name_of(recipe))
     if args.what == "workers":
-        return tune_workers.run(args, recipe, _name(recipe))
+        return tune_workers.run(args, recipe, target.name_of(recipe))
     return _lr(args, recipe) if args.what == "lr" else _batch(args, recipe)
 
 
@@ -119,7 +119,7 @@ def _lr(args: Namespace, recipe: Recipe) -> int:
         optimizer=args.optimizer,
         recipe=recipe,
     )
-    name = _name(recipe)
+    name = target.name_of(recipe)
     path = draw_lr(curve, f"Learning-rate range test of {name}", args.out or Path("runs/tune") / f"{name}-lr.png")
     _print_lr(curve)
     console = show.console()
@@ -209,7 +209,7 @@ def _own_size(recipe: Recipe) -> int:
     if known is None or "batch_size" not in [option.name for option in known]:
         names = ", ".join(option.name for option in known or ()) or "none"
         raise ForgeError(
-            f"The data of {_name(recipe)!r} have no option batch_size (they have: {names}). "
+            f"The data of {target.name_of(recipe)!r} have no option batch_size (they have: {names}). "
             "Add one to the function: def data(batch_size: int = 32)."
         )
     size = recipe.resolved.get("data", {}).get("batch_size")
@@ -273,11 +273,6 @@ def _scaling(factor: float, own: int, rate: float | None) -> str:
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
-
-
-def _name(recipe: Recipe) -> str:
-    """Return the recipe's name, or that of the user's own task."""
-    return recipe.local["task"].__name__ if "task" in recipe.local else recipe.name
 
 
 def _lr_option(recipe: Recipe) -> str | None:

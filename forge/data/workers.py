@@ -34,6 +34,10 @@ _LOST = (RuntimeError, OSError, EOFError)
 """Raised by torch for a lost worker, or for the shared tensors that were lost with it."""
 _LEFT_TO_MAIN = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _HELD_AT_START = [*_LEFT_TO_MAIN, *([signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else [])]
+MAIN_GUARD = (
+    "A worker started by spawn or forkserver imports the script again: if it has no "
+    "`if __name__ == '__main__':`, put what it does under one."
+)
 _CAUSES = (
     "Usual causes: SIGKILL: out of memory (see the log of the kernel or the scheduler; use fewer workers, a smaller "
     "prefetch_factor or smaller batches); SIGBUS: out of shared memory (enlarge /dev/shm); SIGSEGV and SIGABRT: native "
@@ -168,6 +172,11 @@ class Pool:
 
     def _death_message(self, number: int, worker: Any) -> str:
         code = worker.exitcode
+        if code == 1 and getattr(worker, "_start_method", "fork") in ("spawn", "forkserver"):
+            return (
+                f"Worker {number} (pid {worker.pid}) of the loader over {self.name} ended with an error, printed "
+                f"above. {MAIN_GUARD}"
+            )
         if code > 0:
             return (
                 f"Worker {number} (pid {worker.pid}) of the loader over {self.name} exited with code {code} in the "
@@ -350,3 +359,9 @@ def _signal_name(number: int) -> str:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
         return f"signal {number}"
+
+
+def refuse_in_starting_worker() -> None:
+    """Raise DataError if this process is a worker that imports the script, which would train a second time in it."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DataError(f"A data worker runs this fit as it starts. {MAIN_GUARD}")

@@ -31,7 +31,8 @@ def sbatch_script(
         "open-mode": "append",
         "signal": f"USR1@{job.grace}",
     }
-    head = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    # sbatch reads these lines as a shell does: a folder with a space is quoted
+    head = [f"#SBATCH {shlex.quote(f'--{name}={value}')}" for name, value in options.items() if value is not None]
     head += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in more)]
     return "\n".join(["#!/bin/bash", *head, "", *_body(job), ""])
 

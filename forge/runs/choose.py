@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.checkpoint import Checkpoints, StoredCheckpoint, wait_until_written
 from forge.checkpoint.readers import Readers
+from forge.data.workers import refuse_in_starting_worker
 from forge.env import Env
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
@@ -42,6 +43,7 @@ class RunChoice:
 
 def choose(trainer: Run, task: str) -> RunChoice:
     """Choose the run folder for a fit of the task named `task`; nothing is written or removed."""
+    refuse_in_starting_worker()
     wanted: Any = trainer.wanted_run_dir
     if trainer.resume is None:
         return RunChoice(_new_folder(trainer, task))

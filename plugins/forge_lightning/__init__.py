@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._pytree import tree_map
+
+from forge.checkpoint.sharding import is_distributed, whole
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.errors import TaskError
@@ -59,6 +62,7 @@ class LightningAdapter(TrainsManually, Evaluates):
         if trainer.verb == "fit" and "fit" not in ready and trainer.seed is not None:
             seed_all(trainer.seed)  # layers made in setup are drawn from the run's seed, as under Lightning
         self._set_up(trainer.verb)
+        self._set_up_callbacks(trainer.verb)
 
     def _refuse_missing_steps(self, trainer: Run) -> None:
         """Refuse a loader for a stage without a step; in fit, warn and go without validation, as Lightning does."""
@@ -86,6 +90,8 @@ class LightningAdapter(TrainsManually, Evaluates):
 
     @hookimpl
     def forge_start(self, trainer: Run) -> None:
+        with compatibility.revealed(self.module):
+            self.callbacks.call("setup", self._proxy, self.module, trainer.verb, writing=True)
         if trainer.env.world == 1:
             vars(self)["num_items"] = self._count_as_one
         if trainer.verb == "fit":
@@ -191,11 +197,28 @@ class LightningAdapter(TrainsManually, Evaluates):
             state |= {"hparams_name": self.module._hparams_name, "hyper_parameters": dict(self.module.hparams)}
         if not weights_only:
             state["callbacks"] = self.callbacks.state_dict()
-            state["optimizer_states"] = [optimizer.state_dict() for optimizer in self.own_optimizers]
+            if self._has_whole_optimizers():
+                state["optimizer_states"] = [optimizer.state_dict() for optimizer in self.own_optimizers]
             state["lr_schedulers"] = [config.scheduler.state_dict() for config in self.scheduler_configs]
+        if any(map(is_distributed, self.parameters())):
+            state = tree_map(lambda value: whole(value) if is_distributed(value) else value, state)
+        if not weights_only:
             self.callbacks.call("on_save_checkpoint", self._proxy, self.module, state)
         self._call_module("on_save_checkpoint", state)
         return state
+
+    def _has_whole_optimizers(self) -> bool:
+        """Whether this rank has the optimizer's state of every parameter, if only its shard of each."""
+        assert self.trainer is not None
+        held = self.trainer.env.holds
+        complete = all(held(("optimizers", "state", name)) for name, _ in self.named_parameters())
+        if not complete:
+            warnings.warn(
+                "Checkpoints of Lightning's form are without the optimizer's state, of which each rank has a part. "
+                "forge's own checkpoints have all of it.",
+                stacklevel=2,
+            )
+        return complete
 
     @hookimpl
     def forge_load_state_dict(self, trainer: Run, state: dict[str, Any]) -> None:

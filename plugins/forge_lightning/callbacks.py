@@ -42,13 +42,22 @@ class Callbacks:
         kept = [one for one in self._given if not any(_replaces(other, one) for other in own)]
         self.all = _ordered([*kept, *own])
 
-    def call(self, hook: str, trainer: Any, module: Any, *arguments: Any, monitoring: bool | None = None) -> None:
-        """Call a hook of every callback; of those that monitor a metric, or of the others, if `monitoring` is given."""
+    def call(
+        self,
+        hook: str,
+        trainer: Any,
+        module: Any,
+        *arguments: Any,
+        monitoring: bool | None = None,
+        writing: bool | None = None,
+    ) -> None:
+        """Call a hook of every callback. `monitoring` chooses those that monitor a metric, or the others; `writing`
+        those that write checkpoints, or the others."""
         for callback in self.all:
-            if monitoring is None or is_monitoring(callback) is monitoring:
-                method = getattr(callback, hook, None)
-                if method is not None and _defines(callback, hook):
-                    method(trainer, module, *arguments)
+            chosen = monitoring is None or is_monitoring(callback) is monitoring
+            chosen = chosen and (writing is None or ("Checkpoint" in _class_names(callback)) is writing)
+            if chosen and callable(method := getattr(callback, hook, None)) and _defines(callback, hook):
+                method(trainer, module, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by Lightning's key."""

@@ -96,6 +96,7 @@ class ModuleTask(TaskModule):
         self.stage: str | None = None
         "The current evaluation: val, test or predict."
         self._ready: set[str] = set()
+        self._has_callbacks = False
         self._schedules: list[ScheduledLR] = []
         self.own_optimizers: list[Any] = []
         "The module's optimizers."
@@ -229,20 +230,28 @@ class ModuleTask(TaskModule):
         if stage in self._ready:
             return
         with self._attached(), compatibility.revealed(self.module):
-            if self._defines("configure_callbacks"):
-                self.callbacks.attach(self.module.configure_callbacks())
             for thing in (self.datamodule, self.module):
                 if compatibility.defines(thing, "prepare_data"):
                     with _one_process_at_a_time(thing):
                         thing.prepare_data()
             if compatibility.defines(self.datamodule, "setup"):
                 self.datamodule.setup(stage)
-            self.callbacks.call("setup", self._proxy, self.module, stage)
+            self._set_up_callbacks(stage)
             if self._defines("setup"):
                 self.module.setup(stage)
             if compatibility.defines(self.module, "configure_model"):
                 self.module.configure_model()
         self._ready.add(stage)
+
+    def _set_up_callbacks(self, stage: str) -> None:
+        """Call setup of the callbacks, once per run and inside it: they read its intervals. Those that write
+        checkpoints follow in forge_start, where its folder is known."""
+        if self.trainer is not None and not self._has_callbacks:
+            self._has_callbacks = True
+            with self._attached(), compatibility.revealed(self.module):
+                if self._defines("configure_callbacks"):
+                    self.callbacks.attach(self.module.configure_callbacks())
+                self.callbacks.call("setup", self._proxy, self.module, stage, writing=False)
 
     # -- hooks and replaced methods ----------------------------------------------------------------------------------
 

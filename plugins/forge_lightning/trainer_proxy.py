@@ -342,12 +342,14 @@ class TrainerProxy:
     # -- checkpoints of Lightning's form ------------------------------------------------------------------------------
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
-        """Write a checkpoint of Lightning's form, which `load_from_checkpoint` and Lightning's Trainer read."""
+        """Write a checkpoint of Lightning's form, which `load_from_checkpoint` and Lightning's Trainer read.
+
+        As under Lightning, all ranks call it: tensors of which each has a part are gathered."""
+        state = self.adapter.lightning_checkpoint(bool(weights_only))
         if not self.is_global_zero:
             return
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
-        state = self.adapter.lightning_checkpoint(bool(weights_only))
         with atomic_write(path) as temporary:
             torch.save(state, temporary)
 

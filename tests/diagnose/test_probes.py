@@ -352,6 +352,9 @@ def test_what_drop_last_drops() -> None:
 def test_val_that_was_prepared_otherwise() -> None:
     x, y = numbers(48, seed=5)
     assert "split_statistics" in found(Healthy(), data.splits, data=(splits()[0], loader(x * 5, y)))
+    broken = x.clone()
+    broken[3] = float("nan")  # says nothing about how the others were prepared
+    assert found(Healthy(), data.splits, data=(splits()[0], loader(broken, y))) == {}
 
 
 # -- start and motion -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ JOB = LaunchJob(
 )
 
 
+TASKS = """
+import forge
+from forge.data import Splits
+
+class First(forge.TaskModule): ...
+
+class Second(First): ...
+
+def data(): return Splits(train=[])
+"""
 NUMBERS = {"PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"}
 
 
@@ -65,6 +76,12 @@ def test_sbatch_gets_the_size_and_what_a_requeue_needs() -> None:
     assert lines[0] == "#!/bin/bash"
     assert {"nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=12", "time=24:00:00"} <= {*head}
     assert {"requeue", "open-mode=append", "signal=USR1@120", "account=me", "partition=gpu"} <= {*head}
+
+
+def test_sbatch_reads_a_folder_with_a_space_whole() -> None:
+    text = sbatch_script(replace(JOB, folder="/home/it's me/my work"))
+    lines = [shlex.split(line.removeprefix("#SBATCH ")) for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert ["--chdir=/home/it's me/my work"] in lines
 
 
 @pytest.mark.parametrize("code", [0, 1, 85])
@@ -204,6 +221,20 @@ def test_the_command_writes_a_file_and_names_how_to_submit(
     assert "sbatch quickstart.sbatch" in capsys.readouterr().err
     text = (tmp_path / "quickstart.sbatch").read_text()
     assert f"{sys.executable} -m forge fit quickstart trainer.max_epochs=1 -p ddp --run-dir {tmp_path}" in text
+
+
+def test_a_job_of_a_file_is_named_after_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "my tasks.py").write_text(TASKS)
+    for task in ("First", "Second"):
+        assert main(["launch", "ray", f"my tasks.py:{task}", "trainer.max_epochs=1"]) == 0
+        words = shlex.split(capsys.readouterr().err.partition("To submit it: ")[2])
+        assert words == ["ray", "job", "submit", "--", "python", str(folder / f"{task.lower()}.py")]
+        assert f"{folder}/runs/{task.lower()}" in (folder / f"{task.lower()}.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,10 @@ def submit(cluster: SlurmCluster, folder: Path, name: str, *more: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def test_a_requeued_job_on_two_nodes_ends_in_the_same_bits(cluster: SlurmCluster, folder: Path) -> None:

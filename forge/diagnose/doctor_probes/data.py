@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -251,6 +252,8 @@ def splits(patient: Patient) -> Iterator[Finding]:
         certain = bool(((x.mean(0) - y.mean(0)).abs() > 8 * error).float().mean() > 0.5)
         factor = float((y.std(0).clamp_min(1e-6) / spread).log().mean().exp())
         most = 4.0 if as_target else 2.0
+        if not math.isfinite(shift + factor):  # one NaN would say that all differ
+            continue
         if (certain and shift > most / 4) or not 1 / most <= factor <= most:
             yield Finding(
                 "split_statistics",

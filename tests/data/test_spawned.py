@@ -1,0 +1,40 @@
+"""Workers that are started by spawn from a script without a guard around its work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import forge
+
+
+class Fit(forge.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+train = DataLoader(TensorDataset(torch.randn(8, 2)), 4, num_workers=1, multiprocessing_context="spawn")
+forge.Trainer(max_epochs=1, seed=0, device="cpu", plugins=[]).fit(Fit(), train)
+"""
+
+
+def test_a_script_without_a_main_guard_is_told_of_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "DataError: Worker 0" in done.stderr
+    assert "DataError: A data worker runs this fit as it starts." in done.stderr
+    assert done.stderr.count("if __name__ == '__main__'") == 2
+    assert len(list((tmp_path / "runs").glob("*/*"))) == 1  # the worker made no run folder
