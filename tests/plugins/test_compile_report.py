@@ -100,6 +100,7 @@ def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureF
     warnings = [r.getMessage() for r in caplog.records if r.name == "forge" and r.levelno == logging.WARNING]
     assert ["in each of the last 3 log intervals" in text for text in warnings] == [True, False]
     assert "training_step was compiled for so many kinds of inputs that torch gave up" in warnings[1]
+    assert "A resumed run would compile them again, and so end in other bits" in warnings[1]
     for text in warnings:
         assert "size mismatch at index 0" in text
         assert "Pad batches to one shape" in text

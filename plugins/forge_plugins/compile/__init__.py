@@ -46,7 +46,8 @@ class Compile(forge.Plugin):
     recompile with its reason. `compile/graphs`, `compile/breaks` and `compile/recompiles` are logged when they change.
     Graphs for evaluation, for another optimizer's turn and for unfrozen parameters do not count as recompiles. A new
     shape is a recompile, after which the graph takes other sizes too; with `dynamic=false` each new shape is one, and a
-    warning comes before torch gives up on a stream of shapes. If nothing was compiled at all, a warning says so.
+    warning comes before torch gives up on a stream of shapes; after that, a resumed run does not end in the bits of an
+    uninterrupted one. If nothing was compiled at all, a warning says so.
 
     Compiled arithmetic differs from eager arithmetic: fused kernels round differently, and inductor draws other random
     numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,

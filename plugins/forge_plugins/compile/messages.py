@@ -31,7 +31,8 @@ def limit(given_up: Sequence[Recompile], dynamic: bool | None) -> str:
     last = given_up[-1]
     return (
         f"compile: {last.function} was compiled for so many kinds of inputs that torch gave up (torch._dynamo.config."
-        f"recompile_limit): new ones run eagerly from now on. The last reason: {last.reason}. {_advice(last, dynamic)}"
+        f"recompile_limit): new ones run eagerly from now on. A resumed run would compile them again, and so end in "
+        f"other bits than an uninterrupted one. The last reason: {last.reason}. {_advice(last, dynamic)}"
     )
 
 
