@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import forge
 from forge_plugins import DDP, FSDP, Zero
-from tests.support.ranks import launch
+from tests.support.lasting_ranks import ranks
 
 L = pytest.importorskip("lightning.pytorch")
 
@@ -60,13 +60,13 @@ def test_callbacks_are_set_up_inside_the_run(tmp_path: Path, monkeypatch: Any) -
     assert {path.name for path in tmp_path.iterdir()} == set(stops)
 
 
-def _fit_on(rank: int, store: Any, folder: str, kind: type[Any]) -> None:
+def fit_on(folder: str, kind: type[Any]) -> None:
     fit(Path(folder), kind())
 
 
 @pytest.mark.parametrize("kind", [DDP, FSDP, Zero])
 def test_model_checkpoint_writes_whole_weights_on_ranks(kind: type[Any], tmp_path: Path) -> None:
-    assert launch(2, _fit_on, str(tmp_path), kind) == [0, 0]
+    ranks(2)(fit_on, str(tmp_path), kind)
     last, weights = read_last(tmp_path), load_file(tmp_path / "weights.safetensors")
     assert last["state_dict"].keys() == weights.keys()
     assert all(
