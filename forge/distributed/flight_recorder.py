@@ -73,9 +73,10 @@ def waits(recorded: list[Entry]) -> dict[str, tuple[int, str]]:
     """Return the number and name of the first unfinished collective of each group, by a key that only ranks of this
     group have: when two ranks wait in different collectives of the same number, neither ends."""
     found: dict[str, tuple[int, str]] = {}
+    members = _members()
     for entry in recorded:
         name = entry["process_group"][0]
-        if not is_done(entry) and not entry.get("is_p2p") and name in (members := _members()):
+        if not is_done(entry) and not entry.get("is_p2p") and name in members:
             found.setdefault(f"{name}/{members[name]}", (entry["collective_seq_id"], _alike(entry)))
     return found
 
