@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from forge.config.recipe import load_recipe
-from forge.planning.cluster import (
+from forge_cluster.planning import (
     Cluster,
     Layout,
     Link,
@@ -33,6 +32,8 @@ from forge.planning.cluster import (
     load_cluster,
     reserved_of,
 )
+
+from forge.config.recipe import load_recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,17 +35,17 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 
 import torch
+from forge_ship.allocator import keep_freed_memory
+from forge_ship.engine import Engine, Port
+from forge_ship.serving.batcher import Batcher
+from forge_ship.serving.limits import ServeLimits
+from forge_ship.serving.protocol import JSON, RAW, dtype_of
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from benchmarks import machine
-from forge.shipping.engine import Engine, Port
-from forge.shipping.serving.batcher import Batcher
-from forge.shipping.serving.limits import ServeLimits
-from forge.shipping.serving.protocol import JSON, RAW, dtype_of
-from forge.util.allocator import keep_freed_memory
 
 ARMS = {"micro-batching": 32, "one by one": 1}
 """Name → --max-batch; the last is the base."""
@@ -221,8 +221,8 @@ def _server(model: str | None, rows: int) -> Iterator[int]:
 
 def serve_builtin(rows: int, threads: int) -> None:
     """Serve the built-in engine as `forge serve` does."""
-    from forge.shipping.serving.http_answers import make_app
-    from forge.shipping.serving.server_process import address_of, listen, serve
+    from forge_ship.serving.http_answers import make_app
+    from forge_ship.serving.server_process import address_of, listen, serve
 
     torch.set_num_threads(threads)
     bound = listen("127.0.0.1", 0)
@@ -310,7 +310,7 @@ def sample_of(ports: Sequence[Port]) -> dict[str, Tensor]:
 def _engine(model: str | None) -> Engine:
     if model is None:
         return SmallCNN()
-    from forge.shipping.open_engine import open_engine
+    from forge_ship.open_engine import open_engine
 
     open_model: Callable[..., Engine] = open_engine
     return open_model(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forge.diagnose.findings import FINDINGS, LEVELS
+from forge_doctor.findings import FINDINGS, LEVELS
 
 DOCS = Path(__file__).parent
 BUGS = DOCS.parent / "benchmarks" / "doctor" / "bugs"
@@ -22,7 +22,7 @@ INTRODUCTION = """\
 `forge doctor RECIPE` and `forge doctor FILE.py:Task` examine a task, its loss, its data, its optimizer and its schedule
 for mistakes that raise no error. Every fit looks at its first steps in the same way, as far as that costs nothing, and
 warns. Each finding has a name that stays, a level, the evidence in numbers, a cure, and a page with an example. These
-pages are generated from `forge/diagnose/findings.py` and from the planted bugs in `benchmarks/doctor/bugs`.
+pages are generated from `plugins/forge_doctor/findings.py` and from the planted bugs in `benchmarks/doctor/bugs`.
 [Debugging](debugging.md#ask-the-doctor) shows how to use the doctor.
 
 - An **error** cannot be meant. `forge doctor` exits with 1.

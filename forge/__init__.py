@@ -19,6 +19,11 @@ from typing import TYPE_CHECKING, Any
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from forge_doctor.doctor import doctor
+    from forge_doctor.layer_outputs import features
+    from forge_ship.export import export
+    from forge_sweep.sweep import sweep
+
     from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
@@ -40,14 +45,10 @@ if TYPE_CHECKING:
         StackError,
         TaskError,
     )
-    from forge.examine.doctor import doctor
-    from forge.examine.layer_outputs import features
     from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
     from forge.rng import seed
-    from forge.shipping.export import export
-    from forge.shipping.source import load
-    from forge.sweeping.sweep import sweep
+    from forge.runs.trained_task import load
     from forge_lightning import LightningAdapter
 
 
@@ -73,17 +74,17 @@ _HOME = {
     "TaskModule": "forge.contract.task",
     "Text": "forge.metrics.media",
     "Trainer": "forge.engine.trainer",
-    "doctor": "forge.examine.doctor",
-    "export": "forge.shipping.export",
-    "features": "forge.examine.layer_outputs",
+    "doctor": "forge_doctor.doctor",
+    "export": "forge_ship.export",
+    "features": "forge_doctor.layer_outputs",
     "hookimpl": "forge.contract.hooks",
-    "load": "forge.shipping.source",
+    "load": "forge.runs.trained_task",
     "load_recipe": "forge.config",
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
     "positions": "forge.distributed.positions",
     "seed": "forge.rng",
-    "sweep": "forge.sweeping.sweep",
+    "sweep": "forge_sweep.sweep",
 }
 
 __all__ = [

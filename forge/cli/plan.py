@@ -11,9 +11,10 @@ import json
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from forge_cluster.commands import plan_cluster
 from rich.text import Text
 
-from forge.cli import plan_cluster, plan_costs, plan_memory, target
+from forge.cli import plan_costs, plan_memory, target
 from forge.config import Recipe
 from forge.config.build import make_plugins
 from forge.config.merge import leaves

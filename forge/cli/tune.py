@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_speed.commands import tune_speed
 from rich.text import Text
 
-from forge.cli import target, tune_speed, tune_workers
+from forge.cli import target, tune_workers
 from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import ForgeError

@@ -7,9 +7,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from forge_speed.commands import tune_speed
 from rich.text import Text
 
-from forge.cli import target, tune_speed
+from forge.cli import target
 from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import DataError, ForgeError
@@ -61,8 +62,9 @@ def run(args: Namespace, recipe: Recipe, name: str) -> int:
 
 def _maker(recipe: Recipe, name: str) -> tuple[str | None, Callable[[int], Any], bool]:
     """Return the data's option for workers, what makes the train loader with some, and whether it takes any."""
+    from forge_speed.levers import WORKERS
+
     from forge.data import Loader
-    from forge.tuning.levers import WORKERS
     from forge.tuning.workers import with_workers
 
     known = options_of("data", recipe.config, recipe.local, recipe.origin) or ()

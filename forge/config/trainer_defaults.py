@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypedDict
 
 from forge.errors import ForgeError, did_you_mean
 from forge.progress import Interval
-from forge.util.peer_hints import trainer_hint
+from forge_lightning.peer_hints import trainer_hint
 
 SWITCHES = {
     "max_time": ("duration", "max_time"),

@@ -18,7 +18,7 @@ from forge.errors import DataError, TaskError
 from forge.metrics.means import scalars_of
 from forge.options import bound_arguments, saved_arguments
 from forge.rng import RNGState
-from forge.util.lightning_hints import hint_for
+from forge_lightning.lightning_hints import hint_for
 
 if TYPE_CHECKING:
     from forge.contract.run import Run

@@ -15,8 +15,8 @@ from forge.diagnose import nondeterminism
 from forge.diagnose.again import is_in_backward
 from forge.diagnose.cures import cures
 from forge.errors import DeterminismError, ForgeError, TaskError
-from forge.util.lightning_hints import hint_for
 from forge.util.tracebacks import as_text, shorten, shows_all
+from forge_lightning.lightning_hints import hint_for
 
 if TYPE_CHECKING:
     from forge.contract.run import Run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_doctor.first_look import FirstLook
 from torch import Tensor
 
 from forge.checkpoint import save_weights
@@ -15,7 +16,6 @@ from forge.data.accumulation_windows import check_loader
 from forge.data.adapt import adopt, by_name
 from forge.data.sharding import RankLoader
 from forge.diagnose import checks
-from forge.diagnose.first_look import FirstLook
 from forge.engine import evaluation
 from forge.env import Env
 from forge.optim.optimizers import Optimizers

@@ -51,7 +51,7 @@ from forge.rng import seed
 from forge.runs import choose
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import load_for, restore
-from forge.util.peer_hints import answers_foreign_arguments
+from forge_lightning.peer_hints import answers_foreign_arguments
 
 logger = logging.getLogger("forge")
 

@@ -30,7 +30,7 @@ from forge.snapshot.left_out import is_left_out
 from forge.tuning.trial import quiet
 
 if TYPE_CHECKING:
-    from forge.planning.cluster.counting import OpCounter
+    from forge_cluster.planning.counting import OpCounter
 
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""

@@ -14,13 +14,14 @@
 
 from __future__ import annotations
 
+from forge_speed.levers import Change, Lever
+from forge_speed.speed import speed_range
+from forge_speed.speed_plot import draw_speed
+from forge_speed.speed_report import LeverRow, SpeedReport, StepReading
+
 from forge.tuning.batch import BatchReport, Probe, batch_range
-from forge.tuning.levers import Change, Lever
 from forge.tuning.lr import LRCurve, lr_range
 from forge.tuning.plot import draw_lr
-from forge.tuning.speed import speed_range
-from forge.tuning.speed_plot import draw_speed
-from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading
 from forge.tuning.workers import WorkersProbe, WorkersReport, workers_range
 
 __all__ = [

@@ -16,8 +16,8 @@ from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.mirror import Mirror
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
-from forge_plugins._remote_run import RemoteRun
-from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
+from forge_plugins.common.remote_run import RemoteRun
+from forge_plugins.common.validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
 

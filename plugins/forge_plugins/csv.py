@@ -17,7 +17,7 @@ from typing import Any
 import forge
 from forge.runs.wording import counted
 from forge.util.files import atomic_write, make_folder, regular_only
-from forge_plugins._sinks import counters_after, scalars_of, writes
+from forge_plugins.common.sinks import counters_after, scalars_of, writes
 
 logger = logging.getLogger("forge")
 

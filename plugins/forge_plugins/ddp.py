@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_plugins._replicated import Replicated
+from forge_plugins.common.replicated import Replicated
 
 
 class DDP(Replicated):

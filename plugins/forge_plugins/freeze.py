@@ -12,8 +12,8 @@ from torch import nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
-from forge_plugins._patterns import as_list, covers, listed, names_of_parameters, parts, unknown
-from forge_plugins._run_lengths import moment, reached
+from forge_plugins.common.patterns import as_list, covers, listed, names_of_parameters, parts, unknown
+from forge_plugins.common.run_lengths import moment, reached
 
 logger = logging.getLogger("forge")
 

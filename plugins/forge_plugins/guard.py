@@ -18,7 +18,7 @@ from forge.checkpoint import wait_until_written
 from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
 from forge.snapshot.finite import HALF, is_half, may_be_infinite
-from forge_plugins._finite import (
+from forge_plugins.common.finite import (
     FiniteCheck,
     all_finite,
     bad_gradients,
@@ -30,8 +30,8 @@ from forge_plugins._finite import (
     moving_buffers,
     trained_weights,
 )
-from forge_plugins._patterns import listed
-from forge_plugins._sharded import is_distributed, local
+from forge_plugins.common.patterns import listed
+from forge_plugins.common.sharded import is_distributed, local
 
 logger = logging.getLogger("forge")
 

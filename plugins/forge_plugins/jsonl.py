@@ -11,7 +11,7 @@ from typing import Any
 
 import forge
 from forge.util.files import make_folder, regular_only
-from forge_plugins._sinks import as_json, counters_after, drop_after
+from forge_plugins.common.sinks import as_json, counters_after, drop_after
 
 logger = logging.getLogger("forge")
 

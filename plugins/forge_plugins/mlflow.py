@@ -17,7 +17,7 @@ from forge.checkpoint import wait_until_written
 from forge.errors import RecipeError
 from forge.metrics import drawing
 from forge.util.files import atomic_write, make_folder
-from forge_plugins._sinks import PASSWORD, Failures, refuse_missing, scalars_of, writes
+from forge_plugins.common.sinks import PASSWORD, Failures, refuse_missing, scalars_of, writes
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,8 +13,8 @@ import forge
 from forge.errors import RecipeError, StackError
 from forge.optim.optimizers import drop_gradients
 from forge.snapshot.sandbox import Owned, kept
-from forge_plugins._finite import moving_buffers
-from forge_plugins._sharded import local, total_norm
+from forge_plugins.common.finite import moving_buffers
+from forge_plugins.common.sharded import local, total_norm
 
 TINY = 1e-12
 """Added to the gradient's norm, as in the authors' code, so that a gradient of 0 does not move the weights."""

@@ -15,7 +15,7 @@ import forge
 from forge.errors import ForgeError, RecipeError
 from forge.optim import schedule_stepping
 from forge.optim.optimizers import Optimizers
-from forge_plugins._run_lengths import check_length, updates_of
+from forge_plugins.common.run_lengths import check_length, updates_of
 
 Factor = Callable[[int], float]
 """Maps the updates done by an optimizer to the factor of its learning rate for the next one."""

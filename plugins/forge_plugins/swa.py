@@ -22,9 +22,9 @@ from forge.optim import schedule_stepping
 from forge.rng import combine_seeds
 from forge.snapshot.finite import not_finite
 from forge.snapshot.sandbox import kept_buffers
-from forge_plugins._average import Averaging
-from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
-from forge_plugins._run_lengths import check_length, updates_of
+from forge_plugins.common.average import Averaging
+from forge_plugins.common.batch_statistics import batch_norms, estimate, unreadable
+from forge_plugins.common.run_lengths import check_length, updates_of
 
 logger = logging.getLogger("forge")
 

@@ -25,7 +25,7 @@ import forge
 from forge.contract.task import Build
 from forge.errors import RecipeError
 from forge.rng import seed_all
-from forge_plugins._patterns import MANY, chosen, listed
+from forge_plugins.common.patterns import MANY, chosen, listed
 
 logger = logging.getLogger("forge")
 

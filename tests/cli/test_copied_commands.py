@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from forge_doctor.commands import doctor
+from forge_doctor.findings import Finding
 
-from forge.cli import doctor, main
-from forge.diagnose.findings import Finding
+from forge.cli import main
 from forge.tuning import batch, step_timer
 from forge.util import show
 

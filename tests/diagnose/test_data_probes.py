@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forge_doctor.probes import data, preparation, serving, splits, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import forge
 from forge.data import TensorLoader
-from forge.diagnose.doctor_probes import data, preparation, serving, splits, start
 from tests.support.patients import Healthy, found, loader, numbers
 
 
@@ -215,7 +215,7 @@ def test_a_cache_that_is_filled_is_no_change() -> None:
 
 
 def test_the_doctor_puts_data_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("forge.examine.doctor"), "BEFORE", {"reading": serving.changed})
+    monkeypatch.setattr(importlib.import_module("forge_doctor.doctor"), "BEFORE", {"reading": serving.changed})
     x, y = numbers()
     dataset = Stored(x.clone(), y)
     report = forge.doctor(Healthy(), DataLoader(dataset, 16), budget=0)

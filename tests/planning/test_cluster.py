@@ -11,19 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-
-import forge
-from forge import registry
-from forge.cli import main
-from forge.cli.plan_cluster import _plugins
-from forge.config.recipe import load_recipe
-from forge.data import Splits
-from forge.errors import ForgeError
-from forge.planning import rehearse
-from forge.planning.cluster import (
+from forge_cluster.commands.plan_cluster import _plugins
+from forge_cluster.planning import (
     Layout,
     Model,
     Variant,
@@ -33,11 +22,22 @@ from forge.planning.cluster import (
     plan_cluster,
     read_cluster,
 )
-from forge.planning.cluster.collectives import group
-from forge.planning.cluster.failures import daly, expected_share, goodput, simulate_failures, young
-from forge.planning.cluster.pipeline_events import SCHEDULES, Action, closed_form, simulate
-from forge.planning.cluster.stragglers import simulate_stragglers, slowdown
-from forge.planning.cluster.workload import Workload
+from forge_cluster.planning.collectives import group
+from forge_cluster.planning.failures import daly, expected_share, goodput, simulate_failures, young
+from forge_cluster.planning.pipeline_events import SCHEDULES, Action, closed_form, simulate
+from forge_cluster.planning.stragglers import simulate_stragglers, slowdown
+from forge_cluster.planning.workload import Workload
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import forge
+from forge import registry
+from forge.cli import main
+from forge.config.recipe import load_recipe
+from forge.data import Splits
+from forge.errors import ForgeError
+from forge.planning import rehearse
 from forge.planning.strategies import Levers, ddp, fsdp
 
 BLOCKS, WIDTH, LENGTH = 8, 32, 16

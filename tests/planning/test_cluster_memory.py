@@ -6,12 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from benchmarks import planned_ranks
-from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
-from forge.config.recipe import load_recipe
-from forge.planning import WORKSPACE, rehearse
-from forge.planning.cluster import (
+from forge_cluster.planning import (
     Layout,
     Model,
     Variant,
@@ -21,9 +16,14 @@ from forge.planning.cluster import (
     memory_of,
     reserved_of,
 )
-from forge.planning.cluster.counting import OpCounter
-from forge.planning.cluster.memory import in_flight
-from forge.planning.cluster.pipeline_events import orders, simulate
+from forge_cluster.planning.counting import OpCounter
+from forge_cluster.planning.memory import in_flight
+from forge_cluster.planning.pipeline_events import orders, simulate
+
+from benchmarks import planned_ranks
+from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
+from forge.config.recipe import load_recipe
+from forge.planning import WORKSPACE, rehearse
 
 LENGTH, SAMPLES = 512, 4
 PLAIN, SHORT = Variant("fp32", False), Variant("bf16", False)

@@ -17,7 +17,7 @@ import forge
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.data import TensorLoader
 from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Guard, Prefetch
-from forge_plugins._average import Average
+from forge_plugins.common.average import Average
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from forge.checkpoint.weights import read_weights
 from forge.contract.dispatch import Plugged
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
 from forge_plugins import EMA, Accumulate, Checkpoint
-from forge_plugins._average import Average
+from forge_plugins.common.average import Average
 from tests.support import averages_kit, reference
 from tests.support.averages import (
     Watched,

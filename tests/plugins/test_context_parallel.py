@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
+from forge_cluster.context_parallel.slices import Slicing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,8 +39,6 @@ from forge_plugins import (
     Remat,
     Schedule,
 )
-from forge_plugins.context_parallel.ring import Method, Ring, RingAttention
-from forge_plugins.context_parallel.slices import Slicing
 from tests.support import context_kit as kit
 from tests.support.fsdp_kit import close
 from tests.support.lasting_ranks import ranks

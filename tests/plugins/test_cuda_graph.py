@@ -15,7 +15,7 @@ from forge.contract.step import Step
 from forge.errors import RecipeError, StackError
 from forge.testing import assert_same_weights
 from forge_plugins import DDP, SAM, Compile, CudaGraph
-from forge_plugins._syncs import own_line
+from forge_plugins.common.syncs import own_line
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
 from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from forge_speed import fp8
+from forge_speed.fp8 import linear, linear_layers
 from torch import Tensor, nn
 
 import forge
@@ -31,9 +33,7 @@ from forge_plugins import (
     Kernels,
     Remat,
     TensorParallel,
-    fp8,
 )
-from forge_plugins.fp8 import linear, linear_layers
 from tests.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of

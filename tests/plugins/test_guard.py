@@ -20,7 +20,7 @@ from forge.errors import NonFiniteError, RecipeError
 from forge.metrics.means import Means
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
-from forge_plugins._finite import all_finite
+from forge_plugins.common.finite import all_finite
 from forge_plugins.guard import DeviceFlag
 from tests.support.profiles import covering
 

@@ -15,7 +15,7 @@ import forge
 from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Clip, Guard
-from forge_plugins._finite import all_finite
+from forge_plugins.common.finite import all_finite
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forge_speed.kernels import Kernels
+from forge_speed.kernels.judgement import StepTrial
 
 import forge
 from forge import registry
 from forge.errors import StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import DDP, Checkpoint, Compile, Remat
-from forge_plugins.kernels import Kernels
-from forge_plugins.kernels.judgement import StepTrial
 from tests.support import kernels_plugin_kit
 from tests.support.kernels_plugin_kit import FOUR, Clock, measure_steps, net, ran
 from tests.support.lasting_ranks import ranks
@@ -77,8 +77,8 @@ def test_the_whole_step_has_the_last_word(
 def test_a_step_under_trial_leaves_no_trace(install: Any, clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # measure for real
     monkeypatch.setattr(Kernels, "_acts_on", lambda self, device: True)
-    monkeypatch.setattr("forge_plugins.kernels.Stopwatch", clock)
-    monkeypatch.setattr("forge_plugins.kernels.judgement.LEAST_GAIN", 2.0)  # nothing is kept
+    monkeypatch.setattr("forge_speed.kernels.Stopwatch", clock)
+    monkeypatch.setattr("forge_speed.kernels.judgement.LEAST_GAIN", 2.0)  # nothing is kept
     install("toy", "toy_module")
     ours, _ = fit_tiny([Kernels(cache=False)])
     assert "toy_module" in ran()
@@ -239,7 +239,7 @@ def on_one_rank(cache: str | bool = False, rows: int = 8, stack: tuple[Any, ...]
     Clock.measured = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
-        patch.setattr("forge_plugins.kernels.Stopwatch", Clock)
+        patch.setattr("forge_speed.kernels.Stopwatch", Clock)
         patch.setattr(StepTrial, "measure", measure_steps(Clock))
         patch.setattr(Kernels, "_acts_on", lambda self, device: True)
         options: dict[str, Any] = {"max_updates": 4, "validate_every": None}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from forge_cluster.pipeline import Pipeline
 
 import forge
 from forge_plugins import JSONL, Monitor
-from forge_plugins.pipeline import Pipeline
 from tests.plugins.test_pipeline import Deeper
 from tests.support.fsdp_kit import deep, wide
 from tests.support.lasting_ranks import ranks

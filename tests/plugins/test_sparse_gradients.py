@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from forge_cluster.pipeline import Pipeline
+from forge_cluster.zero import Zero
 from torch import Tensor, nn
 
 import forge
 from forge_plugins import DDP, FSDP
-from forge_plugins.pipeline import Pipeline
-from forge_plugins.zero import Zero
 from tests.support.fsdp_kit import Deep, close, deep, wide
 from tests.support.lasting_ranks import ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import forge
 from forge.errors import RecipeError, TaskError
 from forge_plugins import DDP, FSDP, Accumulate, Pipeline, Zero
-from forge_plugins._use import AgreedUse
+from forge_plugins.common.use import AgreedUse
 from forge_plugins.fsdp import COUNTS_UNUSED
 from tests.support.lasting_ranks import ranks
 from tests.support.strangers_kit import EXACT, apart

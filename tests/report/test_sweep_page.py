@@ -7,9 +7,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-
-from forge.report.parallel import parallel_coordinates
-from forge.report.sweep_page import SweepSummary, TrialLine, sweep_page
+from forge_sweep.parallel import parallel_coordinates
+from forge_sweep.sweep_page import SweepSummary, TrialLine, sweep_page
 
 RATES = [0.1, 0.01, 0.001, 0.0001, 0.05, 0.002]
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from forge_ship.bench import BenchResult, EngineTiming, bench
+from forge_ship.engine import ExportError
 
 from forge.cli import main
-from forge.shipping.bench import BenchResult, EngineTiming, bench
-from forge.shipping.engine import ExportError
-from forge.shipping.source import Source
+from forge.runs.trained_task import Source
 from tests.support.ships import Classifier, batches, trained_run
 
 
@@ -37,9 +37,7 @@ def test_advice_names_the_fastest_and_the_widest() -> None:
 
 
 def test_an_engine_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "forge.shipping.export_formats.find_spec", lambda name: None if name == "executorch" else object()
-    )
+    monkeypatch.setattr("forge_ship.export_formats.find_spec", lambda name: None if name == "executorch" else object())
     found = bench(Source(Classifier().eval()), batches(), engines=["eager", "executorch"], batches=[1], seconds=0.01)
     assert "pip install" in found.missing["executorch"]
 

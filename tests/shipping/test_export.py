@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from forge_ship import card
+from forge_ship import export_formats as formats
+from forge_ship.engine import ExportError
+from forge_ship.export import prepare
+from forge_ship.export_formats import aoti, onnx, pt2, torchscript
+from forge_ship.open_engine import open_engine
+from forge_ship.verify import ExportMismatch
 from torch import Tensor, nn
 
 import forge
 from forge.cli import main
 from forge.errors import ForgeError
-from forge.shipping import card
-from forge.shipping import export_formats as formats
-from forge.shipping.engine import ExportError
-from forge.shipping.export import prepare
-from forge.shipping.export_formats import aoti, onnx, pt2, torchscript
-from forge.shipping.open_engine import open_engine
-from forge.shipping.source import Source
-from forge.shipping.verify import ExportMismatch
+from forge.runs.trained_task import Source
 from forge_plugins import EMA, Checkpoint
 from tests.support.ships import Classifier, batches, trained_run
 
@@ -184,7 +184,7 @@ def test_weights_of_attention_are_equal_whatever_ran_before(tmp_path: Path) -> N
 
 
 def test_a_metric_that_is_not_the_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge.shipping.verify.compare_outputs", lambda *args, **options: _empty())
+    monkeypatch.setattr("forge_ship.verify.compare_outputs", lambda *args, **options: _empty())
     real = torchscript.write
     monkeypatch.setattr(torchscript, "write", lambda plan, path: swapped_axis(real, plan, path))
     with pytest.raises(ExportMismatch, match=r"val/\w+ is .* with the trained task"):
@@ -192,7 +192,7 @@ def test_a_metric_that_is_not_the_tasks_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def _empty() -> Any:
-    from forge.shipping.verify import ExportVerdict
+    from forge_ship.verify import ExportVerdict
 
     return ExportVerdict()
 
@@ -280,8 +280,9 @@ def test_an_operator_that_onnx_lacks_is_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 def _plan() -> Any:
-    from forge.shipping.export import prepare
-    from forge.shipping.source import Source
+    from forge_ship.export import prepare
+
+    from forge.runs.trained_task import Source
 
     return prepare(Source(Classifier().eval()), batches(), "cpu").plan()
 

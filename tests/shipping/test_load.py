@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from forge_ship.engine import ExportError
 
 import forge
-from forge.shipping.engine import ExportError
-from forge.shipping.source import find
+from forge.runs.trained_task import find
 from forge_plugins import EMA, Checkpoint
 from tests.support.ships import Classifier, batches, trained_run
 

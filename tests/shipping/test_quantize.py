@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.export import Dim
-
-from forge.checkpoint.folder import find
-from forge.errors import ForgeError
-from forge.shipping import quantize as module
-from forge.shipping.engine import ExportError
-from forge.shipping.quantize import (
+from forge_ship import quantize as module
+from forge_ship.engine import ExportError
+from forge_ship.int8 import activation_grid, weight_scale
+from forge_ship.qat import install, remove, round_weight
+from forge_ship.quantize import (
     DOES_NOT_WORK,
     KINDS,
     Int8Convolution,
@@ -30,10 +27,13 @@ from forge.shipping.quantize import (
     refusal,
     weight_bytes,
 )
+from torch import Tensor, nn
+from torch.export import Dim
+
+from forge.checkpoint.folder import find
+from forge.errors import ForgeError
 from forge.testing import fit_tiny
-from forge.util.int8 import activation_grid, weight_scale
 from forge_plugins import QAT, Checkpoint
-from forge_plugins.qat import install, remove, round_weight
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
@@ -218,7 +218,7 @@ def test_learnt_ranges_give_the_rounded_models_outputs() -> None:
 
 
 def module_rounding(model: nn.Module) -> dict[str, nn.Module]:
-    from forge_plugins.qat import FORWARDS, Rounding
+    from forge_ship.qat import FORWARDS, Rounding
 
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in FORWARDS}
     for layer in layers.values():

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from forge_ship.engine import ExportError
+from forge_ship.recurrent import looped
 from torch import nn
-
-from forge.shipping.engine import ExportError
-from forge.shipping.recurrent import looped
 
 KINDS = [nn.LSTM, nn.GRU, nn.RNN]
 SHAPES = list(itertools.product([1, 2], [False, True], [False, True], [True, False]))

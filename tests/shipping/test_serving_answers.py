@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from forge_ship.engine import Port
+from forge_ship.serving.http_answers import ModelService, make_app
+from forge_ship.serving.limits import ServeLimits
+from forge_ship.serving.protocol import JSON, RAW
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -19,10 +23,6 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive
 
-from forge.shipping.engine import Port
-from forge.shipping.serving.http_answers import ModelService, make_app
-from forge.shipping.serving.limits import ServeLimits
-from forge.shipping.serving.protocol import JSON, RAW
 from tests.support import serving_kit
 from tests.support.serving_kit import FAST, Body, X, check_refusal, client_of, expected, post, service_of
 from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine, TokensEngine
@@ -265,7 +265,7 @@ def test_a_large_body_is_read_in_another_thread() -> None:
     threads: list[str] = []
     engine.__class__ = type("Wide", (LinearEngine,), {})
     with client_of(engine, limits) as client, pytest.MonkeyPatch.context() as patch:
-        from forge.shipping.serving import protocol
+        from forge_ship.serving import protocol
 
         real: Callable[..., Any] = protocol.decode
 
@@ -477,7 +477,7 @@ def test_a_client_that_leaves_while_it_sends_is_let_go() -> None:
 
 
 def test_a_client_that_leaves_the_queue_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge.shipping.serving.http_answers.LOOK", 0.001)
+    monkeypatch.setattr("forge_ship.serving.http_answers.LOOK", 0.001)
     engine = GatedEngine()
     app = make_app(engine, FAST, warmup=False)
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from forge_ship.commands.serve import parser
+from forge_ship.serving import server_process
 
 from forge import cli
-from forge.cli.serve import parser
-from forge.shipping.serving import server_process
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
 from tests.support.small_engines import LinearEngine
@@ -38,7 +38,7 @@ class Slow(LinearEngine):
         time.sleep(0.1)
         return super().__call__(inputs)
 
-engines = types.ModuleType("forge.shipping.open_engine")
+engines = types.ModuleType("forge_ship.open_engine")
 engines.open_engine = lambda path, **options: Slow()
 sys.modules[engines.__name__] = engines
 sys.exit(main(["serve", "model.onnx", "--port", "0", "--max-batch", "1", *sys.argv[1:]]))
@@ -129,7 +129,7 @@ def test_freed_memory_is_kept_before_torch_loads() -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace the engine that the command opens; the list has what it was asked for."""
     asked: list[Any] = []
-    module = types.ModuleType("forge.shipping.open_engine")
+    module = types.ModuleType("forge_ship.open_engine")
 
     def open_engine(path: str, **options: Any) -> LinearEngine:
         asked.append((path, options))
@@ -217,7 +217,7 @@ def test_a_model_that_fails_on_zeros_ends_the_server(
 def test_a_missing_package_is_named_with_the_pip_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "forge.shipping.serving.http_answers", None)
+    monkeypatch.setitem(sys.modules, "forge_ship.serving.http_answers", None)
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert cli.main(["serve", "a.pt2"]) == 2
     assert "pip install 'forge-trainer[serve]'" in capsys.readouterr().err

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from forge_speed import fp8
+from forge_speed.fp8 import linear
 from torch import Tensor
-
-from forge_plugins import fp8
-from forge_plugins.fp8 import linear
 
 
 def reference_product(

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forge_speed.kernels import Kernels
+from forge_speed.kernels.judgement import StepCost, StepTrial
 
 from forge import registry
 from forge.testing import tiny_batches
 from forge_kernels.timing import Timing
-from forge_plugins.kernels import Kernels
-from forge_plugins.kernels.judgement import StepCost, StepTrial
 from tests.support.toy_kernels import CALLS, entries
 
 RELU_ITSELF, LAYER_NORM_ITSELF = F.relu, F.layer_norm
@@ -75,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Clock]:
     class Own(Clock):
         measured = 0
 
-    monkeypatch.setattr("forge_plugins.kernels.Stopwatch", Own)
+    monkeypatch.setattr("forge_speed.kernels.Stopwatch", Own)
     monkeypatch.setattr(StepTrial, "measure", measure_steps(Own))
     monkeypatch.setattr(Kernels, "_acts_on", lambda self, device: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

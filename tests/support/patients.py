@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from forge_doctor.doctor import Examination
+from forge_doctor.findings import Finding, FindingWarning
+from forge_doctor.patient import Patient
+from forge_doctor.report import DoctorReport
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import forge
-from forge.diagnose.findings import Finding, FindingWarning
-from forge.diagnose.patient import Patient
 from forge.engine.trainer import Trainer
-from forge.examine.doctor import Examination
-from forge.examine.report import DoctorReport
 
 Probe = Callable[[Patient], Iterator[Finding]]
 

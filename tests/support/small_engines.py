@@ -1,4 +1,4 @@
-"""Small engines for the tests of serving: modules behind the protocol of `forge.shipping.engine`."""
+"""Small engines for the tests of serving: modules behind the protocol of `forge_ship.engine`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
+from forge_ship.engine import Port
 from torch import Tensor, nn
-
-from forge.shipping.engine import Port
 
 
 class LinearEngine:

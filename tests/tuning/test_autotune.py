@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from forge_speed import autotune
+from forge_speed.answers import AnswerCache, resumed_answer
+from forge_speed.autotune import Autotune
 
 import forge
 from forge.checkpoint import StoredCheckpoint
 from forge.errors import RecipeError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, tiny_batches
-from forge.tuning import Change, Lever, SpeedReport, StepReading, autotune, step_timer
-from forge.tuning.answers import AnswerCache, resumed_answer
-from forge.tuning.autotune import Autotune
+from forge.tuning import Change, Lever, SpeedReport, StepReading, step_timer
 from forge.util import peak_memory
 from forge_plugins import Checkpoint, Clip, FusedOptimizer
 from tests.support.lasting_ranks import ranks

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from forge_speed.autotune import Autotune
 from torch.backends import cudnn
 
 import forge
 from forge.testing import TinyTask, tiny_batches
 from forge.tuning import speed_range, step_timer
-from forge.tuning.autotune import Autotune
 from forge_plugins import Backends
 from tests.plugins.test_speed_switches import Pictures, pictures
 

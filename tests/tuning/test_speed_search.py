@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from forge_speed.levers import Change, Lever, LeverSituation, levers
+from forge_speed.speed_report import SpeedReport, StepReading
+from forge_speed.speed_search import LeverFailed, SpeedSearch
 
-from forge.tuning.levers import Change, Lever, LeverSituation, levers
-from forge.tuning.speed_report import SpeedReport, StepReading
-from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 
 GB = 10**9

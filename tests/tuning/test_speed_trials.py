@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from forge_speed.speed import StepTrials, with_change
+from forge_speed.speed_plot import bars_of
+from forge_speed.speed_search import LeverFailed
+from forge_speed.time_limit import TrialTooLong, time_limit
 from torch import nn
 
 import forge
@@ -17,11 +21,7 @@ from forge.data import TensorLoader
 from forge.errors import ForgeError
 from forge.testing import TinyTask, tiny_batches
 from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw_speed, speed_range, step_timer
-from forge.tuning.speed import StepTrials, with_change
-from forge.tuning.speed_plot import bars_of
-from forge.tuning.speed_search import LeverFailed
 from forge.tuning.step_facts import repeated_classes
-from forge.tuning.time_limit import TrialTooLong, time_limit
 from forge.util import peak_memory
 from forge_plugins import Clip
 from tests.plugins.test_speed_switches import Pictures, pictures

@@ -15,7 +15,7 @@ import torch
 import forge
 from forge.util.files import atomic_write
 from forge_plugins import JSONL
-from forge_plugins._sinks import drop_after
+from forge_plugins.common.sinks import drop_after
 from forge_plugins.tensorboard import projector
 from tests.support.tasks import fit
 

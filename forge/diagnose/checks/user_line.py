@@ -10,7 +10,8 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-from forge.diagnose.findings import FindingWarning
+from forge_doctor.findings import FindingWarning
+
 from forge.errors import TaskError
 from forge.util.frames import LIBRARIES
 

@@ -15,9 +15,9 @@ from torch import Tensor
 import forge
 from forge.data.accumulation_windows import Feed, batch_size
 from forge.rng import RNGState
-from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
 from forge_plugins.anomaly.origin import find
 from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe, tensors_in
+from forge_plugins.common.finite import bad_gradients, moving_buffers, not_finite
 
 Buffers = list[tuple[dict[str, Tensor | None], str]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge.util.text import short_path
-from forge_plugins._patterns import listed
+from forge_plugins.common.patterns import listed
 
 ROWS = 8
 """Number of samples that are listed one by one."""

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
 from forge.util.frames import is_library
-from forge_plugins._finite import values_of
+from forge_plugins.common.finite import values_of
 
 STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.copy_"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from forge_plugins._patterns import MANY, listed
+from forge_plugins.common.patterns import MANY, listed
 from forge_plugins.compile.compile_watch import CompileWatch, Recompile, why_disabled
 
 MOST = 5

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import forge
 from forge.snapshot.sandbox import without_side_effects
-from forge_plugins._patterns import parents
+from forge_plugins.common.patterns import parents
 from forge_plugins.compile.difference import TOLERANCES, CompiledDifference, furthest
 from forge_plugins.compile.regions import Regions
 

@@ -13,7 +13,7 @@ import forge
 from forge.metrics.means import Means
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
-from forge_plugins._syncs import own_line
+from forge_plugins.common.syncs import own_line
 from forge_plugins.cuda_graph.extent import Extent
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from forge_plugins._syncs import Listener, own_line
+from forge_plugins.common.syncs import Listener, own_line
 
 
 @contextmanager

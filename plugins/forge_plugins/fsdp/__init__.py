@@ -19,12 +19,12 @@ from forge.distributed import DistributedEnv
 from forge.env import pick_device
 from forge.errors import RecipeError, StackError, TaskError
 from forge.rng import RNGState, seed_all
-from forge_plugins._batch_statistics import warn_of_divided_batches
-from forge_plugins._patterns import MANY, as_list, listed
-from forge_plugins._sharded import sum_gradients
-from forge_plugins._shards import Shards, refuse_unshardable
-from forge_plugins._sparse import refuse_sparse
-from forge_plugins._use import AgreedUse
+from forge_plugins.common.batch_statistics import warn_of_divided_batches
+from forge_plugins.common.patterns import MANY, as_list, listed
+from forge_plugins.common.sharded import sum_gradients
+from forge_plugins.common.shards import Shards, refuse_unshardable
+from forge_plugins.common.sparse import refuse_sparse
+from forge_plugins.common.use import AgreedUse
 from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from forge_plugins._blocks import is_tied, repeated
-from forge_plugins._patterns import chosen
+from forge_plugins.common.blocks import is_tied, repeated
+from forge_plugins.common.patterns import chosen
 
 
 def blocks_of(task: nn.Module, patterns: list[str], min_size: int) -> dict[str, nn.Module]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forge.errors import TaskError
-from forge_plugins._patterns import MANY, listed
-from forge_plugins._sharded import is_distributed
+from forge_plugins.common.patterns import MANY, listed
+from forge_plugins.common.sharded import is_distributed
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """Names of the method that initialises a module; the second is that of torch's MultiheadAttention."""

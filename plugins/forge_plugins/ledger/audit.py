@@ -28,8 +28,8 @@ from forge.snapshot.finite import note_start
 from forge.snapshot.restore import load_for, restore
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
-from forge_plugins import _syncs
-from forge_plugins._syncs import Listener
+from forge_plugins.common import syncs as _syncs
+from forge_plugins.common.syncs import Listener
 
 EXPECTED_HOOKS = {
     "forge_evaluate": "validating",

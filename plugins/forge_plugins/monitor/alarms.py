@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import nn
 
-from forge_plugins._patterns import listed
+from forge_plugins.common.patterns import listed
 from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
 from forge_plugins.monitor.loss import FEWEST, falls

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import forge
-from forge_plugins._finite import values_of
+from forge_plugins.common.finite import values_of
 from forge_plugins.monitor.histograms import packed
 from forge_plugins.monitor.modules import layer_of
 from forge_plugins.monitor.parcel import Contents, stacked

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from forge_plugins._sharded import local
+from forge_plugins.common.sharded import local
 
 UNITS = {unit: 10 ** (3 * i) for i, unit in enumerate(("b", "kb", "mb", "gb", "tb"))} | {
     unit: 2 ** (10 * i) for i, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)

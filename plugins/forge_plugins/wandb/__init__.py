@@ -18,7 +18,7 @@ from forge.checkpoint import wait_until_written
 from forge.errors import StackError
 from forge.report.markdown import as_html
 from forge.util.files import atomic_write, make_folder
-from forge_plugins._sinks import Failures, refuse_missing, without_passwords, writes
+from forge_plugins.common.sinks import Failures, refuse_missing, without_passwords, writes
 from forge_plugins.wandb.journal import Journal, Point
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import forge
 from forge.metrics import drawing
 from forge.util.files import atomic_write, make_folder, regular_only
-from forge_plugins._sinks import drop_after, scalars_of
+from forge_plugins.common.sinks import drop_after, scalars_of
 
 FILE, MEDIA = "journal.jsonl", "pictures"
 Point = dict[str, Any]

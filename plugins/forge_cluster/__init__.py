@@ -1,0 +1,1 @@
+"""Clusters: strategies of many devices, jobs, and plans for them."""

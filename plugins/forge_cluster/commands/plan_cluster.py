@@ -1,0 +1,220 @@
+"""`forge plan --cluster FILE`: print the best strategies on a cluster, with the commands, and the expected goodput."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from forge.cli import target
+from forge.util import show
+
+if TYPE_CHECKING:
+    from forge_cluster.planning import ClusterPlan, Layout, Prediction
+
+    from forge.config import Recipe
+
+
+def plan(args: Namespace, recipe: Recipe) -> ClusterPlan:
+    from forge_cluster.planning import calibrated_cluster, count_workload, load_cluster, plan_cluster
+
+    cluster = load_cluster(args.cluster)
+    if args.calibrate:
+        cluster = calibrated_cluster(cluster, recipe)
+    return plan_cluster(count_workload(recipe), cluster)
+
+
+def show_plan(found: ClusterPlan, args: Namespace, recipe: Recipe) -> None:
+    """Print the table, the best three with reasons and commands, and what failures cost."""
+    console, cluster = show.console(), found.cluster
+    console.print(
+        Text.assemble(
+            (f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.name}", "bold"),
+            f", {cluster.memory / 2**30:.4g} GiB each; {found.batch} samples an update; "
+            f"{found.considered:,} layouts compared",
+        ),
+        soft_wrap=True,
+    )
+    if found.rows:
+        grid = show.table("strategy", "with", "micro", "GiB", "compute", "waits", "bubble", "ms", "samples/s")
+        for column in grid.columns[2:]:
+            column.justify = "right"
+        for row in found.rows:
+            style = "bold" if row in found.best else "" if row.fits else "dim"
+            grid.add_row(Text(row.layout.label, style), row.layout.levers, *_numbers(row, found), style=style)
+        console.print(grid)
+        console.print(
+            Text("GiB: predicted on the fullest GPU; dim: above 80 % of its memory. Times in ms an update.", "dim"),
+            soft_wrap=True,
+        )
+    for line in found.notes:
+        console.print(Text(line, "dim"), soft_wrap=True)
+    for rank, (row, reason) in enumerate(zip(found.best, found.reasons, strict=True)):
+        console.print()
+        console.print(
+            Text.assemble(
+                (f"{rank + 1}. {row.layout.label} {row.layout.levers}".rstrip(), "bold green"), f": {reason}."
+            ),
+            soft_wrap=True,
+        )
+        console.print(Text(f"  {command(row.layout, found, args, recipe)}"), soft_wrap=True)
+    if any(row.layout.tensor > 1 for row in found.best):
+        console.print()
+        console.print("tensor_parallel divides the layers that tensor_parallel.plan names: add it to the command.")
+    if found.best:
+        console.print()
+        for line in _expected(found):
+            console.print(Text(line), soft_wrap=True)
+
+
+def _numbers(row: Prediction, found: ClusterPlan) -> list[str]:
+    time = row.timing
+    parts = [time.compute, time.exposed, time.bubble, time.total]
+    return [
+        str(row.layout.micros),
+        f"{row.memory / 2**30:.1f}",
+        *(f"{1000 * part:,.0f}" if part >= 0.01 else f"{1000 * part:.2f}" for part in parts),
+        f"{found.batch / time.total:,.4g}",
+    ]
+
+
+def _expected(found: ClusterPlan) -> list[str]:
+    expected = found.goodput
+    lines = [f"Model FLOP utilisation of the first: {found.mfu[0]:.1%}."]
+    if found.straggling > 1.001:
+        lines[0] += f" Ranks that differ by {found.cluster.jitter:.1%} make it {found.straggling - 1:.1%} slower."
+    if expected is not None and math.isfinite(expected.interval):
+        lines.append(
+            f"Failures: {expected.failures_per_day:.2g} a day. Goodput {expected.share:.1%} with a checkpoint every "
+            f"{_duration(expected.interval)} (simulated; Young {_duration(expected.young)}, "
+            f"Daly {_duration(expected.daly)})."
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def as_json(found: ClusterPlan, args: Namespace, recipe: Recipe) -> dict[str, Any]:
+    """Return the plan as plain data: bytes and seconds."""
+    expected = found.goodput
+    finite = expected is not None and math.isfinite(expected.interval)
+    return {
+        "cluster": found.cluster.name,
+        "gpus": found.cluster.gpus,
+        "batch": found.batch,
+        "considered": found.considered,
+        "rows": [_row(row) for row in found.rows],
+        "best": [
+            {**_row(row), "why": reason, "mfu": mfu, "command": command(row.layout, found, args, recipe)}
+            for row, reason, mfu in zip(found.best, found.reasons, found.mfu, strict=True)
+        ],
+        "goodput": {
+            "share": expected.share,
+            "checkpoint_seconds": expected.interval if finite else None,
+            "young_seconds": expected.young if finite else None,
+            "daly_seconds": expected.daly if finite else None,
+            "failures_per_day": expected.failures_per_day,
+            "straggling": found.straggling,
+        }
+        if expected is not None
+        else None,
+        "notes": found.notes,
+    }
+
+
+def _row(row: Prediction) -> dict[str, Any]:
+    layout, time = row.layout, row.timing
+    return {
+        "strategy": layout.label,
+        "data": layout.data,
+        "shard": layout.shard,
+        "replicate": layout.replicate,
+        "tensor": layout.tensor,
+        "context": layout.context,
+        "pipeline": layout.pipeline,
+        "schedule": layout.schedule,
+        "micro_batches": layout.micros,
+        "precision": layout.variant.precision,
+        "remat": layout.variant.remat,
+        "memory": round(row.memory),
+        "fits": row.fits,
+        "seconds": time.total,
+        "compute": time.compute,
+        "exposed": time.exposed,
+        "hidden": time.hidden,
+        "bubble": time.bubble,
+    }
+
+
+def command(layout: Layout, found: ClusterPlan, args: Namespace, recipe: Recipe) -> str:
+    """Return the command that trains with a layout, on one node or under torchrun."""
+    from forge_cluster.planning.workload import APART
+
+    wanted, options = _plugins(layout)
+    changes: dict[str, Any] = {}
+    if layout.pipeline == 1 and layout.micros > 1:
+        wanted.append("accumulate")
+        options["accumulate.window"] = layout.micros
+        changes["data.batch_size"] = found.batch // layout.micros
+    given = [name for name in args.plugins if name.removeprefix("no:") not in APART]
+    there = {name for name in recipe.plugins if name in given or name not in args.plugins}
+    planned = [name for name in APART if name not in ("compile",)]
+    removed = [f"no:{name}" for name in planned if name in there and name not in wanted]
+    words = ["fit", *target.same_target(args, {**changes, **options}, plugins=())]
+    cluster = found.cluster
+    if cluster.nodes > 1:
+        launch = ["torchrun", "--nnodes", str(cluster.nodes), "--nproc-per-node", str(cluster.gpus_per_node)]
+        words = [*launch, "--rdzv-backend", "c10d", "--rdzv-endpoint", "NODE:29400", "-m", "forge", *words]
+    else:
+        words = ["forge", *words, *(["--nproc", str(cluster.gpus)] if cluster.gpus > 1 else [])]
+    for name in (*given, *removed, *(name for name in wanted if name not in there)):
+        words += ["-p", name]
+    return shlex.join(words)
+
+
+OPTIONS = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "InterleavedZeroBubble": "interleaved_zero_bubble",
+    "ZBVZeroBubble": "zbv",
+}
+"""Values of pipeline.schedule, by torch's names."""
+
+
+def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
+    """Return the plugins of a layout and their options."""
+    wanted: list[str] = []
+    options: dict[str, Any] = {}
+    if layout.data.startswith("zero"):
+        wanted.append("zero")
+        options["zero.stage"] = int(layout.data.removeprefix("zero"))
+    elif layout.data != "single" and layout.pipeline == layout.context == 1:
+        wanted.append(layout.data)
+    if layout.replicate > 1:
+        options["fsdp.replicate"] = layout.replicate
+    for name, size in (("tensor_parallel", layout.tensor), ("context_parallel", layout.context)):
+        if size > 1:
+            wanted.append(name)
+            options[f"{name}.size"] = size
+    if layout.pipeline > 1:
+        wanted.append("pipeline")
+        options |= {
+            "pipeline.stages": layout.pipeline,
+            "pipeline.schedule": OPTIONS[layout.schedule or ""],
+            "pipeline.microbatches": layout.micros,
+        }
+        if layout.shards_stages:
+            options["pipeline.shard"] = True
+    if layout.variant.precision == "bf16":
+        options["fsdp.mixed_precision"] = "bf16"
+    elif layout.variant.precision == "amp":
+        wanted.append("amp")
+    if layout.variant.remat:
+        wanted.append("remat")
+    return wanted, options

@@ -1,0 +1,27 @@
+"""Areas: what was examined and found good, in a few groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from forge_doctor.doctor import AFTER, BEFORE
+
+AREAS = {
+    "gradients": ("graph", "gradients", "aliases"),
+    "loss and metrics": ("losses", "criteria", "alignment", "optimum", "measures"),
+    "model": ("independence", "order", "precision"),
+    "data": ("data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
+    "start and schedule": ("start",),
+    "updates": ("motion", "learning"),
+}
+"""The files of the probes in each area."""
+
+
+def by_area(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of probes by area, in the order of AREAS; empty areas are left out."""
+    files = {name: probe.__module__.rpartition(".")[2] for name, probe in (BEFORE | AFTER).items()}
+    found: dict[str, list[str]] = {area: [] for area in AREAS}
+    for name in names:
+        file = files.get(name, "learning")
+        found[next(area for area, inside in AREAS.items() if file in inside)].append(name)
+    return {area: inside for area, inside in found.items() if inside}

@@ -1,0 +1,442 @@
+"""doctor: run every probe on copies of a task and its data, and report what is wrong, with evidence and a cure.
+
+::
+
+    report = forge.doctor(MyTask(), train, val)
+    print(report)
+    assert not report.errors
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import Plugins, Trainer
+from forge.errors import ForgeError, TaskError
+from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
+from forge.snapshot.left_out import is_left_out
+from forge_doctor.findings import LEVELS, Finding
+from forge_doctor.learning import learn
+from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
+from forge_doctor.probes import (
+    aliases,
+    alignment,
+    class_labels,
+    criteria,
+    data,
+    gradients,
+    graph,
+    independence,
+    losses,
+    measures,
+    motion,
+    optimum,
+    order,
+    precision,
+    preparation,
+    serving,
+    splits,
+    start,
+    worker_noise,
+)
+from forge_doctor.readiness import planned, readiness
+from forge_doctor.report import DoctorReport
+from forge_doctor.stored import kept
+from forge_doctor.worst import worst_samples
+
+BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "noise of workers": worker_noise.workers,  # before others have read samples in this process
+    "what the loss reaches": graph.reach,
+    "what a step changes": graph.purity,
+    "modes while training": graph.modes,
+    "modes while validating": graph.validation_modes,
+    "hand-written gradients": graph.finite_differences,
+    "inputs of losses": losses.inputs,
+    "dimensions of metrics": losses.evaluation_inputs,
+    "weights of classes": losses.weights,
+    "reduction of the loss": losses.reduction,
+    "padding in the loss": losses.padding,
+    "hooks on gradients": gradients.hooks,
+    "repeated modules": gradients.repeated,
+    "gradients that are left": gradients.left_over,
+    "groups of weight decay": gradients.decay,
+    "terms of other optimizers": gradients.other_players,
+    "reversed gradients": gradients.reversals,
+    "options of losses": criteria.options,
+    "labels of pairs": criteria.contrast,
+    "order of triplets": criteria.triplets,
+    "bounds of scores": criteria.bounds,
+    "padding in regression": criteria.padded_numbers,
+    "bootstrapped targets": criteria.bootstrap,
+    "where the loss leads": alignment.loss,
+    "spreads beside a mean": optimum.spread,
+    "errors beside a spread": optimum.likelihood,
+    "divergence of a code": optimum.divergence,
+    "quantiles": optimum.quantiles,
+    "penalties": optimum.penalties,
+    "metrics of a perfect prediction": alignment.metrics,
+    "independence of samples": independence.samples,
+    "order of time": independence.future,
+    "order of a series": order.forecast,
+    "positions before": order.previous,
+    "positions that are read": order.positions,
+    "order of tokens": order.permuted,
+    "padding in the model": independence.padded,
+    "inputs are read": independence.reads_its_input,
+    "evaluation twice": independence.repeated_evaluation,
+    "copies of samples": data.copies,
+    "scales of the data": data.scales,
+    "inputs of the first layer": data.first_layer,
+    "scales of targets": data.targets,
+    "train against val": data.splits,
+    "windows in both splits": splits.overlaps,
+    "near copies in both splits": splits.near_copies,
+    "targets of train and val": splits.agreement,
+    "rows and their labels": splits.shifted,
+    "class labels": class_labels.labels,
+    "order of samples": class_labels.order,
+    "samples that are left out": data.dropped,
+    "labels among the features": class_labels.giveaways,
+    "seeds of the data": data.generator,
+    "noise of the samples": serving.noise,
+    "reading a sample again": serving.changed,
+    "seeds while training": serving.reseeded,
+    "turned pictures": serving.turned,
+    "values that were filled in": preparation.filled,
+    "ids of embeddings": preparation.ids,
+    "first loss": start.first_loss,
+    "activations": start.activations,
+    "layers": start.layers,
+    "names of attributes": aliases.attributes,
+    "memory of parameters": aliases.shared_storage,
+    "copies of modules": aliases.copies_of_modules,
+    "labels that are inputs": losses.copied_labels,
+    "masks of padding": order.padding_mask,
+    "samples of batch normalisation": start.normalised_samples,
+    "options of the optimizer": start.optimizer,
+    "rehearsal of the schedule": start.schedules,
+    "directions of metrics": measures.modes,
+    "plan of validations": measures.validation,
+    "names of methods": start.methods,
+}
+"""Probes of the task as it is, in this order."""
+
+AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "inputs are read after updates": independence.reads_its_input,
+    "results on this device": precision.devices,
+    "results in mixed precision": precision.mixed_precision,
+    "results of the compiled model": precision.compiled,
+    "clamps": gradients.clamps,
+    "steps without a slope": gradients.flat,
+    "weights of batches in metrics": measures.weights,
+    "rows of weights": start.equal_rows,
+    "activations between layers": start.linear,
+    "size of updates": motion.rates,
+    "gradients by layer": motion.gradients,
+    "clipping": motion.clipping,
+    "graphs that are kept": motion.kept,
+    "losses of the first updates": motion.losses,
+    "memory of the accelerator": motion.memory,
+    "waiting for batches": motion.waits,
+}
+"""Probes after a few updates."""
+
+UPDATES = 12
+"""Updates of the short run."""
+ONE_BATCH = 80
+"""Updates on one batch."""
+SAMPLES = 3000
+"""Samples of each split that are looked at."""
+BATCHES = 4
+"""Batches of train that the graph is looked at on."""
+GRAPHS_AT, SETTLED = (5, 10), 3
+"""Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
+NOT_REPEATED = {"unseeded"}
+"""What a fit warns of and the doctor does not repeat: here the task is made by others, and the seed is the doctor's."""
+
+
+def doctor(
+    task: TaskModule,
+    train: Any,
+    val: Any = None,
+    *,
+    plugins: Plugins = (),
+    budget: int | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+    rebuild: Callable[[], Any] | None = None,
+    **trainer: Any,
+) -> DoctorReport:
+    """Examine a task and its data, and return a report; the task, the data and all generators stay as they are.
+
+    `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
+    without a length it is 10 epochs. `budget` is the number of updates on one batch (80); 0 omits them. `tell` is
+    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded.
+    """
+    began = time.perf_counter()
+    report = DoctorReport()
+    plan = planned(trainer)
+    settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
+    if not plan.get("max_epochs") and not plan.get("max_updates"):
+        settings["max_epochs"] = 10
+    device = torch.device("cpu")
+    with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
+        examination = Examination(report, train, val, tell, rebuild)
+        examination.hooks, examination.original = gradient_hooks(task), task
+        examination.validate_every = plan.get("validate_every")
+        _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
+        if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
+            tell("learning one batch")
+            learn(examination.patient, functools.partial(_copy, task), plugins, settings, budget or ONE_BATCH, report)
+    _sort(report, task.expected)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _copy(task: TaskModule) -> TaskModule:
+    try:
+        return copy.deepcopy(task)
+    except Exception as error:
+        raise TaskError(
+            f"{type(task).__name__} cannot be copied ({type(error).__name__}: {error}), and forge doctor works on "
+            "copies. Make what cannot be copied in a method, or define __deepcopy__."
+        ) from error
+
+
+def _run(
+    examination: Examination,
+    task: TaskModule,
+    train: Any,
+    plugins: Plugins,
+    settings: Any,
+    report: DoctorReport,
+    seed: int | None,
+) -> None:
+    """A short run of the user's own stack, with the examination in it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _fit(examination, task, train, plugins, settings, report, seed)
+    known = {finding.name for finding in report.findings} | NOT_REPEATED
+    for item in said:
+        name, text = getattr(item.message, "finding", ""), str(item.message)
+        if name and name not in known and not text.endswith(f"[{name}]"):  # the probes of a first look have run
+            known.add(name)
+            report.findings.append(Finding(name, text))
+
+
+def _fit(
+    examination: Examination,
+    task: TaskModule,
+    train: Any,
+    plugins: Plugins,
+    settings: Any,
+    report: DoctorReport,
+    seed: int | None,
+) -> None:
+    try:
+        trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
+        examination.plugins = list(trainer.stack)
+        report.readiness = readiness(trainer.stack, examination.given[1] is not None, seed)
+        for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
+            trainer.stack.remove(plugin.name)
+        trainer.stack.add(examination)
+        trainer.fit(task, train, examination.given[1])
+    except ForgeError as error:
+        report.skipped["the run"] = str(error).splitlines()[0]
+        named = getattr(error, "finding", "") or "refused"
+        if not any(finding.name == named for finding in report.findings):
+            report.findings.append(Finding(named, str(error), level="error"))
+    except Exception as error:
+        report.skipped["the run"] = f"{type(error).__name__}: {error}"
+        report.findings.append(Finding("refused", f"Training ends in {type(error).__name__}: {error}"))
+
+
+class Examination(Plugin):
+    """Runs the probes inside a short run, which has the device, the optimizers and the plan."""
+
+    def __init__(self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any):
+        super().__init__()
+        self.name = "forge_doctor.examination"
+        self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
+        self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
+        self.original: TaskModule | None = None
+        self.validate_every: str | None = None
+        "Of the planned run; this one does not validate."
+        self.patient: Patient | None = None
+        self.plugins: list[Plugin] = []
+        self.hooks: dict[str, list[Any]] = {}
+        "Of the parameters of the user's own task; a copy has none."
+        self._weights: dict[str, Tensor] = {}
+        self._hidden: dict[str, str] = {}
+        self._graphs: set[int] = set()
+
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        self._hidden = fingerprint_hidden(trainer)
+        self.patient = admitted(trainer, *self.given)
+        self.patient.rebuild = self.rebuild
+        self.patient.plugins = self.plugins or list(trainer.stack)
+        self.patient.original, self.patient.validate_every = self.original, self.validate_every
+        self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
+        with no_trace(trainer.env.device):
+            self._probe(self.first_probes)
+        self._weights = copied(self.patient.task)
+
+    def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
+        assert self.patient is not None
+        for what, probe in probes.items():
+            self.tell(what)
+            before = len(self.report.findings)
+            try:
+                self.report.findings.extend(probe(self.patient))
+            except NotApplicable:
+                continue
+            except Exception as error:
+                self.report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            else:
+                if len(self.report.findings) == before:
+                    self.report.good.append(what)
+
+    @hookimpl
+    def forge_step_end(self, step: Any) -> None:
+        patient = self.patient
+        assert patient is not None
+        now = copied(patient.task)
+        patient.note_motion(self._weights, now)
+        self._weights = now
+        patient.updates = step.index + 1
+        if patient.device.type == "cuda":
+            patient.memory.append(torch.cuda.memory_allocated(patient.device))
+        if patient.updates == SETTLED:  # what is made at its first use counts from then on
+            self._hidden = fingerprint_hidden(step.trainer) | self._hidden
+        if patient.updates in GRAPHS_AT:
+            self._count_graphs(patient)
+        if patient.updates >= self.updates:
+            step.trainer.max_updates = patient.updates
+
+    @hookimpl
+    def forge_inspect_grads(self, step: Any) -> None:
+        if self.patient is not None and any(plugin.name == "clip" for plugin in step.trainer.stack):
+            gradients = [p.grad for p in step.parameters() if p.grad is not None]
+            self.patient.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    @hookimpl(wrapper=True)
+    def forge_train_step(self, step: Any) -> Any:
+        began = time.perf_counter()
+        result = yield
+        if self.patient is not None:
+            self.patient.times.append((step.data_wait, time.perf_counter() - began))
+        return result
+
+    def _count_graphs(self, patient: Patient) -> None:
+        gc.collect()
+        alive = {
+            id(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.grad_fn is not None
+        }
+        if patient.updates == GRAPHS_AT[0]:
+            self._graphs = alive
+        else:
+            patient.graphs_kept = max(0, len(alive) - len(self._graphs))
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Any, batch: Any) -> Any:
+        output = yield
+        if step.stage == "train" and self.patient is not None:
+            found = loss_of(output)
+            if isinstance(found, Tensor) and found.numel() == 1:
+                self.patient.losses.append(float(found.detach()))
+        return output
+
+    @hookimpl
+    def forge_end(self, trainer: Trainer) -> None:
+        patient = self.patient
+        if patient is None or not patient.updates:
+            return
+        with no_trace(trainer.env.device):
+            self._probe(self.last_probes)
+            with suppress(Exception):  # a step that takes no single samples
+                self.report.worst = worst_samples(patient)
+        now = fingerprint_hidden(trainer)
+        changed = sorted(
+            {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
+        )
+        changed = [path for path in changed if path.startswith("task") and not is_a_librarys(trainer, path)]
+        if changed:
+            self.report.findings.append(
+                Finding(
+                    "state_not_saved",
+                    f"{', '.join(changed[:4])} changes during training and is in no checkpoint: a resumed run begins "
+                    "with its first value.",
+                    changed[0],
+                    {"attributes": changed[:8]},
+                )
+            )
+
+
+def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
+    """Read the first batches and samples, on the run's device."""
+    device = trainer.env.device
+    loader = next(iter(val.values())) if isinstance(val, dict) else val
+    served, samples = _served(train)
+    val_served, val_samples = _served(loader)
+    move = lambda tree: pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)  # noqa: E731
+    patient = Patient(
+        trainer.task, trainer, train, val, [move(b) for b in served[:BATCHES]], [move(b) for b in val_served[:2]]
+    )
+    patient.samples, patient.val_samples = samples, val_samples
+    patient.order = _order_of_modules(patient)
+    patient.headroom = start.headroom(trainer)
+    return patient
+
+
+def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
+    """The first batches, and their samples one by one."""
+    if loader is None:
+        return [], []
+    kept: list[Any] = []
+    samples: list[tuple[Tensor, ...]] = []
+    for batch in loader:
+        if len(kept) < BATCHES:
+            kept.append(batch)
+        fresh = rows(batch)
+        samples.extend(fresh)
+        if len(samples) >= SAMPLES or (not fresh and len(kept) >= BATCHES):
+            break
+    return kept or first(loader, BATCHES), samples[:SAMPLES]
+
+
+def _order_of_modules(patient: Patient) -> list[str]:
+    """The classes of modules in the order in which a step calls them, those with parameters alone."""
+    order: list[str] = []
+    task = patient.clone()
+    for module in task.modules():
+        if any(True for _ in module.parameters(recurse=False)) and module is not task:
+            module.register_forward_pre_hook(lambda module, args: order.append(type(module).__name__))
+    with torch.no_grad():
+        try:
+            patient.run(task, patient.batches[0])
+        except Exception:  # the fit itself will say
+            return order
+    return order
+
+
+def _sort(report: DoctorReport, expected: Any) -> None:
+    """Order findings by level, each name and place once, and set those apart that are meant."""
+    seen: set[tuple[str, str]] = set()
+    unique = [f for f in report.findings if (f.name, f.where) not in seen and not seen.add((f.name, f.where))]
+    report.silenced = [finding for finding in unique if finding.name in expected]
+    kept = [finding for finding in unique if finding.name not in expected]
+    report.findings = sorted(kept, key=lambda finding: LEVELS.index(finding.level))

@@ -1,0 +1,413 @@
+"""FirstLook: watch the first updates of a fit as they run, and warn of what the probes find in them.
+
+No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at. The modules
+of a small task run a few more times, on a copy, with every generator restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
+
+from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
+from forge.diagnose.checks.first_batch import first_forward, is_compiled
+from forge.diagnose.checks.user_line import saying, warn_of
+from forge_doctor.findings import Finding
+from forge_doctor.outside import reaches_outside
+from forge_doctor.patient import Patient, copied, loss_of, no_trace, rows, tensors
+from forge_doctor.probes import (
+    aliases,
+    class_labels,
+    criteria,
+    data,
+    gradients,
+    graph,
+    independence,
+    losses,
+    measures,
+    motion,
+    order,
+    serving,
+    start,
+)
+from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
+
+if TYPE_CHECKING:
+    from forge.contract.run import Run
+    from forge.contract.step import Step
+
+logger = logging.getLogger("forge")
+
+LOOKS = 4
+"""Micro-batches of each optimizer that are looked at."""
+SMALL = 3_000_000
+"""Numbers in a task's weights, and in a batch, up to which modules run again on a copy."""
+FEWEST = 12
+"""Samples of a batch by which modules and data are judged."""
+LAZY = "layers get their sizes from this batch"
+SAMPLES = 2000
+"""Samples of a dataset in memory that are looked at."""
+
+
+FIRST_STEP = (
+    *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
+    *(start.schedules, start.methods, start.normalised_samples, data.dropped),
+    *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules),
+    *(criteria.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
+)
+"""Probes of the first step and of the plan."""
+MODULES_AGAIN = (
+    *(independence.random_modules, independence.samples, independence.future, independence.padded),
+    *(losses.copied_labels, order.previous, order.positions, order.permuted, graph.finite_differences),
+)
+"""Probes that run modules again, on a copy."""
+FIRST_UPDATES = (
+    *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.losses),
+    *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
+    *(class_labels.labels, class_labels.order, class_labels.giveaways, serving.noise, motion.gradients),
+)
+"""Probes after a few updates, and of the samples up to there."""
+
+
+class Unseen(Exception):
+    """A probe asks for a step that the fit has not made."""
+
+
+class Observed(Patient):
+    """A patient whose steps are those of its fit: no step runs for a probe."""
+
+    calls: list[OuterCall]
+    twin: TaskModule | None = None
+    "The copy that the probes of one judgement share."
+    last_twin: TaskModule | None = None
+    "That of the judgement before."
+    in_memory: bool
+    "Whether the samples are those of tensors in memory, rather than of the first batches."
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unseen
+
+    def clone(self) -> TaskModule:
+        """Return a copy without the hooks of others: they would count its runs."""
+        if not self.calls:  # the task is large
+            raise Unseen
+        if self.twin is not None:
+            return self.twin.train()
+        if self.last_twin is not None:
+            self.twin = self.last_twin
+            refresh(self.twin, self.task)
+            return self.twin.train()
+        if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
+            raise Unseen
+        self.twin = self.last_twin = twin = super().clone()
+        for module in twin.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
+                    del hooks[key]
+        return twin
+
+    def again(self, task: TaskModule) -> list[Tensor]:
+        """Run the modules that the step called once more, in place of the step."""
+        made = [tensors(task.get_submodule(call.path)(*call.args, **call.kwargs)) for call in self.calls]
+        return [x for found in made for x in found if x.requires_grad and x.is_floating_point()]
+
+    def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
+        return self.calls
+
+
+@dataclass
+class Look:
+    """What was noted while a micro-batch ran forward."""
+
+    name: str | None
+    batch: Any
+    loss: Tensor
+    watch: StepWatch
+    calls: list[OuterCall]
+    off: dict[str, bool]
+    traces: graph.Traces | None
+    activations: list[Any]
+
+
+class FirstLook:
+    """Runs the forward of the first micro-batches and notes what they do; `judge` looks at it once the update is over.
+
+    So nothing is computed inside a step that others measure.
+    """
+
+    def __init__(self) -> None:
+        self.done: set[str | None] = set()
+        "Optimizers whose micro-batches need no more looks."
+        self.waiting: list[Look] = []
+        self._counts: dict[str | None, int] = {}
+        self._has_evaluated = False
+        self._said: set[str] = set()
+        "Findings that were named, or need not be."
+        self._patient: Observed | None = None
+        self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._activations: list[Any] = []
+        self._graphs: graph.Graphs | None = None
+        self._losses: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, step: Step, batch: Any) -> Any:
+        """Run the forward of a training batch, and look at it; in one function, to add one frame to it."""
+        forward, is_left_out = self._forward_of(step)
+        with saying(self._said):
+            if is_left_out:
+                return forward(step, batch)
+            task, is_first = step.trainer.task, self._patient is None and not self.waiting
+            graphs = self._graphs = self._graphs or graph.Graphs(task)
+            small = is_small(step.trainer, batch)
+            traces = graph.Traces(task, batch, cheaply=True) if is_first else None
+            watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
+            with ExitStack() as looks:
+                calls = looks.enter_context(outermost_calls(task)) if is_first and small and is_telling(batch) else []
+                off = looks.enter_context(graph.modes_noted(task))
+                looks.enter_context(graphs.watching())
+                for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
+                    looks.enter_context(mode)
+                output = forward(step, batch)
+            loss = loss_of(output)
+            if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
+                attempt(lambda: graphs.add(loss, batch))
+                if traces is not None and not attempt(traces.look_again):
+                    traces = None
+                self.waiting.append(Look(step.name, batch, loss, watch, calls, off, traces, active.outputs))
+                if not small:  # its scores may be the largest tensors of the step
+                    self.judge(step)
+            return output
+
+    def _forward_of(self, step: Step) -> tuple[Callable[[Step, Any], Any], bool]:
+        """Return the forward to call, and whether it is not looked at."""
+        count = self._counts[step.name] = self._counts.get(step.name, 0) + 1
+        reason = why_not(step)
+        if count == LOOKS or (reason and reason != LAZY):
+            self.done.add(step.name)
+        if reason:
+            logger.debug("The first look at the steps is left out: %s.", reason)
+        self._said |= set(step.trainer.task.expected)
+        return first_forward if count == 1 else step.trainer.hooks.forge_forward, bool(reason)
+
+    def judge(self, step: Step) -> None:
+        """Look at what the steps of an update did, and warn of what is found; later, if torch's profiler records it."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            return
+        on_host = is_on_host(step.trainer)
+        with saying(self._said):
+            while self.waiting:
+                look = self.waiting.pop(0)
+                small = is_small(step.trainer, look.batch)
+                if self._patient is None:
+                    self._patient = self._judged(step, look, small)
+                elif small and on_host:  # nothing after the first update waits for an accelerator
+                    self._patient.losses.append(float(look.loss.detach()))
+                self._keep(look, self._patient, small and on_host and is_telling(look.batch))
+            self._weigh(step, on_host)
+            if self._patient is not None and len(self.done) == len(self._patient.names):
+                self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host)
+                self._patient.calls.clear()
+                self._patient.last_twin = None
+                self._activations.clear()
+
+    def _judged(self, step: Step, look: Look, small: bool) -> Observed:
+        """Judge the first step, and return what the next looks add to."""
+        with no_trace(step.trainer.env.device):
+            patient = observed(step.trainer, look)
+            patient.order = self._graphs.order() if self._graphs is not None else []
+        own: list[Any] = [look.traces.found] if look.traces is not None else []
+        own.append(lambda: graph.wrong_modes(patient.task, look.off))
+        probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
+        self._tell(step, [*own, *(functools.partial(probe, patient) for probe in probes)])
+        patient.twin = None
+        look.watch.settle()
+        if not small:
+            patient.batches.clear()
+            look.watch.losses.clear()
+        return patient
+
+    def _keep(self, look: Look, patient: Observed, reads: bool) -> None:
+        """Keep of a look what the last judgement needs."""
+        self._losses.append(weakref.ref(look.loss))
+        if reads:
+            self._activations.append([(kind, line, output.detach()) for kind, line, output in look.activations])
+            if not patient.in_memory and look.name == patient.names[0]:
+                patient.samples.extend(rows(look.batch))
+
+    def evaluate(self, step: Step, batch: Any) -> Any:
+        """Run the forward of the first batch of an evaluation, and look at the first evaluation of a fit."""
+        trainer, task = step.trainer, step.trainer.task
+        if self._has_evaluated or trainer.verb != "fit" or why_not(step):
+            return first_forward(step, batch)
+        self._has_evaluated = True
+        traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
+        with saying(self._said):
+            with watch, graph.modes_noted(task, at_any_call=True) as off:
+                output = first_forward(step, batch)
+            seen = [traces.found] if attempt(traces.look_again) else []
+            modes = functools.partial(graph.on_in_validation, task, off)
+            self._tell(step, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
+        return output
+
+    def _compared(self, batch: Any) -> Iterator[Finding]:
+        """Compare the first batch of val with the samples that the fit has seen."""
+        patient = self._patient
+        if patient is not None and patient.samples and not patient.val_samples and is_small(patient.trainer, batch):
+            patient.val_samples = rows(batch)
+            yield from data.splits(patient)
+
+    def _weigh(self, step: Step, on_host: bool) -> None:
+        """Note by how much this update changed the weights since the last."""
+        index, before = self._weights
+        patient = self._patient
+        if patient is None or not on_host or not patient.batches or index == step.index:
+            return
+        now = copied(step.trainer.task)
+        if step.index == index + 1:
+            patient.note_motion(before, now)
+            patient.updates = step.index + 1
+        self._weights = (step.index, now)
+
+    def _at_last(self, patient: Observed, reads: bool) -> Iterator[Any]:
+        graphs = self._graphs
+        if graphs is not None:
+            yield graphs.unregistered
+            yield lambda: graphs.unreached(graph.trained(patient))
+        yield self._kept
+        if reads:
+            yield lambda: start.idle_units(self._activations[:3])
+            for probe in FIRST_UPDATES:
+                yield functools.partial(probe, patient)
+            self._weights = (-1, {})
+
+    def _kept(self) -> Iterator[Finding]:
+        """Losses of earlier updates that are alive with their graphs."""
+        alive = sum(1 for found in self._losses if (loss := found()) is not None and loss.grad_fn is not None)
+        if alive >= LOOKS - 1:
+            yield Finding("graphs_kept", f"The losses of {alive} earlier updates are alive with their graphs.")
+
+    def _tell(self, step: Step, probes: Any, draws: bool = True) -> None:
+        """Run probes, and warn of what they find. A probe must not fail. `draws`: they may draw random numbers."""
+        trainer, found = step.trainer, list[Finding]()
+        with no_trace(trainer.env.device) if draws else nullcontext():
+            for probe in probes:
+                try:
+                    found.extend(probe())
+                except Unseen:
+                    continue
+                except Exception as error:
+                    logger.debug("A probe of the first steps failed: %s: %s", type(error).__name__, error)
+        if self._patient is not None:
+            self._patient.twin = None
+        for finding in found:
+            if finding.level != "note":
+                warn_of(type(trainer.task).training_step, as_warning(finding), finding.name)
+
+
+def attempt(look: Callable[[], Any]) -> bool:
+    """Look at something of the user's that may be of any kind; return whether that was possible. A look must not fail
+    the run."""
+    try:
+        look()
+    except Exception as error:
+        logger.debug("A look at the first steps failed: %s: %s", type(error).__name__, error)
+        return False
+    return True
+
+
+def as_warning(finding: Finding) -> str:
+    place = f" ({finding.where})" if ":" in finding.where else ""
+    return f"{finding.message}{place} {finding.cure} [{finding.name}]"
+
+
+def why_not(step: Step) -> str:
+    """Why the steps cannot be looked at; "" if they can."""
+    trainer = step.trainer
+    if not trainer.task.check_first_batch:
+        return "check_first_batch is False"
+    if is_compiled(trainer.model):
+        return "the model is compiled"
+    if trainer.env.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the step is captured as a CUDA graph"
+    if any(isinstance(p, UninitializedParameter) for p in trainer.task.parameters()):
+        return LAZY
+    if any(type(p.data) is not Tensor for p in trainer.task.parameters()):
+        return "the weights are sharded"
+    if trainer.resumed_from:
+        return "the run goes on from a checkpoint"
+    return "" if trainer.env.is_main else "another rank looks"
+
+
+def refresh(twin: nn.Module, task: nn.Module) -> None:
+    """Give a copy the present weights and buffers."""
+    with torch.no_grad():
+        for mine, own in zip(twin.state_dict().values(), task.state_dict().values(), strict=True):
+            if isinstance(mine, Tensor) and isinstance(own, Tensor):
+                mine.copy_(own)
+
+
+def is_torchs(hook: Any) -> bool:
+    """Whether a hook is part of torch, as that of a weight norm is."""
+    owner = hook if hasattr(hook, "__code__") else type(hook)
+    return str(getattr(owner, "__module__", "")).startswith("torch.")
+
+
+def is_small(trainer: Run, batch: Any) -> bool:
+    """Whether copies cost nothing to speak of; on an accelerator memory is short."""
+    limit = SMALL if is_on_host(trainer) else SMALL // 10
+    weights = sum(p.numel() for p in trainer.task.parameters())
+    return weights <= limit and sum(x.numel() for x in tensors(batch)) <= limit
+
+
+def is_on_host(trainer: Run) -> bool:
+    """Whether values can be read at any time, without waiting for a device."""
+    return trainer.env.device.type == "cpu"
+
+
+def is_telling(batch: Any) -> bool:
+    """Whether a batch has enough samples to judge modules and data by."""
+    return (batch_size(batch) or 0) >= FEWEST
+
+
+def observed(trainer: Run, look: Look) -> Observed:
+    """The patient whose first step this was."""
+    train = trainer.given_loaders.get("train")
+    kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, look.batch)
+    patient = Observed(trainer.task, trainer, train, trainer.given_loaders.get("val"), [kept], [])
+    patient.plugins = list(trainer.stack)
+    patient.calls, patient.headroom = [call.settled() for call in look.calls], start.headroom(trainer)
+    patient.losses.append(float(look.loss.detach()))
+    vars(patient)["watched"] = look.watch
+    patient.samples = samples(train)
+    patient.in_memory = bool(patient.samples)
+    patient.val_samples = samples(patient.val) if patient.in_memory else []
+    return patient
+
+
+def samples(loader: Any) -> list[tuple[Tensor, ...]]:
+    """The samples of tensors in memory, as the sampler orders them; of other datasets none: reading may change them."""
+    loader = next(iter(loader.values()), None) if isinstance(loader, dict) else loader
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return []
+    dataset, places = loader.dataset, None
+    while type(dataset) is Subset:
+        places = list(dataset.indices) if places is None else [dataset.indices[i] for i in places]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return []
+    order = torch.arange(len(dataset)) if places is None else torch.as_tensor(places)
+    if type(loader.sampler) is not SequentialSampler:
+        order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(0))]
+    order = order[:SAMPLES]
+    return list(zip(*(x[order.to(x.device)].cpu().unbind() for x in dataset.tensors), strict=True))

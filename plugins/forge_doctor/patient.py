@@ -1,0 +1,276 @@
+"""Patient: a task, its data and its plan as a fit would use them; probes work on copies and leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from forge.contract.run import Run
+from forge.contract.task import TaskModule, defines
+from forge.data.accumulation_windows import batch_size
+from forge.rng import RNGState, reseed
+from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
+
+SEED = 20
+"""With which each step of a probe begins, so that two of them draw the same numbers."""
+
+
+class NotApplicable(Exception):
+    """Raised by a probe of something that the planned run does not have."""
+
+
+@dataclass
+class Patient:
+    """What is examined. `trainer` runs nothing: it is there for a task that asks its length and its device."""
+
+    task: TaskModule
+    trainer: Run
+    train: Any
+    val: Any
+    batches: list[Any]
+    "The first batches of train, prepared."
+    val_batches: list[Any]
+    samples: list[tuple[Tensor, ...]] = field(default_factory=list)
+    "Training samples one by one, in the order in which they are served."
+    val_samples: list[tuple[Tensor, ...]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    "Classes of the modules with parameters, in the order of their calls."
+    rebuild: Any = None
+    "A function that makes another loader of train; None if there is no such function."
+    original: TaskModule | None = None
+    "The user's own task, where `task` is a copy: copies lose shared memory and attributes of parameters."
+    validate_every: str | None = None
+    "How often the planned run validates, where that of the examination does not."
+    headroom: float = 1.0
+    "How many times the first rate the schedule reaches."
+    updates: int = 0
+    losses: list[float] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
+    "Parameters that have changed."
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    "Each update's size against its weights', by parameter."
+    norms: list[float] = field(default_factory=list)
+    "Of the gradients of each update, before they are clipped."
+    graphs_kept: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
+    "Seconds that each update waited for its batch, and that it took."
+    memory: list[int] = field(default_factory=list)
+    "Bytes of the accelerator in use after each update."
+    ignores: bool = False
+    "Whether the loss stayed when inputs were exchanged, at the last look."
+    overfitted: list[float] = field(default_factory=list)
+    "Losses of updates on one batch."
+    held_out: list[float] = field(default_factory=list)
+    "The loss on val after a short training, and after one with shuffled labels."
+    plugins: list[Any] = field(default_factory=list)
+    "Of the planned run, those included that the examination leaves out."
+    hooks: dict[str, list[Any]] = field(default_factory=dict)
+    "Functions that are hooked to the gradients of parameters, by name: copies of a task have none."
+    supervised: dict[int, Any] = field(default_factory=dict)
+    "The prediction and the target of a batch, where there is one of each, by the batch's id."
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the losses of the first updates fall all the same."""
+        return len(self.losses) >= 4 and self.losses[-1] < 0.9 * self.losses[0]
+
+    @cached_property
+    def is_supervised(self) -> bool:
+        """Whether a loss of torch's compares outputs with a tensor of the batch."""
+        given = tensors(self.batches[0])
+        for call in self.watched.losses:
+            y = call.target
+            plain = isinstance(y, Tensor) and not y.requires_grad and len(self.names) == 1
+            if plain and any(x.numel() == y.numel() and bool((x.flatten().to(y) == y.flatten()).all()) for x in given):
+                return True
+        return False
+
+    def note_motion(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+        """Note by how much an update changed each matrix that is trained; rows of a table move when they are used."""
+        trained = {id(p) for p in self.trainer.optimizers.parameters(None)}
+        tables = {id(m.weight) for m in self.task.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        for name, p in parameters(self.task).items():
+            old, new = before.get(name), now.get(name)
+            if id(p) not in trained:
+                continue
+            if old is None or new is None or old.shape != new.shape or p.ndim < 2 or p.numel() < 2 or id(p) in tables:
+                continue
+            size, moved = float(old.float().norm()), float((new.float() - old.float()).norm())
+            if moved:
+                self.moved.add(name)
+            begins_at_zero = float(new.float().pow(2).mean()) < 0.1 / new[0].numel()  # far below a usual initialisation
+            if size > 1e-6 and not (begins_at_zero and moved > 0.1 * size):
+                self.ratios.setdefault(name, []).append(moved / size)
+
+    @property
+    def loaders(self) -> dict[str, Any]:
+        """The loaders of train and of val, the first of several."""
+        val = next(iter(self.val.values()), None) if isinstance(self.val, Mapping) else self.val
+        return {"train": self.train, "val": val}
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.env.device
+
+    @cached_property
+    def names(self) -> list[str | None]:
+        """The optimizers' names; [None] for one optimizer."""
+        return list(self.trainer.optimizers.entries) if self.trainer.optimizers.named else [None]
+
+    def clone(self) -> TaskModule:
+        """Return a copy of the task, in training mode, that knows the run."""
+        twin = copy.deepcopy(self.task)
+        twin.trainer = self.trainer
+        return twin.train()
+
+    def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
+        """Return the output of a step, with the same random numbers every time, unless a seed is given."""
+        reseed(seed)
+        if stage == "train":
+            name = self.names[0] if name is None else name
+            return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
+        return task.validation_step(batch)
+
+    def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
+        return loss_of(self.run(task, batch, "train", name, seed))
+
+    def again(self, task: TaskModule) -> list[Tensor]:
+        """Run the first training step once more, on a copy; return what has a graph."""
+        return [self.loss(task, self.batches[0])]
+
+    def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
+        """The modules that a step calls itself."""
+        with torch.no_grad(), outermost_calls(task) as calls:
+            self.run(task, batch, stage)
+        return calls
+
+    @cached_property
+    def can_validate(self) -> bool:
+        return bool(self.val_batches) and defines(self.task, "validation_step")
+
+    @cached_property
+    def watched(self) -> StepWatch:
+        """The calls of the first training step."""
+        watch = StepWatch(batch_size(self.batches[0]))
+        with watch:
+            self.run(self.clone(), self.batches[0])
+        return watch
+
+    @cached_property
+    def labels(self) -> Tensor | None:
+        """Class labels of all samples in order, where each has one and the loss is one of classes."""
+        return self.labels_of(self.samples)
+
+    def labels_of(self, samples: list[tuple[Tensor, ...]]) -> Tensor | None:
+        """Class labels of some samples, where each has one and the loss is one of classes."""
+        place = self.label_position
+        if place is None or not samples or any(len(sample) <= place for sample in samples):
+            return None
+        found = [sample[place] for sample in samples]
+        return torch.stack(found).flatten().long().cpu() if all(x.numel() == 1 for x in found) else None
+
+    @cached_property
+    def class_loss(self) -> Any:
+        """The first loss over class labels, one of each sample, or None."""
+        for call in self.watched.losses:
+            y = call.target
+            if not isinstance(y, Tensor) or not len(y.shape):
+                continue
+            whole = y.ndim == 1 and not y.is_floating_point()
+            if call.name in ("cross_entropy", "nll_loss", "multi_margin_loss") and whole:
+                return call
+            if call.name.startswith("binary") and y.numel() == len(y) and bool(((y == 0) | (y == 1)).all()):
+                return call
+        return None
+
+    @cached_property
+    def label_position(self) -> int | None:
+        """The place of the class labels among the tensors of a sample."""
+        call = self.class_loss
+        if call is None:
+            return None
+        y = call.target.flatten()
+        for place, x in enumerate(tensors(self.batches[0])):
+            if x.numel() == y.numel() and bool((x.flatten().to(y) == y).all()):
+                return place
+        return None
+
+    def inputs(self, batch: Any) -> list[Tensor]:
+        """The floating point tensors of a batch with a sample in each row, without the targets of its losses."""
+        size = batch_size(batch)
+        targets = [call.target for call in self.watched.losses if isinstance(call.target, Tensor)]
+        return [
+            x
+            for x in tensors(batch)
+            if x.is_floating_point() and x.ndim > 1 and len(x) == size and not any(_is_same(x, y) for y in targets)
+        ]
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x.numel() == y.numel() and x.data_ptr() == y.data_ptr()
+
+
+def loss_of(output: Any) -> Tensor:
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def rows(batch: Any) -> list[tuple[Tensor, ...]]:
+    """The samples of a batch: a row of each tensor that has one for each."""
+    size = batch_size(batch)
+    whole = [x.detach().cpu().unbind() for x in tensors(batch) if x.ndim and len(x) == size]
+    return list(zip(*whole, strict=True))
+
+
+def with_rows(tree: Any, size: int, change: Any) -> Any:
+    """Apply a change to the tensors that have a sample in each of `size` rows."""
+    return pytree.tree_map(lambda x: change(x) if isinstance(x, Tensor) and x.ndim and len(x) == size else x, tree)
+
+
+def first(loader: Any, count: int) -> list[Any]:
+    """The first batches of a loader."""
+    return list(itertools.islice(iter(loader), count)) if loader is not None else []
+
+
+@contextmanager
+def no_trace(device: torch.device) -> Iterator[None]:
+    """Restore every global generator and the grad mode, and silence warnings: a probe repeats what a fit has said."""
+    rng = RNGState.capture(device)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        rng.restore(device)
+
+
+def named(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def parameters(task: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in task.named_parameters() if p.requires_grad}
+
+
+def copied(task: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trainable parameters."""
+    return {name: p.detach().clone() for name, p in parameters(task).items()}
+
+
+def gradient_hooks(task: nn.Module) -> dict[str, list[Any]]:
+    """The functions that are hooked to the gradients of parameters, by name."""
+    return {name: list(p._backward_hooks.values()) for name, p in task.named_parameters() if p._backward_hooks}

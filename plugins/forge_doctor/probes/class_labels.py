@@ -1,0 +1,95 @@
+"""Probes of labels and targets: their counts, their order, and features that give them away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient
+from forge_doctor.probes.data import is_target, sampler_of, stacked
+
+
+def labels(patient: Patient) -> Iterator[Finding]:
+    """Class labels: their counts, their order, and features that give them away."""
+    labels, call = patient.labels, patient.class_loss
+    if labels is None or call is None or len(labels) < 30:
+        return
+    used = labels[labels != call.given.get("ignore_index", -100)]
+    is_binary = call.name.startswith("binary")
+    outputs = 2 if is_binary else call.input.shape[1] if call.input.ndim > 1 else 0
+    counts = torch.bincount(used[used >= 0], minlength=outputs)
+    absent = [i for i in range(outputs) if not counts[i]]
+    if absent and outputs <= 200 and len(used) >= 40 * outputs:
+        yield Finding(
+            "missing_class",
+            f"{outputs} outputs, but {len(absent)} of the classes never occur in {len(used)} training labels: "
+            f"{', '.join(map(str, absent[:6]))}. Labels run from {int(used.min())} to {int(used.max())}.",
+            call.where,
+            {"absent": absent[:20], "counts": counts.tolist()[:50]},
+        )
+    share = float(counts.max()) / max(1, len(used))
+    weighted = call.given.get("weight") is not None or call.given.get("pos_weight") is not None
+    weighted = weighted or "Weighted" in sampler_of(patient)
+    if share >= 0.95 and not weighted and len(used) >= 100:
+        yield Finding(
+            "imbalance",
+            f"{share:.1%} of the training labels are class {int(counts.argmax())}: always answering it scores "
+            f"{share:.1%}.",
+            "train",
+            {"share": share, "counts": counts.tolist()[:20]},
+        )
+    if int((counts > 0).sum()) > 1:
+        yield from _order(used, counts)
+
+
+def _order(labels: Tensor, counts: Tensor) -> Iterator[Finding]:
+    changes = int((labels[1:] != labels[:-1]).sum())
+    share = (counts / counts.sum()).pow(2).sum()
+    expected = float((1 - share) * (len(labels) - 1))
+    if expected > 20 and changes < 0.15 * expected:
+        yield Finding(
+            "not_shuffled",
+            f"Neighbouring training samples have one label: {changes} changes in {len(labels)} samples, where a "
+            f"shuffled order has about {expected:.0f}.",
+            "train",
+            {"changes": changes, "expected": expected},
+        )
+
+
+def order(patient: Patient) -> Iterator[Finding]:
+    """Regression targets that come sorted."""
+    if patient.labels is not None:
+        return
+    for place, y in stacked(patient, patient.samples).items():
+        if is_target(patient, place) and y.is_floating_point() and y[0].numel() == 1 and len(y) > 60:
+            steps = y.flatten()[1:] - y.flatten()[:-1]
+            if len(y.unique()) > 20 and bool(
+                ((steps >= 0).float().mean() > 0.97) | ((steps <= 0).float().mean() > 0.97)
+            ):
+                yield Finding("not_shuffled", "The targets of train come sorted.", "train")
+            return
+
+
+def giveaways(patient: Patient) -> Iterator[Finding]:
+    """A column of the inputs that is the label."""
+    columns_by_place = stacked(patient, patient.samples)
+    targets = [y for place, y in columns_by_place.items() if is_target(patient, place) and y[0].numel() == 1]
+    for place, x in columns_by_place.items():
+        if x.ndim != 2 or not x.is_floating_point() or is_target(patient, place) or len(x) < 60 or not targets:
+            continue
+        y = targets[0].flatten().float()
+        if float(y.std()) == 0:
+            continue
+        columns = (x.float() - x.float().mean(0)) / x.float().std(0).clamp_min(1e-9)
+        related = (columns * ((y - y.mean()) / y.std())[:, None]).mean(0).abs()
+        best = int(related.argmax())
+        if float(related[best]) > 0.98 and x.shape[1] > 1:
+            yield Finding(
+                "label_in_features",
+                f"Column {best} of the inputs is the label: their correlation is {float(related[best]):.4f}.",
+                f"train, tensor {place}, column {best}",
+                {"column": best, "correlation": float(related[best])},
+            )

@@ -1,0 +1,315 @@
+"""Probes of the data: copies, splits, scales, labels and order."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.data.accumulation_windows import batch_size
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient, tensors
+from forge_doctor.watch import REGRESSION
+
+Sample = tuple[Tensor, ...]
+
+
+def copies(patient: Patient) -> Iterator[Finding]:
+    """Samples that occur more than once, within train and across the splits."""
+    train, val = _hashes(patient.samples), _hashes(patient.val_samples)
+    counts = Counter(train)
+    if not train:
+        return
+    repeated = 1 - len(counts) / len(train)
+    again = sum(1 for key in train if counts[key] > 1) / len(train)
+    draws_again = "Weighted" in sampler_of(patient) or getattr(
+        getattr(patient.train, "sampler", None), "replacement", False
+    )
+    whole = all(not x.is_floating_point() for x in patient.samples[0])
+    usual = 0.8 if draws_again else 0.6 if whole else 0.3
+    counted = whole or len(counts) <= 2 or _is_rich(patient, len(counts))  # a table of few values repeats by chance
+    if len(train) >= 16 and repeated > usual and counted:
+        top = max(counts.values())
+        yield Finding(
+            "duplicates",
+            f"{repeated:.0%} of {len(train)} training samples are copies of others in the same epoch; one occurs {top} "
+            "times.",
+            "train",
+            {"samples": len(train), "different": len(counts), "most": top},
+            level="error" if len(counts) <= 2 else "warning",
+        )
+    both = sum(1 for key in val if key in counts)
+    shared = both / len(val) if val else 0.0
+    if both < 8 or len(counts) <= 4:
+        return
+    if shared < 3 * again + 0.02:
+        yield from _copies_of_a_class(patient, val, counts)
+        return
+    yield Finding(
+        "val_is_train" if shared > 0.5 else "leakage",
+        f"{shared:.0%} of {len(val)} validation samples are training samples.",
+        "val",
+        {"share": shared, "samples": both},
+    )
+
+
+def _copies_of_a_class(patient: Patient, val: list[bytes], train: Counter[bytes]) -> Iterator[Finding]:
+    """A class that was multiplied before the split: its samples are in both splits, those of the others are not."""
+    labels = patient.labels_of(patient.val_samples)
+    if labels is None or len(labels) != len(val):
+        return
+    is_copy = torch.tensor([key in train for key in val])
+    different = len({key for key in val if key in train})
+    shares = {int(c): float(is_copy[labels == c].float().mean()) for c in labels.unique() if (labels == c).sum() >= 10}
+    if len(shares) < 2 or different < 5 or not _is_rich(patient, len(train)):
+        return
+    most, least = max(shares, key=lambda c: shares[c]), min(shares, key=lambda c: shares[c])
+    if shares[most] >= 0.5 and shares[least] <= 0.05:
+        yield Finding(
+            "leakage",
+            f"{shares[most]:.0%} of the validation samples of class {most} are training samples, and "
+            f"{shares[least]:.0%} of class {least}: the class was multiplied before the split.",
+            "val",
+            {"shares": shares, "different": different},
+        )
+
+
+def _is_rich(patient: Patient, different: int) -> bool:
+    """Whether samples do not repeat by chance: a column with a value for each of them, or many columns that vary."""
+    for x in stacked(patient, patient.samples).values():
+        if not x.is_floating_point() or not x[0].numel():
+            continue
+        columns = x.reshape(len(x), -1)[:, :64]
+        values = torch.tensor([len(column.unique()) for column in columns.T])
+        if int(values.max()) >= 0.5 * different or int((values > 1).sum()) >= 32:
+            return True
+    return not stacked(patient, patient.samples)
+
+
+def _hashes(samples: list[Sample]) -> list[bytes]:
+    return [
+        hashlib.blake2b(b"".join(_bytes(x) for x in sample), digest_size=12).digest() for sample in samples if sample
+    ]
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def scales(patient: Patient) -> Iterator[Finding]:
+    """The values of inputs and targets."""
+    for place, x in stacked(patient, patient.samples).items():
+        if is_target(patient, place) or not x.is_floating_point() or x.ndim < 2:
+            continue
+        x = x.float()
+        deviation, centre = float(x.std()), float(x.mean())
+        where = f"train, tensor {place} of a sample"
+        if float(x.max()) == float(x.min()):
+            yield Finding("constant_input", f"All inputs are {float(x.max()):g}.", where, {"value": float(x.max())})
+            continue
+        is_far = deviation > 15 or abs(centre) > 30 * max(deviation, 1e-6)
+        if is_far and not _normalises(patient) and not _is_scaled_inside(patient):
+            yield Finding(
+                "unscaled_inputs",
+                f"Inputs have mean {centre:.4g} and deviation {deviation:.4g}; networks want about 0 and 1.",
+                where,
+                {"mean": centre, "deviation": deviation, "lowest": float(x.min()), "highest": float(x.max())},
+            )
+        elif not is_far and x.ndim == 2 and 1 < x.shape[1] <= 4096 and not _normalises(patient):
+            columns = x.std(0)
+            moving = columns[columns > 0]
+            if len(moving) > 1 and float(moving.max() / moving.median()) > 300:
+                yield Finding(
+                    "feature_scales",
+                    f"Columns of the inputs have deviations from {float(moving.min()):.3g} to "
+                    f"{float(moving.max()):.3g}: the largest drown the others.",
+                    where,
+                    {"smallest": float(moving.min()), "largest": float(moving.max())},
+                )
+
+
+def targets(patient: Patient) -> Iterator[Finding]:
+    """The values of regression targets."""
+    for call in patient.watched.losses:
+        if call.name in REGRESSION and isinstance(call.target, Tensor) and call.target.numel() > 1:
+            y = call.target.detach().float()
+            spread = float(y.std()) if y.numel() > 1 else 0.0
+            if spread > 50 or abs(float(y.mean())) > max(200 * spread, 20):
+                yield Finding(
+                    "target_scale",
+                    f"Targets of {call.name} have mean {float(y.mean()):.4g} and deviation {spread:.4g}; an untrained "
+                    "network predicts about 0.",
+                    call.where,
+                    {"mean": float(y.mean()), "deviation": spread},
+                )
+                return
+
+
+def _note(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: Any) -> None:
+    seen.append((path, args[0].detach()))
+
+
+def _inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
+    """The layers with a matrix that a step calls, and their inputs, in this order."""
+    seen: list[tuple[str, Tensor]] = []
+    task = patient.clone()
+    handles = [
+        module.register_forward_pre_hook(functools.partial(_note, seen, path))
+        for path, module in task.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    ]
+    with torch.no_grad():
+        patient.again(task)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def _is_scaled_inside(patient: Patient) -> bool:
+    """Whether the model scales its inputs before its first layer."""
+    seen = _inputs_of_layers(patient)
+    return bool(seen) and float(seen[0][1].float().std()) < 5 and abs(float(seen[0][1].float().mean())) < 20
+
+
+def first_layer(patient: Patient) -> Iterator[Finding]:
+    """What reaches the first layer: the same for all samples, or whole numbers as they are."""
+    seen = _inputs_of_layers(patient)
+    size = batch_size(patient.batches[0])
+    whole = [x for x in tensors(patient.batches[0]) if x.ndim and len(x) == size]
+    if not seen or not patient.samples or size is None or size < 4:
+        return
+    same = [len(x) == size and bool((x == x[:1]).all()) for _, x in seen]
+    if all(same) and len({id(x) for x in whole}) and any(bool((x != x[:1]).any()) for x in whole):
+        yield Finding(
+            "input_ignored",
+            f"{seen[0][0]}, the first layer, gets the same input for all {size} samples of a batch.",
+            seen[0][0],
+        )
+        return
+    if any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
+        return
+    path, x = seen[0]
+    if float(x.float().std()) > 15 and not _normalises(patient):
+        yield Finding(
+            "unscaled_inputs",
+            f"{path}, the first layer, gets inputs of mean {float(x.float().mean()):.4g} and deviation "
+            f"{float(x.float().std()):.4g}; networks want about 0 and 1.",
+            path,
+            {"mean": float(x.float().mean()), "deviation": float(x.float().std())},
+        )
+
+
+def _normalises(patient: Patient) -> bool:
+    """Whether the first layer that is called with inputs normalises them."""
+    first = next((name for name in patient.order if name), "")
+    return "Norm" in first
+
+
+def stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
+    """Samples by place, where all have one shape."""
+    found: dict[int, Tensor] = {}
+    for place in range(len(samples[0]) if samples else 0):
+        rows = [sample[place] for sample in samples if len(sample) > place]
+        if len({row.shape for row in rows}) == 1:
+            found[place] = torch.stack(rows)
+    return found
+
+
+def is_target(patient: Patient, place: int) -> bool:
+    """Whether a tensor of a sample is the target of a loss."""
+    x = tensors(patient.batches[0])[place] if place < len(tensors(patient.batches[0])) else None
+    for call in patient.watched.losses:
+        y = call.target
+        if x is None or not isinstance(y, Tensor) or x.numel() != y.numel():
+            continue
+        if bool((x.flatten().float() == y.flatten().float()).all()):
+            return True
+    return False
+
+
+def splits(patient: Patient) -> Iterator[Finding]:
+    """Inputs of val against those of train."""
+    if not patient.val_samples:
+        return
+    train, val = stacked(patient, patient.samples), stacked(patient, patient.val_samples)
+    for place, x in train.items():
+        y = val.get(place)
+        if y is None or not x.is_floating_point() or x.shape[1:] != y.shape[1:] or len(y) < 20:
+            continue
+        as_target = is_target(patient, place)
+        if x.ndim < 2 and not as_target:
+            continue
+        x, y = (z.float().flatten(2).mean(2) if z.ndim > 2 else z.float() for z in (x, y))
+        spread = x.std(0).clamp_min(1e-6)
+        error = spread * (1 / len(x) + 1 / len(y)) ** 0.5
+        shift = float(((x.mean(0) - y.mean(0)).abs() / spread).mean())
+        certain = bool(((x.mean(0) - y.mean(0)).abs() > 8 * error).float().mean() > 0.5)
+        factor = float((y.std(0).clamp_min(1e-6) / spread).log().mean().exp())
+        most = 4.0 if as_target else 2.0
+        if not math.isfinite(shift + factor):  # one NaN would say that all differ
+            continue
+        if (certain and shift > most / 4) or not 1 / most <= factor <= most:
+            yield Finding(
+                "split_statistics",
+                f"{'Targets' if as_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
+                f"deviations, deviations by a factor of {factor:.3g}.",
+                "val",
+                {"shift": shift, "factor": factor},
+            )
+            return
+
+
+def sampler_of(patient: Patient) -> str:
+    return type(getattr(patient.train, "sampler", None)).__name__
+
+
+def dropped(patient: Patient) -> Iterator[Finding]:
+    """Samples that drop_last leaves out."""
+    val = next(iter(patient.val.values()), None) if isinstance(patient.val, dict) else patient.val
+    for stage, loader in (("train", patient.train), ("val", val)):
+        dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+        if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
+            continue
+        sampler = getattr(loader, "sampler", None)
+        count = len(sampler) if sampler is not None and hasattr(sampler, "__len__") else len(dataset)
+        left = count % size
+        if count and left / count > 0.1:
+            yield Finding(
+                "dropped_data",
+                f"drop_last leaves out {left} of {count} samples of {stage} every time, at a batch size of {size}.",
+                stage,
+                {"dropped": left, "samples": count},
+            )
+
+
+def generator(patient: Patient) -> Iterator[Finding]:
+    """Serve a few samples twice with the same seeds: generators of the dataset's own differ."""
+    from forge.rng import seed_all
+
+    again = patient.rebuild
+    if again is None:
+        return
+    served: list[Any] = []
+    for _ in range(2):
+        seed_all(1)
+        loader = again()
+        served.append(_hashes(_some(loader)))
+    if served[0] and served[0] != served[1]:
+        yield Finding(
+            "unseeded",
+            "Two loaders that are made with the same seed serve different batches: something draws from a generator "
+            "that nothing seeds.",
+            "train",
+        )
+
+
+def _some(loader: Any) -> list[Sample]:
+    from forge_doctor.patient import first
+
+    return [tuple(tensors(batch)) for batch in first(loader, 2)]

@@ -1,0 +1,443 @@
+"""Probes of the graph of the first losses: what it reaches, what a step changes, and hand-written gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.util.walk import is_librarys
+from forge_doctor.findings import Finding
+from forge_doctor.patient import NotApplicable, Patient, named, parameters, tensors
+
+
+def reach(patient: Patient) -> Iterator[Finding]:
+    """Parameters that the loss reaches and torch does not know, and the other way round."""
+    task = patient.clone()
+    graphs = Graphs(task)
+    with graphs.watching():
+        for number, batch in enumerate(2 * patient.batches):  # layers that are dropped at random come in some of them
+            for name in patient.names:
+                graphs.add(patient.loss(task, batch, name, seed=number), batch)
+    yield from graphs.unregistered()
+    yield from graphs.unreached(trained(patient))
+    yield from graphs.outside(trained(patient))
+
+
+class Graphs:
+    """What several losses of a task reach, and which of its modules have run."""
+
+    def __init__(self, task: nn.Module):
+        self.task = task
+        self.reached: set[int] = set()
+        self.hidden: dict[int, Tensor] = {}
+        "Parameters that the losses reach and the task does not have."
+        self.called: dict[str, None] = {}
+        "Modules that have run, in this order."
+        self.without: set[str] = set()
+        "Modules that ran without a graph alone."
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the modules that run."""
+        with_graph: set[str] = set()
+
+        def hook(path: str) -> Any:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                self.called[path] = None
+                (with_graph if torch.is_grad_enabled() else self.without).add(path)
+
+            return note
+
+        handles = [module.register_forward_hook(hook(path)) for path, module in self.task.named_modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.without -= with_graph
+
+    def add(self, loss: Tensor, batch: Any) -> None:
+        known = {id(p) for p in self.task.parameters()} | {id(x) for x in tensors(batch)}
+        for leaf in leaves(loss):
+            self.reached.add(id(leaf))
+            if id(leaf) not in known and isinstance(leaf, nn.Parameter):
+                self.hidden[id(leaf)] = leaf
+
+    def order(self) -> list[str]:
+        """The classes of the modules with parameters of their own, in the order of their first runs."""
+        ran = [self.task.get_submodule(path) for path in self.called if path]
+        return [type(module).__name__ for module in ran if any(True for _ in module.parameters(recurse=False))]
+
+    def unregistered(self) -> Iterator[Finding]:
+        if self.hidden:
+            shapes = [str(tuple(leaf.shape)) for leaf in self.hidden.values()]
+            kind = type(self.task).__name__
+            yield Finding(
+                "unregistered_parameters",
+                f"The loss depends on {len(self.hidden)} parameters that {kind}.named_parameters() does not have, of "
+                f"shapes {named(shapes)}: no optimizer, device move or checkpoint sees them.",
+                kind,
+                {"parameters": len(self.hidden), "shapes": shapes[:8]},
+            )
+
+    def unreached(self, trained: set[str]) -> Iterator[Finding]:
+        """Parameters that optimizers have and no loss reaches."""
+        missing = [
+            name for name, p in parameters(self.task).items() if id(p) not in self.reached and not self._lends(name)
+        ]
+        yield from _unreached(self.task, missing, self.called, self.without, trained)
+
+    def _lends(self, name: str) -> bool:
+        """Whether the module around a parameter never runs, and another of its parameters is used: a tied weight."""
+        path = name.rpartition(".")[0]
+        own = self.task.get_submodule(path).parameters(recurse=False)
+        return path not in self.called and any(id(p) in self.reached for p in own)
+
+    def outside(self, trained: set[str]) -> Iterator[Finding]:
+        """Parameters that a loss reaches and no optimizer has."""
+        reached = [name for name, p in parameters(self.task).items() if id(p) in self.reached]
+        outside = [name for name in reached if name not in trained]
+        if outside:
+            yield Finding(
+                "not_in_optimizer",
+                f"{len(outside)} trainable parameters get a gradient but are in no optimizer: {named(outside)}.",
+                outside[0],
+                {"parameters": outside[:8]},
+            )
+
+
+def _is_of_a_package(task: nn.Module, name: str) -> bool:
+    """Whether the module around a parameter is a model of an installed package, which may have outputs to spare."""
+    while name:
+        name = name.rpartition(".")[0]
+        module = task.get_submodule(name)
+        if not type(module).__module__.startswith("torch.nn"):
+            return is_librarys(module)
+    return False
+
+
+def _is_one_of_several(task: nn.Module, name: str, called: Collection[str]) -> bool:
+    """Whether a module stands in a list in which others run: an expert that no sample was sent to."""
+    while name:
+        name = name.rpartition(".")[0]
+        around = name.rpartition(".")[0]
+        if name and isinstance(task.get_submodule(around), nn.ModuleList):
+            return any(path.startswith(f"{around}.") for path in called)
+    return False
+
+
+def _unreached(
+    task: nn.Module, missing: list[str], called: Collection[str], without: set[str], trained: set[str]
+) -> Iterator[Finding]:
+    """Sort parameters without a gradient by whether their module ran, and with a graph."""
+    ran = [name for name in missing if name.rpartition(".")[0] in called and name in trained]
+    cut = [name for name in ran if name.rpartition(".")[0] in without]
+    lost = [name for name in ran if name not in cut]
+    idle = [name for name in missing if name.rpartition(".")[0] not in called and name in trained]
+    if cut:
+        yield Finding(
+            "no_gradient",
+            f"{len(cut)} parameters that the optimizer has are used without a gradient: {named(cut)}. Their modules "
+            "run under torch.no_grad().",
+            cut[0],
+            {"parameters": cut[:8]},
+        )
+    if lost:
+        yield Finding(
+            "no_gradient",
+            f"{len(lost)} parameters take part in forward, and no loss reaches them: {named(lost)}.",
+            lost[0],
+            {"parameters": lost[:8]},
+            level="note" if all(_is_of_a_package(task, name) for name in lost) else "warning",
+        )
+    if idle:
+        spare = all(_is_of_a_package(task, name) or _is_one_of_several(task, name, called) for name in idle)
+        yield Finding(
+            "unused_module" if spare else "unused_parameters",
+            f"{len(idle)} trainable parameters are never used: {named(idle)}.",
+            idle[0],
+            {"parameters": idle[:8]},
+        )
+
+
+def trained(patient: Patient) -> set[str]:
+    """The names of the parameters that optimizers have."""
+    mine = {id(p): name for name, p in patient.trainer.task.named_parameters()}
+    return {mine[id(p)] for p in patient.trainer.optimizers.parameters(None) if id(p) in mine}
+
+
+def leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors at which a graph ends."""
+    for node in nodes(loss):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+
+
+def nodes(loss: Tensor) -> Iterator[Any]:
+    """All nodes of a graph."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(child for child, _ in node.next_functions)
+
+
+def purity(patient: Patient) -> Iterator[Finding]:
+    """What a step does besides returning a loss."""
+    for stage, batch in (
+        ("train", patient.batches[0]),
+        ("val", patient.val_batches[0] if patient.can_validate else None),
+    ):
+        if batch is None:
+            continue
+        task = patient.clone().train(stage == "train")
+        traces = Traces(task, given := copy.deepcopy(batch), stage)
+        with torch.set_grad_enabled(stage == "train"):
+            patient.run(task, given, stage)
+        traces.look_again()
+        yield from traces.found()
+
+
+class Traces:
+    """The modes, the gradients and the batch before a step, to be compared with those after it.
+
+    `cheaply`: by the counters of torch's own in-place operations instead of copies of the batch.
+    """
+
+    def __init__(self, task: nn.Module, batch: Any, stage: str = "train", cheaply: bool = False):
+        self.task, self.batch = task, batch
+        self.where = f"{type(task).__name__}.{'training_step' if stage == 'train' else 'validation_step'}"
+        self._modes = {path: module.training for path, module in task.named_modules()}
+        self._values = [_version(x) if cheaply else x.clone() for x in tensors(batch)]
+        self._has_gradients = any(p.grad is not None for p in task.parameters())
+        self.calls_backward, self.modes, self.rows = False, self._modes, list[int]()
+
+    def look_again(self) -> None:
+        """Note what is there after the step, before the backward of the Trainer."""
+        self.calls_backward = not self._has_gradients and any(p.grad is not None for p in self.task.parameters())
+        self.modes = {path: module.training for path, module in self.task.named_modules()}
+        pairs = zip(tensors(self.batch), self._values, strict=True)
+        self.rows = [i for i, (x, y) in enumerate(pairs) if not _equal(x, y)]
+
+    def found(self) -> Iterator[Finding]:
+        where, rows = self.where, self.rows
+        if self.calls_backward:
+            yield Finding(
+                "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
+            )
+        changed = [
+            path or "the task"
+            for path, mode in self.modes.items()
+            if self._modes.get(path, mode) != mode and _is_trained(self.task, path)  # a teacher may be set to eval()
+        ]
+        if changed:
+            yield Finding(
+                "mode_changed",
+                f"{where} changes the mode of {len(changed)} modules, of {named(changed)}, for all later steps.",
+                where,
+                {"modules": changed[:8]},
+            )
+        if rows:
+            yield Finding(
+                "batch_changed",
+                f"{where} changes its batch in place: tensor {rows[0]} of the batch is another afterwards. A dataset "
+                "in memory is changed with it.",
+                where,
+                {"tensors": rows},
+            )
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _equal(x: Tensor, y: Tensor | int) -> bool:
+    if isinstance(y, int):
+        return _version(x) == y
+    return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
+
+
+def modes(patient: Patient) -> Iterator[Finding]:
+    """Modules that are trained in evaluation mode."""
+    task = patient.clone()
+    with modes_noted(task) as off:
+        patient.run(task, patient.batches[0])
+    yield from wrong_modes(task, off)
+
+
+def validation_modes(patient: Patient) -> Iterator[Finding]:
+    """Modules that validate in training mode."""
+    if not patient.can_validate:
+        raise NotApplicable
+    task = patient.clone().eval()
+    with modes_noted(task, at_any_call=True) as off, torch.no_grad():
+        patient.run(task, patient.val_batches[0], "val")
+    yield from on_in_validation(task, off)
+
+
+@contextmanager
+def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str, bool]]:
+    """Note which layers that behave differently in evaluation run in evaluation mode, at their last call.
+
+    `at_any_call`: one that runs in training mode once is not in evaluation mode.
+    """
+    off: dict[str, bool] = {}
+
+    def hook(path: str) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            off[path] = not module.training and (off.get(path, True) or not at_any_call)
+
+        return note
+
+    handles = [
+        module.register_forward_pre_hook(hook(path))
+        for path, module in task.named_modules()
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd))
+    ]
+    try:
+        yield off
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def wrong_modes(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
+    wrong = [path for path, is_off in off.items() if is_off and _is_trained(task, path)]
+    if wrong:
+        yield Finding(
+            "trained_in_eval_mode",
+            f"{len(wrong)} modules run in evaluation mode while training: {named(wrong)}.",
+            wrong[0],
+            {"modules": wrong[:8]},
+        )
+
+
+def on_in_validation(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
+    """Layers that ran in training mode, and do something else there."""
+    wrong = [path for path, is_off in off.items() if not is_off and _has_two_modes(task.get_submodule(path))]
+    if wrong:
+        yield Finding(
+            "validated_in_train_mode",
+            f"{len(wrong)} modules run in training mode while validating: {named(wrong)}.",
+            wrong[0],
+            {"modules": wrong[:8]},
+        )
+
+
+def _has_two_modes(module: nn.Module) -> bool:
+    """Whether a layer of dropout drops anything, or one of normalisation has statistics of its own."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+
+
+def _is_trained(task: nn.Module, path: str) -> bool:
+    """Whether a module, or for one without parameters the module around it, has parameters that train."""
+    module: nn.Module = task.get_submodule(path)
+    while not any(True for _ in module.parameters()) and path:
+        path = path.rpartition(".")[0]
+        module = task.get_submodule(path)
+    return any(p.requires_grad for p in module.parameters(recurse=True))
+
+
+def finite_differences(patient: Patient) -> Iterator[Finding]:
+    """Hand-written backwards against differences of their own forwards, in float64.
+
+    A function whose forward does nothing, or is flat, was written for its backward: a reversed gradient, or one that
+    goes straight through.
+    """
+    made = patient.again(patient.clone())
+    functions = {type(node)._forward_cls for output in made for node in own_functions(output)}
+    for kind in functions:
+        given = _arguments_of(kind, patient)
+        if given is None:
+            continue
+        place = next((i for i, x in enumerate(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        result = _compare(kind, given, place) if place is not None else None
+        if result is not None:
+            expected, found = result
+            if expected == found:
+                text = f"{kind.__name__} returns its input, and its backward keeps the sign: it does nothing."
+                yield Finding("wrong_gradient", text, kind.__name__, cure="Change the sign, or what backward is for.")
+                continue
+            yield Finding(
+                "wrong_gradient",
+                f"{kind.__name__}.backward gives {expected:.4g} in a random direction, and differences of its forward "
+                f"give {found:.4g}.",
+                kind.__name__,
+                {"backward": expected, "differences": found},
+            )
+
+
+def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
+    """The arguments of a function's first call in a step, in float64."""
+    seen: list[list[Any]] = []
+    forward = inspect.getattr_static(kind, "forward")
+    plain = forward.__func__ if isinstance(forward, staticmethod) else forward
+    has_context = kind.setup_context.__qualname__ != f"{kind.__qualname__}.setup_context"
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.append(list(args[1:] if has_context else args))
+        return plain(*args, **kwargs)
+
+    inherits = "forward" not in vars(kind)
+    kind.forward = staticmethod(noting)
+    try:
+        patient.again(patient.clone())
+    finally:
+        if inherits:
+            del kind.forward
+        else:
+            kind.forward = forward
+    if not seen:
+        return None
+    return [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in seen[0]]
+
+
+def _compare(kind: Any, given: list[Any], place: int) -> tuple[float, float] | None:
+    """What backward and differences give in a random direction; None where they agree, or are not meant to."""
+    generator = torch.Generator().manual_seed(0)
+    x = given[place].clone().requires_grad_()
+    call = lambda x: kind.apply(*given[:place], x, *given[place + 1 :])  # noqa: E731
+    out = call(x)
+    if not isinstance(out, Tensor) or not out.requires_grad:
+        return None
+    direction = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(x.device)
+    if out.shape == x.shape and torch.allclose(out, x):
+        return _idle(kind, out, x, weight)
+    (gradient,) = torch.autograd.grad((out * weight).sum(), x)
+    expected = float((gradient * direction).sum())
+    steps = []
+    with torch.no_grad():
+        for step in (1e-5, 1e-6):
+            steps.append(float(((call(x + step * direction) - call(x - step * direction)) * weight).sum() / (2 * step)))
+    found = steps[0]
+    scale = max(abs(found), abs(expected), 1e-12)
+    is_rough = abs(steps[0] - steps[1]) > 0.01 * max(abs(steps[0]), 1e-12)  # computed in float32, or at a kink
+    if abs(found) < 1e-9 * scale or is_rough or abs(expected - found) <= 0.02 * scale:
+        return None
+    return expected, found
+
+
+def _idle(kind: Any, out: Tensor, x: Tensor, weight: Tensor) -> tuple[float, float] | None:
+    """For a function whose forward does nothing: whether its backward does nothing either, or does not reverse."""
+    (gradient,) = torch.autograd.grad((out * weight).sum(), x)
+    forward = float((gradient * weight).sum()) > 0
+    does_nothing = torch.allclose(gradient, weight) or (forward and "revers" in kind.__name__.lower())
+    return (1.0, 1.0) if does_nothing else None
+
+
+def own_functions(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a graph that are torch.autograd.Functions of the user's."""
+    return (node for node in nodes(loss) if isinstance(node, torch.autograd.function.BackwardCFunction))

@@ -1,0 +1,372 @@
+"""Probes of losses and what they are given."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forge.data.accumulation_windows import batch_size
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient, tensors, with_rows
+from forge_doctor.probes.graph import leaves
+from forge_doctor.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
+
+LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
+LOGARITHMS = ("nll_loss", "kl_div")
+PLUS_MINUS = ("soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss")
+RANGES = {"Relu": (0.0, float("inf")), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Softplus": (0.0, float("inf"))}
+RANGES["Softmax"] = (0.0, 1.0)
+POSITIVE = ("Softplus", "Relu", "Exp", "Sigmoid", "Softmax")
+ASYMMETRIC = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
+
+
+def inputs(patient: Patient) -> Iterator[Finding]:
+    """What each loss of torch's is given, by how it was computed."""
+    seen: set[tuple[str, str]] = set()
+    for call in patient.watched.losses:
+        if any(call.input is dropped for dropped in patient.watched.dropped):
+            yield Finding("dropout_on_output", f"{call.name} gets the output of dropout.", call.where)
+        for finding in _look(call):
+            if (finding.name, finding.where) not in seen:
+                seen.add((finding.name, finding.where))
+                yield finding
+    for odd in (*patient.watched.oddities, *_of_half(patient)):
+        if (odd.kind, odd.where) not in seen:
+            seen.add((odd.kind, odd.where))
+            yield Finding(odd.kind, f"{odd.text}.", odd.where)
+
+
+def _of_half(patient: Patient) -> list[Oddity]:
+    """What half of a batch shows: as many classes as samples hide what runs over the batch."""
+    size = batch_size(patient.batches[0])
+    if size is None or size < 4:
+        return []
+    watch = StepWatch(size // 2)
+    with suppress(Exception), watch:  # a step that only takes whole batches
+        patient.run(patient.clone(), with_rows(patient.batches[0], size, lambda x: x[: size // 2]))
+    return watch.oddities
+
+
+def evaluation_inputs(patient: Patient) -> Iterator[Finding]:
+    """Dimensions that an evaluation mixes up."""
+    if not patient.can_validate:
+        return
+    watch = StepWatch(batch_size(patient.val_batches[0]))
+    with torch.no_grad(), watch:
+        patient.run(patient.clone().eval(), patient.val_batches[0], "val")
+    yield from mixed_up(watch)
+
+
+def mixed_up(watch: StepWatch) -> Iterator[Finding]:
+    """The first dimension that a watched evaluation mixes up."""
+    for odd in watch.oddities:
+        if odd.kind == "wrong_dimension":
+            yield Finding(odd.kind, f"{odd.text}.", odd.where)
+            return
+
+
+def _look(call: LossCall) -> Iterator[Finding]:
+    x, y = call.input, call.target
+    if not isinstance(x, Tensor):
+        return
+    made = origin(x)
+    if call.name in LOGITS and made in ("Softmax", "Sigmoid"):
+        yield Finding(
+            "activation_before_loss", f"{call.name} gets the output of {made.lower()}, and applies its own.", call.where
+        )
+    elif call.name in LOGARITHMS and made in ("Softmax", "Sigmoid"):
+        yield Finding(
+            "activation_before_loss",
+            f"{call.name} gets the output of {made.lower()}, but wants logarithms of probabilities.",
+            call.where,
+            cure="Use log_softmax in place of softmax.",
+        )
+    elif call.name == "binary_cross_entropy" and [*itertools.islice(origins(x), 2)] == ["Sigmoid", "Sigmoid"]:
+        yield Finding("activation_before_loss", f"{call.name} gets the sigmoid of a sigmoid.", call.where)
+    elif call.name in (*LOGITS, "nll_loss") and made == "Relu":
+        yield Finding("relu_before_loss", f"{call.name} gets the output of a ReLU: no logit is negative.", call.where)
+    if call.name in (*LOGITS, *LOGARITHMS) and made == "LogSoftmax" and x.ndim == 2:
+        yield from _wrong_log_softmax(call, x)
+    if call.name == "poisson_nll_loss" and call.given.get("log_input") and made in POSITIVE:
+        yield Finding(
+            "activation_before_loss",
+            f"poisson_nll_loss gets the output of {made.lower()}, but takes it for the logarithm of a rate.",
+            call.where,
+            cure="Pass log_input=False, or remove the activation.",
+        )
+    if call.name == "ctc_loss":
+        yield from _blank_among_labels(call)
+    yield from _mixed_by_a_view(call, x)
+    if isinstance(y, Tensor):
+        yield from _look_at_target(call, x, y, made)
+
+
+def _blank_among_labels(call: LossCall) -> Iterator[Finding]:
+    targets, lengths, blank = call.given["targets"], call.given["target_lengths"], call.given["blank"]
+    if targets.ndim == 2:
+        lengths = torch.as_tensor(lengths).to(targets.device)
+        targets = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None]]
+    share = float((targets == blank).float().mean()) if targets.numel() else 0.0
+    if share > 0:
+        yield Finding(
+            "label_values",
+            f"{share:.0%} of the labels of ctc_loss are {blank}, which is its blank.",
+            call.where,
+            {"share": share, "blank": blank},
+            cure="Number labels from 1, or pass blank=index of the model's blank.",
+        )
+
+
+def copied_labels(patient: Patient) -> Iterator[Finding]:
+    """Labels that are ignored at some positions, and are the inputs at all others: there is nothing to fill in."""
+    calls = patient.outer_calls(patient.clone(), patient.batches[0])
+    given = [x for call in calls for x in tensors((call.args, call.kwargs))]
+    ids = [x for x in given if not x.is_floating_point() and x.ndim == 2]
+    for call in patient.watched.losses:
+        y = call.target
+        if call.name not in ("cross_entropy", "nll_loss") or not isinstance(y, Tensor) or y.is_floating_point():
+            continue
+        for x in [x for x in ids if x.numel() == y.numel() and x.data_ptr() != y.data_ptr()]:
+            counted = y.flatten() != call.given["ignore_index"]
+            same = x.flatten().to(y) == y.flatten()
+            share = float(counted.float().mean())
+            if bool(same.all()):  # the labels, which are handed to a model that computes its own loss
+                continue
+            if 0.05 < share < 0.98 and int(counted.sum()) >= 30 and float(same[counted].float().mean()) > 0.98:
+                yield Finding(
+                    "label_in_features",
+                    f"At the {share:.0%} of positions that count, the label is the input itself: the model learns to "
+                    "copy.",
+                    call.where,
+                    {"share": share},
+                    cure="Ignore the positions that are visible, and count those that were hidden.",
+                )
+                return
+
+
+def _mixed_by_a_view(call: LossCall, x: Tensor) -> Iterator[Finding]:
+    """Scores of shape (N, C, ...) that are viewed as (-1, C): rows then mix classes and places."""
+    node = x.grad_fn
+    sizes = tuple(getattr(node, "_saved_self_sym_sizes", ()) or ())
+    if call.name not in ("cross_entropy", "nll_loss") or x.ndim != 2 or len(sizes) < 3:
+        return
+    classes = x.shape[1]
+    if sizes[1] == classes and sizes[-1] != classes and math.prod(sizes[2:]) > 1 and "View" in type(node).__name__:
+        yield Finding(
+            "wrong_dimension",
+            f"{call.name} gets scores of shape {sizes} viewed as {tuple(x.shape)}: a row holds {classes} numbers of "
+            "neighbouring places, not of the classes of one place.",
+            call.where,
+            {"from": list(sizes), "to": list(x.shape)},
+            cure="Move the classes to the end first: scores.movedim(1, -1).reshape(-1, classes).",
+        )
+
+
+def _wrong_log_softmax(call: LossCall, x: Tensor) -> Iterator[Finding]:
+    if len(x) > 1 and x.shape[1] > 1 and bool(((x.detach().float().exp().sum(0) - 1).abs() < 1e-3).all()):
+        yield Finding(
+            "wrong_dimension",
+            f"{call.name} gets log_softmax over dimension 0, the batch: columns sum to 1, rows do not.",
+            call.where,
+        )
+
+
+def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator[Finding]:
+    if call.name in ASYMMETRIC and y.requires_grad and not (call.name == "kl_div" and _is_of_the_same(x, y)):
+        yield Finding("target_has_gradient", f"The target of {call.name} carries a gradient.", call.where)
+    if call.name in PLUS_MINUS and y.numel() and bool(((y == 0) | (y == 1)).all()) and bool((y == 0).any()):
+        yield Finding("label_values", f"{call.name} gets labels of 0 and 1; it wants -1 and 1.", call.where)
+    if call.name in REGRESSION and made in RANGES and y.numel():
+        low, high = RANGES[made]
+        outside = float(((y < low - 1e-3) | (y > high + 1e-3)).float().mean())
+        if outside > 0.02:
+            yield Finding(
+                "output_range",
+                f"{call.name} gets predictions from {made.lower()}, which gives [{low:g}, {high:g}]; {outside:.0%} of "
+                "the targets are outside.",
+                call.where,
+                {"outside": round(outside, 4), "lowest": float(y.min()), "highest": float(y.max())},
+            )
+    if call.name in REGRESSION and _are_class_ids(y):
+        yield Finding(
+            "class_ids_in_regression",
+            f"{call.name} gets the whole numbers 0 to {int(y.max())} as targets: these look like class labels, whose "
+            "distances mean nothing.",
+            call.where,
+            {"values": int(y.max()) + 1},
+        )
+
+
+def _is_of_the_same(x: Tensor, y: Tensor) -> bool:
+    """Whether a target comes from the parameters that the prediction comes from, as two passes that are to agree."""
+    return {id(leaf) for leaf in leaves(y)} <= {id(leaf) for leaf in leaves(x)}
+
+
+def _are_class_ids(y: Tensor) -> bool:
+    values = y.detach().float().unique()
+    count = len(values)
+    return 3 <= count <= 50 and y.numel() >= 3 * count and bool((values == torch.arange(count).to(values)).all())
+
+
+def weights(patient: Patient) -> Iterator[Finding]:
+    """Class weights against the counts of classes."""
+    for call in patient.watched.losses:
+        y = call.target
+        weight = call.given.get("weight") if call.name in ("cross_entropy", "nll_loss") else None
+        positive = call.given.get("pos_weight") if call.name == "binary_cross_entropy_with_logits" else None
+        if isinstance(weight, Tensor) and isinstance(y, Tensor) and not y.is_floating_point():
+            labels = patient.labels if patient.labels is not None else y.flatten()
+            counts = torch.bincount(labels[labels >= 0].cpu(), minlength=len(weight)).float()[: len(weight)]
+            used = counts > 0
+            if int(used.sum()) > 1 and float(counts[used].max() / counts[used].min()) > 2:
+                together = torch.stack([weight.detach().cpu().float()[used].log(), counts[used].log()])
+                if float(torch.corrcoef(together)[0, 1]) > 0.5:
+                    yield Finding(
+                        "weights_reversed",
+                        f"{call.name} weighs frequent classes more: counts {_short(counts)}, weights {_short(weight)}.",
+                        call.where,
+                        {"counts": counts.tolist()[:20], "weights": weight.tolist()[:20]},
+                    )
+        if isinstance(positive, Tensor) and isinstance(y, Tensor):
+            share, factor = float(y.mean()), float(positive.float().mean())
+            if (share < 0.35 and factor < 0.7) or (share > 0.65 and factor > 1.5):
+                yield Finding(
+                    "weights_reversed",
+                    f"pos_weight is {factor:.3g}, but {share:.0%} of the labels are positive: the more frequent side "
+                    "gets more weight.",
+                    call.where,
+                    {"positive": share, "pos_weight": factor},
+                )
+
+
+def _short(x: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.3g}" for value in x.flatten().tolist()[:6]) + (", ...]" if x.numel() > 6 else "]")
+
+
+def reduction(patient: Patient) -> Iterator[Finding]:
+    """How the loss grows with the batch: a mean does not, a sum does, and a mixture is in between."""
+    batch = patient.batches[0]
+    size = batch_size(batch)
+    if size is None or size < 4 or len(patient.names) > 1:
+        return
+    half = size // 2
+    twice = with_rows(batch, size, lambda x: torch.cat([x[:half], x[:half]]))
+    once = with_rows(batch, size, lambda x: x[:half])
+    (a, terms_a), (b, terms_b) = _loss_and_terms(patient, once), _loss_and_terms(patient, twice)
+    if not abs(a) > 1e-6:
+        return
+    ratio = b / a
+    called = [call for call in patient.watched.losses if call.given.get("reduction") == "sum"]
+    where = called[0].where if called else f"{type(patient.task).__name__}.training_step"
+    if abs(ratio - 2) < 0.005:
+        yield Finding(
+            "sum_reduction",
+            f"The loss of the same samples twice is {ratio:.2f} times as large: it is a sum over the batch, so the "
+            "learning rate grows with the batch size.",
+            where,
+            {"once": a, "twice": b},
+            level=_level_of_sum(patient, size),
+        )
+    elif len(terms_a) == len(terms_b) > 1:
+        ratios = [y / x for (x, _), (y, _) in zip(terms_a, terms_b, strict=True) if abs(x) > 1e-6]
+        sums, means = [r for r in ratios if abs(r - 2) < 0.05], [r for r in ratios if abs(r - 1) < 0.05]
+        if sums and means:
+            line = next(
+                place for (x, place), (y, _) in zip(terms_a, terms_b, strict=True) if x and abs(y / x - 2) < 0.05
+            )
+            yield Finding(
+                "mixed_reductions",
+                "One term of the loss is a mean over the batch and another is a sum: their balance depends on the "
+                "batch size.",
+                line,
+                {"terms": [round(x, 6) for x, _ in terms_a], "same samples twice": [round(y, 6) for y, _ in terms_b]},
+            )
+
+
+def summed(patient: Patient) -> Iterator[Finding]:
+    """A loss of torch's that is told to sum over the batch, where the step returns it as it is."""
+    size = batch_size(patient.batches[0])
+    for call in patient.watched.losses:
+        is_whole = isinstance(call.input, Tensor) and call.input.ndim and len(call.input) == size
+        if call.given.get("reduction") == "sum" and is_whole and size and len(patient.watched.losses) == 1:
+            made = float(getattr(F, call.name)(**call.given).detach())
+            if patient.losses and abs(made - patient.losses[0]) <= 1e-5 * abs(made):
+                yield Finding(
+                    "sum_reduction",
+                    f"{call.name} sums over the batch, so the learning rate grows with the batch size.",
+                    call.where,
+                    {"loss": made},
+                    level=_level_of_sum(patient, size),
+                )
+
+
+def _level_of_sum(patient: Patient, size: int) -> str:
+    """A sum is harmless where the rate is small enough for it."""
+    for entry in patient.trainer.optimizers.entries.values():
+        for group in entry.optimizer.param_groups:
+            if "betas" in group or float(group["lr"]) * size > 0.5:
+                return "warning"
+    return "note"
+
+
+def _loss_and_terms(patient: Patient, batch: Any) -> tuple[float, list[tuple[float, str]]]:
+    watch = StepWatch(batch_size(batch))
+    with watch:
+        loss = patient.loss(patient.clone(), batch)
+    return float(loss.detach()), [(float(x.detach()), line) for x, line in watch.terms]
+
+
+def padding(patient: Patient) -> Iterator[Finding]:
+    """Padded positions that count in the loss."""
+    for batch in patient.batches[:1]:
+        for labels in tensors(batch):
+            if labels.is_floating_point() or labels.ndim != 2 or labels.shape[1] < 4:
+                continue
+            value = padding_value(labels)
+            if value is None:
+                continue
+            for call in patient.watched.losses:
+                y = call.target
+                if (
+                    call.name in ("cross_entropy", "nll_loss")
+                    and isinstance(y, Tensor)
+                    and not y.is_floating_point()
+                    and call.given.get("reduction") != "none"
+                    and call.given.get("ignore_index") != value
+                    and _has_runs_of(y, labels, value)
+                ):
+                    share = float((y == value).float().mean())
+                    yield Finding(
+                        "padding_in_loss",
+                        f"{share:.0%} of the labels of {call.name} are {value}, at the ends of rows of different "
+                        "lengths: this looks like padding, and it is not ignored.",
+                        call.where,
+                        {"share": share, "value": value},
+                        cure=f"Pass ignore_index={value}, or mask the padded positions out of the mean.",
+                    )
+                    return
+
+
+def padding_value(rows: Tensor) -> int | None:
+    """The number with which rows of different lengths end, if there is one."""
+    last = rows[:, -1]
+    value, count = last.unique(return_counts=True)
+    best = int(value[count.argmax()])
+    runs = (rows.flip(1) == best).long().cumprod(1).sum(1)
+    padded = runs[runs > 1]
+    if len(padded) < 0.4 * len(rows) or len(runs.unique()) < 3 or bool((runs == rows.shape[1]).all()):
+        return None
+    inside = (rows == best).sum() - runs.sum()
+    return best if float(inside) <= 0.05 * float(runs.sum()) else None
+
+
+def _has_runs_of(y: Tensor, labels: Tensor, value: int) -> bool:
+    found, there = int((y == value).sum()), int((labels == value).sum())
+    return found >= 0.8 * there and found > 0

@@ -1,0 +1,116 @@
+"""Probes of how a model is run: on the device against the CPU, in bf16 against float32, compiled against eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from forge.rng import reseed
+from forge_doctor.findings import Finding
+from forge_doctor.patient import NotApplicable, Patient, tensors
+from forge_doctor.probes.independence import networks
+from forge_doctor.watch import OuterCall
+
+ALLOWED = {"device": 1e-2, "compile": 1e-2, "amp": 0.3}
+"""Differences of a module's outputs that rounding explains, as a share of their deviation."""
+
+Outputs = dict[str, Tensor]
+
+
+def devices(patient: Patient) -> Iterator[Finding]:
+    """The same modules on the CPU, where the run is on an accelerator."""
+    if patient.device.type == "cpu":
+        raise NotApplicable
+    yield from _compared(patient, "device", f"on {patient.device.type} and on the CPU", _on_cpu)
+
+
+def mixed_precision(patient: Patient) -> Iterator[Finding]:
+    """The same modules under autocast, where the run has mixed precision."""
+    amp = next((plugin for plugin in patient.plugins if plugin.name == "amp"), None)
+    if amp is None:
+        raise NotApplicable
+    dtype = torch.float16 if amp.config.dtype == "fp16" else torch.bfloat16
+
+    def rounded(module: nn.Module, call: OuterCall) -> Outputs:
+        with torch.autocast(patient.device.type, dtype):
+            return _outputs(module, call.args, call.kwargs)
+
+    yield from _compared(patient, "amp", f"in {str(dtype).removeprefix('torch.')} and in float32", rounded)
+
+
+def compiled(patient: Patient) -> Iterator[Finding]:
+    """The same modules compiled, where the run compiles them."""
+    if not any(plugin.name == "compile" for plugin in patient.plugins):
+        raise NotApplicable
+
+    def fast(module: nn.Module, call: OuterCall) -> Outputs:
+        return {"": _first(torch.compile(module)(*call.args, **call.kwargs))}
+
+    yield from _compared(patient, "compile", "compiled and eager", fast)
+
+
+def _compared(
+    patient: Patient, way: str, words: str, other: Callable[[nn.Module, OuterCall], Outputs]
+) -> Iterator[Finding]:
+    """Compare every module's outputs, run in two ways, and name the first that differs."""
+    task = patient.clone().eval()
+    batch = patient.val_batches[0] if patient.can_validate else patient.batches[0]
+    for call in networks(patient, task, batch):
+        module = task.get_submodule(call.path)
+        with torch.no_grad():
+            plain, changed = _outputs(module, call.args, call.kwargs), other(module, call)
+        for path, x in plain.items():
+            y = changed.get(path)
+            if y is None or x.shape != y.shape or not x.is_floating_point() or x.numel() < 2:
+                continue
+            difference = _difference(x, y)
+            if not difference <= ALLOWED[way]:
+                name = ".".join(part for part in (call.path, path) if part) or type(task).__name__
+                yield Finding(
+                    "results_differ",
+                    f"{words[0].upper()}{words[1:]} {name} gives outputs that differ by {difference:.2g} of their "
+                    f"deviation; the modules before it agree.",
+                    name,
+                    {"difference": difference, "allowed": ALLOWED[way]},
+                )
+                return
+
+
+def _on_cpu(module: nn.Module, call: OuterCall) -> Outputs:
+    args, kwargs = pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, (call.args, call.kwargs))
+    return _outputs(copy.deepcopy(module).cpu(), args, kwargs)
+
+
+def _outputs(module: nn.Module, args: Any, kwargs: Any) -> Outputs:
+    """The first output of every module inside, by path, in the order in which they end."""
+    found: Outputs = {}
+
+    def hook(path: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if path not in found and tensors(output):
+                found[path] = tensors(output)[0].detach().float().cpu()
+
+        return note
+
+    handles = [inner.register_forward_hook(hook(path)) for path, inner in module.named_modules()]
+    try:
+        reseed(0)
+        module(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _first(output: Any) -> Tensor:
+    return tensors(output)[0].detach().float().cpu()
+
+
+def _difference(x: Tensor, y: Tensor) -> float:
+    scale = float(x.std(correction=0)) or float(x.abs().max()) or 1.0
+    return float((x - y).abs().max()) / scale

@@ -1,0 +1,395 @@
+"""Probes of the start: the first loss, activations, layers, options of the optimizer, and the planned schedule."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
+
+from forge.contract.run import Run
+from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
+from forge.diagnose.checks.optimizers import planned_steps
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient, named, tensors
+from forge_doctor.probes.independence import networks
+from forge_doctor.watch import where
+
+FEWEST_STEPS, MOST_STEPS = 8, 50_000
+"""Steps of a schedule that are rehearsed; a shorter run is a trial."""
+ONE_SAMPLES_VALUES = 256
+"""Values per channel that batch normalisation of one sample needs."""
+
+
+def first_loss(patient: Patient) -> Iterator[Finding]:
+    """The first loss against an answer that looks at nothing."""
+    for call in patient.watched.losses:
+        x, y = call.input, call.target
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            continue
+        if call.name == "cross_entropy" and not y.is_floating_point() and x.ndim > 1 and x.shape[1] > 1:
+            plain = math.log(x.shape[1])
+            ignored = call.given["ignore_index"]
+            found = float(F.cross_entropy(x.detach().float(), y, ignore_index=ignored))
+            what = f"ln({x.shape[1]}) = {plain:.3g}, the loss of equal probabilities"
+        elif call.name == "mse_loss" and x.shape == y.shape and y.numel() > 4:
+            plain = float(y.detach().float().var(correction=0))
+            found = float(F.mse_loss(x.detach().float(), y.detach().float()))
+            what = f"{plain:.3g}, the loss of always predicting the mean"
+            plain *= 5
+        else:
+            continue
+        if plain > 0 and found > 10 * plain + 10:
+            yield Finding(
+                "initial_loss",
+                f"The first loss is {found:.4g}, against {what}: the untrained model is confidently wrong.",
+                call.where,
+                {"loss": found, "plain": plain},
+            )
+            return
+
+
+class ActivationWatch(TorchFunctionMode):
+    """Collects the outputs of activations, in the order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[tuple[str, str, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("relu", "relu_", "sigmoid", "tanh", "sigmoid_", "tanh_") and isinstance(result, Tensor):
+            self.outputs.append((name.rstrip("_"), where(), result))
+        return result
+
+
+def activations(patient: Patient) -> Iterator[Finding]:
+    """Units that are never active, and units at their ends."""
+    rounds: list[list[tuple[str, str, Tensor]]] = []
+    task = patient.clone()
+    for batch in patient.batches[:3]:
+        with torch.no_grad(), ActivationWatch() as watch:
+            patient.run(task, batch)
+        rounds.append(watch.outputs)
+    yield from idle_units(rounds)
+
+
+def idle_units(rounds: list[list[tuple[str, str, Tensor]]]) -> Iterator[Finding]:
+    """Judge the outputs of activations, of several batches."""
+    if len({len(outputs) for outputs in rounds}) != 1:
+        return
+    dead: list[Tensor] = []
+    first_line = ""
+    for calls in zip(*rounds, strict=True):
+        kind, line = calls[0][:2]
+        outputs = [_by_unit(output) for _, _, output in calls if output.ndim > 1 and output.numel() > 64]
+        if not outputs:
+            continue
+        if kind == "relu":
+            first_line = first_line or line
+            dead.append(torch.stack([(output <= 0).all(0) for output in outputs]).all(0).float())
+            continue
+        ends = torch.cat([_ends(kind, output) for output in outputs])
+        share = float(ends.float().mean())
+        if share > 0.8:
+            yield Finding(
+                "saturated",
+                f"{share:.0%} of the outputs of {kind} are at its ends, before training begins.",
+                line,
+                {"share": share},
+            )
+            return
+    units = torch.cat(dead) if dead else torch.zeros(0)
+    if units.numel() >= 4 and float(units.mean()) > 0.5:
+        yield Finding(
+            "dead_units",
+            f"{float(units.mean()):.0%} of {units.numel()} units behind ReLUs are 0 for every input of {len(rounds)} "
+            "batches, before training begins.",
+            first_line,
+            {"share": float(units.mean()), "units": units.numel()},
+        )
+
+
+def _by_unit(output: Tensor) -> Tensor:
+    """Inputs by units: channels of a picture, or the last dimension."""
+    return output.movedim(1, -1).flatten(0, -2) if output.ndim == 4 else output.flatten(0, -2)
+
+
+def _ends(kind: str, output: Tensor) -> Tensor:
+    return output.abs() > 0.99 if kind == "tanh" else (output < 0.01) | (output > 0.99)
+
+
+def layers(patient: Patient) -> Iterator[Finding]:
+    """Options of layers that are nearly always mistakes, and networks that are one linear layer."""
+    task = patient.clone()
+    for path, module in task.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.8:
+            yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _is_fixed(module):
+            momentum = float(module.momentum or 0)
+            kept = "hardly change" if momentum < 1 else "are those of the last batch alone"
+            yield Finding(
+                "batch_norm_momentum",
+                f"{path} has momentum={momentum:g}: the statistics that evaluation uses {kept}.",
+                path,
+                {"momentum": momentum},
+            )
+
+
+def _is_fixed(norm: nn.modules.batchnorm._BatchNorm) -> bool:
+    """Whether a layer that trains keeps no statistics of it. Some packages use 3e-4, and train for long."""
+    momentum = norm.momentum
+    trains = norm.track_running_stats and any(p.requires_grad for p in norm.parameters())
+    return trains and momentum is not None and (momentum < 2e-4 or momentum >= 1)
+
+
+def normalised_samples(patient: Patient) -> Iterator[Finding]:
+    """Batch normalisation over so few values that its statistics are those of single samples."""
+    seen: dict[str, list[tuple[int, int]]] = {}
+    task = patient.clone()
+
+    def note(path: str) -> Any:
+        def noted(module: nn.Module, args: Any) -> None:
+            if module.training:
+                seen.setdefault(path, []).append((len(args[0]), args[0].numel() // max(1, args[0].shape[1])))
+
+        return noted
+
+    for path, module in task.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            module.register_forward_pre_hook(note(path))
+    for batch in patient.batches[:3]:
+        patient.run(task, batch)
+    few = {path: calls for path, calls in seen.items() if all(_is_few(*call) for call in calls)}
+    sizes = {batch_size(batch) for batch in patient.batches[:3]}
+    if few and len(patient.batches) > 1 and max(size or 4 for size in sizes) < 4:
+        path = min(few, key=lambda name: few[name][0][1])
+        rows, values = few[path][0]
+        yield Finding(
+            "batch_norm_small_batch",
+            f"{path} normalises batches of {rows} sample{'s' * (rows > 1)}, {values} values per channel: evaluation, "
+            "which uses averages over many batches, computes something else.",
+            path,
+            {"samples": rows, "values": values, "layers": len(few)},
+        )
+
+
+def _is_few(rows: int, values: int) -> bool:
+    return (rows == 1 and values < ONE_SAMPLES_VALUES) or values < 4
+
+
+def linear(patient: Patient) -> Iterator[Finding]:
+    """A network of several layers that is one linear function."""
+    task = patient.clone().eval()
+    batch = patient.val_batches[0] if patient.can_validate else patient.batches[0]
+    for call in networks(patient, task, batch):
+        given = tensors((call.args, call.kwargs))
+        module = task.get_submodule(call.path)
+        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        count = sum(isinstance(inner, kinds) for inner in module.modules())
+        if len(given) != 1 or not given[0].is_floating_point() or len(given[0]) < 4 or count < 2 or call.kwargs:
+            continue
+        x = given[0].float()
+        half = len(x) // 2
+        with torch.no_grad():
+            outputs = [tensors(module(y)) for y in (x[:half], x[half : 2 * half], (x[:half] + x[half : 2 * half]) / 2)]
+        if all(len(found) == 1 and found[0].is_floating_point() for found in outputs):
+            a, b, middle = (found[0].double() for found in outputs)
+            scale = float((a - b).std()) if a.numel() > 1 else 0.0
+            if scale > 0 and float((middle - (a + b) / 2).abs().max()) < 1e-4 * scale:
+                yield Finding(
+                    "no_activation",
+                    f"{call.path or type(task).__name__} has {count} layers, but is a linear function of its input: "
+                    "nothing stands between them.",
+                    call.path or type(task).__name__,
+                    {"layers": count},
+                )
+                return
+
+
+def optimizer(patient: Patient) -> Iterator[Finding]:
+    """Options of the optimizers."""
+    for entry in patient.trainer.optimizers.entries.values():
+        kind = type(entry.optimizer).__name__
+        for number, group in enumerate(entry.optimizer.param_groups):
+            place = f"{kind}, group {number}"
+            decay, betas = float(group.get("weight_decay") or 0), group.get("betas")
+            limit = 2.0 if isinstance(entry.optimizer, AdamW) or group.get("decoupled_weight_decay") else 0.1
+            if isinstance(entry.optimizer, (Adam, SGD, AdamW)) and decay >= limit:
+                yield Finding("weight_decay", f"{place} decays weights by {decay:g}.", place, {"weight_decay": decay})
+            if betas is not None and float(betas[0]) > float(betas[1]):
+                yield Finding("optimizer_options", f"{place} has betas={tuple(betas)}: swapped?", place)
+            if float(group.get("eps") or 0) >= 1e-2:
+                yield Finding("optimizer_options", f"{place} has eps={group['eps']:g}: it damps every update.", place)
+            momentum = float(group.get("momentum") or 0)
+            if momentum >= 0.995:
+                span = 1 / max(1e-6, 1 - momentum)
+                text = f"{place} has momentum={momentum:g}: it averages over {span:.0f} updates."
+                yield Finding("optimizer_options", text, place)
+
+
+def schedules(patient: Patient) -> Iterator[Finding]:
+    """Rehearse each schedule over the planned run."""
+    for entry in patient.trainer.optimizers.entries.values():
+        for scheduled in entry.schedules:
+            steps = planned_steps(scheduled, patient.trainer)
+            if (
+                steps is None
+                or not FEWEST_STEPS <= steps <= MOST_STEPS
+                or isinstance(scheduled.schedule, ReduceLROnPlateau)
+            ):
+                continue
+            rates = rehearse(entry.optimizer, scheduled.schedule, steps)
+            kind = type(scheduled.schedule).__name__
+            epoch = patient.trainer.updates_per_epoch if scheduled.every is None else None
+            if rates and epoch is not None and ends_within(rates, epoch):
+                text = f"{kind} has done all that it does within the first epoch, of {epoch} of {steps} updates."
+                yield Finding("schedule_spent", text, kind, {"steps": steps, "epoch": epoch, "last": rates[-1]})
+            elif rates:
+                yield from judge(rates, kind, isinstance(scheduled.schedule, (CosineAnnealingWarmRestarts, CyclicLR)))
+
+
+def ends_within(rates: list[float], epoch: int) -> bool:
+    """Whether the rate falls to less than half of its peak within the first of several epochs, and then stays."""
+    changes = [i for i in range(1, len(rates)) if rates[i] != rates[i - 1]]
+    return len(rates) >= 3 * epoch and bool(changes) and changes[-1] < epoch and rates[-1] < 0.5 * max(rates)
+
+
+def rehearse(optimizer: Any, schedule: Any, steps: int) -> list[float]:
+    """The largest rate of an optimizer at each step, on a copy that shares its parameters."""
+    memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    twin, plan = copy.deepcopy((optimizer, schedule), memo)
+    rates = []
+    for _ in range(steps):
+        rates.append(max(float(group["lr"]) for group in twin.param_groups))
+        plan.step()
+    return rates
+
+
+def headroom(trainer: Run) -> float:
+    """How many times the present rates the schedule's highest is."""
+    best = 1.0
+    for entry in trainer.optimizers.entries.values():
+        now = max((float(group.get("lr", 0.0)) for group in entry.optimizer.param_groups), default=0.0)
+        for scheduled in entry.schedules:
+            try:
+                peak = max(rehearse(entry.optimizer, scheduled.schedule, 1000))
+            except Exception:  # one that needs a metric, or ends
+                continue
+            best = max(best, peak / now if now > 0 else 1e6)
+        if any(float(group.get("initial_lr", 0)) > now for group in entry.optimizer.param_groups):
+            best = max(best, 1e6 if now <= 0 else best)
+    return best
+
+
+def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
+    peak, steps = max(rates), len(rates)
+    evidence = {"steps": steps, "first": rates[0], "highest": peak, "last": rates[-1]}
+    if peak <= 0:
+        yield Finding("schedule_zero", f"{kind} gives a rate of 0 in all of {steps} steps.", kind, evidence)
+        return
+    idle = next(i for i, rate in enumerate(rates) if rate > 1e-4 * peak)
+    if idle > max(3, 0.05 * steps):
+        yield Finding(
+            "schedule_zero", f"{kind} gives a rate of 0 in the first {idle} of {steps} steps.", kind, evidence
+        )
+        return
+    spent = next((i for i in range(steps) if max(rates[i:]) < 0.01 * peak), steps)
+    if spent < 0.35 * steps:
+        yield Finding(
+            "schedule_spent",
+            f"{kind} is below 1 % of its peak after {spent} of {steps} steps: the rest of the run hardly trains.",
+            kind,
+            {**evidence, "spent": spent},
+        )
+        return
+    if not cycles and _rises(rates, peak) > 0:
+        yield Finding(
+            "schedule_rises",
+            f"{kind} falls and rises again {_rises(rates, peak)} times in {steps} steps.",
+            kind,
+            evidence,
+        )
+    elif rates.index(peak) >= 0.9 * steps and rates[0] < 0.9 * peak:
+        yield Finding(
+            "schedule_still", f"{kind} still rises at the end of {steps} steps: the peak is never used.", kind, evidence
+        )
+    elif (peak - min(rates)) < 0.02 * peak and steps >= 10:
+        yield Finding("schedule_still", f"{kind} changes the rate by less than 2 % in {steps} steps.", kind, evidence)
+
+
+def _rises(rates: list[float], peak: float) -> int:
+    """How often a rate rises by a fifth of its peak after it fell by as much."""
+    low, high, falling, count = rates[0], rates[0], False, 0
+    for rate in rates:
+        if falling:
+            low = min(low, rate)
+            if rate > low + 0.2 * peak:
+                count, falling, high = count + 1, False, rate
+        else:
+            high = max(high, rate)
+            if rate < high - 0.2 * peak:
+                falling, low = True, rate
+    return count
+
+
+KNOWN = {name for name in vars(TaskModule) if not name.startswith("_")} | {"forward", "train_loader", "val_loader"}
+LIGHTNING = {
+    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_epoch_end", "on_fit_start"),
+    *("on_validation_epoch_end", "on_before_optimizer_step", "optimizer_step", "training_epoch_end"),
+    *("validation_epoch_end", "train_dataloader", "val_dataloader", "configure_callbacks"),
+}
+
+
+def methods(patient: Patient) -> Iterator[Finding]:
+    """Methods of the task whose names nearly are those that forge calls."""
+    for kind in type(patient.task).__mro__:
+        if kind is TaskModule or kind.__module__.startswith(("forge", "lightning")):
+            return
+        yield from _misnamed(kind)
+
+
+def _misnamed(kind: type) -> Iterator[Finding]:
+    for name, value in vars(kind).items():
+        near = get_close_matches(name, sorted(KNOWN), 1, 0.85) if name not in KNOWN else []
+        if not callable(value) or name.startswith("__") or isinstance(value, type):
+            continue
+        if name in LIGHTNING or (near and near[0] not in vars(kind)):
+            meant = f"did you mean {near[0]}?" if near else "it is one of Lightning's; see docs/from-lightning.md."
+            yield Finding(
+                "method_name", f"forge never calls {kind.__name__}.{name}: {meant}", f"{kind.__name__}.{name}"
+            )
+
+
+def unequal(tensor: Tensor) -> bool:
+    rows = tensor.detach().flatten(1)
+    return len(rows) < 2 or bool((rows != rows[:1]).any())
+
+
+def equal_rows(patient: Patient) -> Iterator[Finding]:
+    """After a few updates: matrices whose rows are still equal."""
+    trained = {id(p) for p in patient.trainer.optimizers.parameters(None)}
+    equal = [
+        name
+        for name, p in patient.trainer.task.named_parameters()
+        if id(p) in trained and p.ndim > 1 and len(p) > 1 and p.requires_grad and not unequal(p) and p.grad_fn is None
+    ]
+    moved = [name for name in equal if name in patient.moved]
+    if moved:
+        yield Finding(
+            "equal_rows",
+            f"All rows of {named(moved)} are equal, and still are after {patient.updates} updates: their units compute "
+            "one thing.",
+            moved[0],
+            {"parameters": moved[:8]},
+        )

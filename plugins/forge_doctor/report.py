@@ -1,0 +1,51 @@
+"""DoctorReport: what an examination found, what it examined, and what a long run would need."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from forge_doctor.findings import Finding
+from forge_doctor.readiness import Readiness
+
+
+@dataclass
+class DoctorReport:
+    """What was found, and what was examined."""
+
+    findings: list[Finding] = field(default_factory=list)
+    "Errors first."
+    silenced: list[Finding] = field(default_factory=list)
+    "Findings that `task.expected` names."
+    good: list[str] = field(default_factory=list)
+    "What was examined and found good."
+    skipped: dict[str, str] = field(default_factory=dict)
+    "What could not be examined, and why."
+    readiness: list[Readiness] = field(default_factory=list)
+    "What a long run needs, and whether the planned one has it."
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    "Samples of the first batch whose losses are far above the others' after a few updates."
+    seconds: float = 0.0
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "error"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "warning"]
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "findings": [asdict(finding) for finding in self.findings],
+            "silenced": [asdict(finding) for finding in self.silenced],
+            "good": self.good,
+            "skipped": self.skipped,
+            "readiness": [asdict(item) for item in self.readiness],
+            "worst": self.worst,
+            "seconds": round(self.seconds, 2),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{finding.level}: {finding.name}: {finding.message}" for finding in self.findings]
+        return "\n".join(lines or ["Nothing was found."])

@@ -1,0 +1,1 @@
+"""What several built-in plugins share; other packages may use it too."""

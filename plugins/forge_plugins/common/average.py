@@ -1,0 +1,270 @@
+"""A running average of a task's weights, shared by `ema` and `swa`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import forge
+from forge.checkpoint.weights import noted_as_average
+from forge.errors import ForgeError, StackError, TaskError
+from forge_plugins.common.run_lengths import check_length, updates_of
+from forge_plugins.common.sharded import is_distributed, local, whole
+
+logger = logging.getLogger("forge")
+
+
+class Average:
+    """A running average of a task's parameters, and optionally its buffers, under the task's own names.
+
+    It starts as a copy of the first weights; later weights move it. Frozen parameters cost nothing, since their average
+    is their value. `include_thawed`, called before every update, adds them once they are trained.
+
+    Half precision is averaged in float32, because the small steps of an average would be lost in rounding. Each rank
+    averages its own part of sharded parameters.
+    """
+
+    def __init__(self, task: nn.Module, buffers: bool = False):
+        self.task, self.with_buffers = task, buffers
+        self.count = 0
+        "Number of weights averaged so far; 0: no average yet."
+        self.tensors: dict[str, Tensor] = {}
+        "The averages by name: parameters first, then buffers."
+        self._parameters: list[nn.Parameter] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        "(averages, parameters) by device and dtype: one kernel moves each."
+        self._sharded = False
+        "Whether parameters are sharded."
+        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        "Owners of the averaged buffers: a module may replace the tensor of a buffer."
+        self.frozen: list[tuple[str, nn.Parameter]] = []
+        "The frozen parameters, once an average exists."
+
+    def take(self, weight: float) -> None:
+        """Move the average towards the current weights by this share of the way."""
+        if not self.count:
+            self._begin()
+            return
+        if self.frozen:
+            self.include_thawed()
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # a third of the time of torch.no_grad(), after every update
+        try:
+            for averages, live in self._groups:
+                if self._sharded:
+                    live = [local(parameter) for parameter in live]
+                if averages[0].dtype is not live[0].dtype:
+                    live = [parameter.to(averages[0].dtype) for parameter in live]
+                torch._foreach_lerp_(averages, live, weight)
+            if self._buffers:
+                averages = list(self.tensors.values())[len(self._parameters) :]
+                live = [now.to(average.dtype) for average, now in zip(averages, self._live_buffers(), strict=True)]
+                torch._foreach_lerp_(averages, live, weight)
+        finally:
+            torch._C._set_grad_enabled(grad)
+        self.count += 1
+
+    def include_thawed(self) -> None:
+        """Add parameters that are trained from this update on, with their value so far."""
+        thawed = {name: _copied(parameter) for name, parameter in self.frozen if parameter.requires_grad}
+        if thawed:
+            self.tensors = {**thawed, **self.tensors}
+            self._find_live()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Hold the average in the task, in the memory of its weights, inside the `with`; then restore the weights bit
+        for bit, even after an error."""
+        if not self.count:
+            yield
+            return
+        buffers = self._live_buffers()
+        held = [tensor.detach().clone() for tensor in self._live()]
+        try:
+            self._put([local(tensor) for tensor in self.tensors.values()])
+            yield
+        finally:
+            for (owner, name), buffer in zip(self._buffers, buffers, strict=True):
+                owner[name] = buffer  # a forward may have replaced it
+            self._put(held)
+
+    def copy_to(self, task: nn.Module) -> None:
+        """Copy the averaged weights to this task, or to another task, which also gets everything else that is saved."""
+        given = self.tensors if task is self.task else {**self.tensors, **self._not_averaged()}
+        there = _tensors(task)
+        odd = [name for name, tensor in given.items() if getattr(there.get(name), "shape", None) != tensor.shape]
+        if odd:
+            raise TaskError(f"{type(task).__name__} has no {odd[0]} of the fitted shape: it is a different task.")
+        for name, tensor in given.items():
+            values = tensor if is_distributed(there[name]) else whole(tensor)
+            with torch.inference_mode():  # as in _put
+                there[name].copy_(values)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average under the key that `forge ckpt export --weights` looks for."""
+        return {"weights": dict(self.tensors), "updates": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state; existing tensors keep their memory."""
+        self.count, saved = state["updates"], state["weights"]
+        here = {name: p for name, p in self.task.named_parameters() if name in saved}
+        here |= dict(self._named_buffers()) if self.count else {}
+        self.tensors = {name: self.tensors.get(name, _copied(live)) for name, live in here.items()}
+        for name, tensor in self.tensors.items():
+            local(tensor).copy_(local(saved.get(name, here[name].detach())))
+        self._find_live()
+
+    # -- the averaged tensors -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.count = 1
+        parameters = {name: _copied(p) for name, p in self.task.named_parameters() if p.requires_grad}
+        self.tensors = {**parameters, **{name: _copied(buffer) for name, buffer in self._named_buffers()}}
+        self._find_live()
+
+    def _find_live(self) -> None:
+        """Find the tensor of each average; all other parameters are frozen."""
+        named = dict(self.task.named_parameters())
+        self._parameters = [named[name] for name in self.tensors if name in named]
+        self._buffers = [_owner(self.task, name) for name in self.tensors if name not in named]
+        self.frozen = [(name, p) for name, p in named.items() if name not in self.tensors] if self.count else []
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, parameter in zip(self.tensors.values(), self._parameters, strict=False):
+            averages, parameters = groups.setdefault((parameter.device, parameter.dtype), ([], []))
+            averages.append(local(average))
+            parameters.append(parameter)
+        self._sharded = any(map(is_distributed, self._parameters))
+        self._groups = list(groups.values())
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the averaged buffers: floats that are saved with the task."""
+        saved = self.task.state_dict().keys() if self.with_buffers else ()
+        return (
+            (n, b) for n, b in self.task.named_buffers() if n in saved and (b.is_floating_point() or b.is_complex())
+        )
+
+    def _not_averaged(self) -> dict[str, Tensor]:
+        """Return the frozen parameters and the saved buffers that are not averaged."""
+        saved = {name for name, _ in self.task.named_parameters()} | self.task.state_dict().keys()
+        return {n: tensor for n, tensor in _tensors(self.task).items() if n in saved and n not in self.tensors}
+
+    def _live_buffers(self) -> list[Any]:
+        return [owner[name] for owner, name in self._buffers]
+
+    def _live(self) -> list[Tensor]:
+        parameters = map(local, self._parameters) if self._sharded else self._parameters
+        return [*parameters, *self._live_buffers()]
+
+    @torch.inference_mode()  # required to write a buffer that a forward replaced in an evaluation
+    def _put(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_(self._live(), values)
+
+
+class Averaging(forge.Plugin):
+    """Keeps an Average over a fit, saves it, and uses it in place of the weights for evaluation and export.
+
+    A subclass has the options `start` and `evaluate`, and calls `take` in its `forge_step_end`.
+    """
+
+    capturable = True
+
+    def __init__(self, *first: Any, **values: Any):
+        super().__init__(*first, **values)
+        check_length(self.config.start, f"{self.name}.start")
+        if self.config.evaluate:
+            self.provides = ("averaged_weights",)
+        else:
+            self.forge_evaluate = self.forge_export = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._average = Average(nn.Module())  # empty until a fit begins
+        self._start, self._announced = 0, False
+
+    def apply_to(self, task: nn.Module) -> None:
+        """Copy the averaged weights of the last fit to a task; the fit itself leaves it the trained ones.
+
+        A task other than the fitted one also gets the parts that are not averaged: frozen parameters, and buffers. On
+        several ranks all of them must call this.
+        """
+        if not self._average.count:
+            raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
+        self._average.copy_to(task)
+
+    def averages_buffers(self) -> bool:
+        """Whether buffers are averaged too."""
+        raise NotImplementedError
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Run) -> None:
+        if trainer.verb == "fit":  # other verbs keep the last fit's average for apply_to
+            if any(entry.has_modes for entry in trainer.optimizers.entries.values()):
+                raise StackError(
+                    f"{self.name} averages the weights of training, but a schedule-free optimizer (with train() and "
+                    f"eval()) evaluates an average of its own. Remove {self.name}, or use another optimizer."
+                )
+            self._average = Average(trainer.task, self.averages_buffers())
+            self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
+            self._announced = False
+            planned = trainer.planned_updates
+            if planned and self._start >= planned:
+                text = "%s.start is %d updates, but the run has only %d: nothing will be averaged."
+                logger.warning(text, self.name, self._start, planned)
+
+    @forge.hookimpl
+    def forge_inspect_grads(self) -> None:
+        if self._average.frozen:
+            self._average.include_thawed()
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: forge.Run) -> Generator[None, Any, Any]:
+        if trainer.verb != "fit" or not self._average.count:
+            return (yield)
+        if not self._announced:
+            logger.info("%s: evaluates the averaged weights from update %d on.", self.name, trainer.progress.update)
+            self._announced = True
+        with self.in_place(trainer):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_export(self, trainer: forge.Run, path: Path) -> Generator[None, Any, Any]:
+        if not self._average.count:
+            text = "%s averaged nothing in this run: %s holds the trained weights. %s.start is %d updates"
+            text += ": set it earlier, or train longer."
+            logger.warning(text, self.name, path.name, self.name, self._start)
+            return (yield)
+        logger.info("%s: %s holds the averaged weights.", self.name, path.name)
+        with self.in_place(trainer, over=True), noted_as_average(self.name):
+            return (yield)
+
+    def in_place(self, trainer: forge.Run, over: bool = False) -> AbstractContextManager[None]:
+        """Hold the averaged weights in the task inside the `with`; `over`: training has ended."""
+        return self._average.in_place()
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return self._average.state_dict()
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self._average.load_state_dict(state)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy in the same layout, at least float32."""
+    low = tensor.is_floating_point() and tensor.itemsize < 4
+    return tensor.detach().to(torch.float32 if low else tensor.dtype, copy=True)
+
+
+def _tensors(task: nn.Module) -> dict[str, Tensor]:
+    return {**dict(task.named_parameters()), **dict(task.named_buffers())}
+
+
+def _owner(task: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    module, _, buffer = name.rpartition(".")
+    return task.get_submodule(module)._buffers, buffer

@@ -1,0 +1,209 @@
+"""Data parallel training with a copy of the model on every rank: what `ddp` and `zero` share."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import forge
+from forge.contract.task import Build
+from forge.distributed import DistributedEnv
+from forge.env import Env
+from forge.errors import RecipeError, StackError, TaskError
+from forge_plugins.common.batch_statistics import warn_of_divided_batches
+from forge_plugins.common.patterns import listed
+
+logger = logging.getLogger("forge")
+
+HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+
+
+class Replicated(forge.Plugin):
+    """Training on several processes that each hold a copy of the model, with torch's DistributedDataParallel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        backend: str | None = None
+        "Communication backend: nccl, gloo, ...; null: chosen by device."
+        bucket_mb: float | None = None
+        "Size in MiB of the buckets that are sent during the backward pass; null: 25, the first one 1."
+        static_graph: bool = False
+        "Promise that every step uses the same parameters in the same way: slightly faster, and remat may be reentrant."
+        find_unused: bool | None = None
+        "Look for parameters without a gradient in every step; null: only with several optimizers."
+        bucket_view: bool = True
+        "Make gradients views into the buckets, which saves one copy of them in memory."
+        compress: Literal["bf16", "fp16"] | None = None
+        "Send gradients in a shorter type: half the traffic, rounded sums."
+        split_graphs: bool | None = None
+        "Split compiled code at bucket ends, to send buckets during the backward pass; null: with several ranks."
+        sync_batchnorm: bool = False
+        "Compute BatchNorm's statistics over the batches of all ranks."
+        watchdog: float = 120.0
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits, and ends."
+
+    config: Config
+    provides = ("strategy",)
+
+    def __init__(self, *first: str | None, **values: Any):
+        super().__init__(*first, **values)
+        for name in ("bucket_mb", "watchdog"):
+            value = getattr(self.config, name)
+            if value is not None and value <= 0:
+                raise RecipeError(f"{self.name}.{name} is {value:g}; it must be above 0.")
+        self._env: DistributedEnv | None = None
+        self._inner: nn.Module | None = None
+        self._model: Synchronised | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+        self._finds_unused = self._failed = False
+        self._cleanup = ExitStack()
+
+    # -- build --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
+        self._failed = self._finds_unused = False
+        self._cleanup.close()
+        self._model = self._inner = None
+        self._parameters, self._trained = [], []
+        self._env = self.make_env(trainer)
+        split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
+        self._cleanup.enter_context(torch._dynamo.config.patch(optimize_ddp=split))
+        return self._env
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
+        if phase == "surgery" and self.config.sync_batchnorm:
+            self._refuse_sync_batchnorm_on(trainer.env)
+            nn.SyncBatchNorm.convert_sync_batchnorm(build.task)
+        elif phase == "parallel":
+            trainer.env.copy_from_first(build.task)
+            self._inner = build.model
+            if trainer.verb == "fit":
+                build.model = self.wrapped(build.task)
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Run) -> None:
+        """Rebuild the wrapper for several optimizers, which are known only now."""
+        warn_of_divided_batches(trainer, self.name)
+        if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
+            logger.info("%s: several optimizers, so every step searches for parameters without a gradient.", self.name)
+            self._finds_unused = True
+            trainer.replace_model(self.wrapped(trainer.task))
+
+    def make_env(self, trainer: forge.Run) -> DistributedEnv:
+        """Return the environment of this process."""
+        config = self.config
+        return DistributedEnv(trainer.device, trainer=trainer, backend=config.backend, watchdog=config.watchdog)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
+        model, trainer = self._model, step.trainer
+        if model is not None and trainer.env.world > 1:
+            # gradients are sent with the window's last micro-batch; a forward outside of the step has none
+            sync = step.micro == len(step.window) - 1 and step is trainer.step
+            if model.require_backward_grad_sync is not sync:
+                model.require_backward_grad_sync = sync
+        return (yield)
+
+    @forge.hookimpl
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        """Refuse gradients that torch has not averaged, before they reach the weights; torch tells in the next step."""
+        if self._model is None or step.trainer.env.world == 1:
+            return
+        try:
+            self._model._check_reducer_finalized()
+        except RuntimeError as error:
+            trained = [name for name, p in step.trainer.task.named_parameters() if p.requires_grad]
+            numbers = re.findall(r"\d+", str(error).rpartition("did not receive grad for rank")[2].partition("\n")[0])
+            missing = [trained[int(number)] for number in numbers[1:] if int(number) < len(trained)]
+            raise TaskError(
+                f"{self.name}: {listed(missing) if missing else 'some parameters'} got no gradient on rank "
+                f"{step.trainer.env.rank}, so torch averaged none. Set {self.name}.find_unused=true, or freeze them "
+                "(-p freeze)."
+            ) from error
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        """Rebuild the wrapper if parameters were frozen or thawed: it would not average new ones."""
+        if [p.requires_grad for p in self._parameters] != self._trained:
+            logger.info("%s: the set of trained parameters has changed, so the wrapper is rebuilt.", self.name)
+            step.trainer.replace_model(self.wrapped(step.trainer.task))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_exception(self) -> None:
+        self._failed = True
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self._cleanup.close()
+        self._model = self._inner = None
+        self._parameters, self._trained = [], []
+        env, self._env = self._env, None
+        if env is not None:
+            env.close(self._failed)
+
+    # -- the wrapper --------------------------------------------------------------------------------------------------
+
+    def wrapped(self, task: nn.Module) -> nn.Module:
+        """Return what is called in training: the model with its gradients averaged."""
+        config, inner = self.config, self._inner
+        assert inner is not None
+        self._note_trained(task)
+        if not any(self._trained):
+            return inner
+        self._refuse_detail()
+        self._model = Synchronised(
+            inner,
+            bucket_cap_mb=config.bucket_mb,
+            find_unused_parameters=bool(config.find_unused) or self._finds_unused,
+            gradient_as_bucket_view=config.bucket_view,
+            static_graph=config.static_graph,
+            init_sync=False,  # rank 0's weights are everywhere already
+        )
+        if self._env is not None and self._env.world == 1:
+            self._model.require_backward_grad_sync = False  # one rank: nothing to average
+        elif config.compress is not None:
+            self._model.register_comm_hook(None, HOOKS[config.compress])
+        return self._model
+
+    def _note_trained(self, task: nn.Module) -> None:
+        self._parameters = list(task.parameters())  # compared after every update without walking the modules
+        self._trained = [p.requires_grad for p in self._parameters]
+        self._model = None
+
+    def _refuse_detail(self) -> None:
+        """Refuse what ends in a segmentation fault of torch's DDP, seen with torch 2.10 and 2.15."""
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
+            raise StackError(
+                f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel over gloo, which {self.name} "
+                "uses. Set TORCH_DISTRIBUTED_DEBUG=INFO, or look with -p fsdp."
+            )
+
+    def _refuse_sync_batchnorm_on(self, env: Env) -> None:
+        if env.device.type == "cpu":
+            raise StackError(f"{self.name}.sync_batchnorm needs GPUs: torch's SyncBatchNorm does not run on the CPU.")
+
+
+class Synchronised(DistributedDataParallel):
+    """DDP for training; other stages run the module itself, since they average nothing."""
+
+    def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        if stage != "train":
+            return self.module(batch, stage, name)
+        return super().forward(batch, stage, name)

@@ -1,0 +1,202 @@
+"""One rule of `early_stop`: a metric, its best value so far, and when it ends the run."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import forge
+from forge.errors import NegativeVerdict, RecipeError
+from forge_plugins.common.run_lengths import moment, reached
+
+logger = logging.getLogger("forge")
+
+MORE_IS_BETTER = frozenset(
+    {"acc", "accuracy", "ap", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "r2", "recall"}
+)
+"""Words in the name of a metric of which more is better."""
+LESS_IS_BETTER = frozenset({"loss", "error", "err"})
+"""Words in the name of a metric of which less is better; they take precedence."""
+
+
+class StopRule:
+    """Compares a metric with its best value; `config` is an `EarlyStop.Config`."""
+
+    def __init__(self, config: Any):
+        if config.patience < 1:
+            raise RecipeError(f"early_stop.patience is {config.patience}; it must be at least 1.")
+        if not 0 <= config.min_delta < math.inf:
+            raise RecipeError(f"early_stop.min_delta is {config.min_delta:g}; it must be a number of at least 0.")
+        for name in ("target", "divergence_threshold"):
+            value = getattr(config, name)
+            if value is not None and not math.isfinite(value):
+                raise RecipeError(f"early_stop.{name} is {value:g}; it must be a finite number.")
+        self.config = config
+        self._floor, self._share = floor_of(config.floor)
+        self._after = moment(config.after, "early_stop.after") if config.after is not None else None
+        check_monitor(config.monitor)
+        self.of_validation = config.monitor.startswith("val/")
+        "Whether a validation gives the metric, rather than a log of training metrics."
+        self._sign = sign(config.monitor, config.mode)
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset the state of one run."""
+        self._best: float | None = None
+        self._best_at = 0
+        "The update of the best value."
+        self._waited = 0
+        "Comparisons since then."
+        self.last: float | None = None
+        "The value that was compared last."
+        self._early = False
+        "Whether there was a value before `after`."
+        self._reached, self.verdict = self._after is not None or self._share is not None, ""
+        "Whether the floor holds by now; how the last value broke it."
+
+    def compare(self, trainer: forge.Run, metrics: Mapping[str, Any]) -> None:
+        """Compare a new value with the best so far."""
+        config, progress, value = self.config, trainer.progress, self._value(metrics)
+        done = {"updates": progress.update, "epochs": progress.epoch, "samples": progress.sample}
+        if not progress.update:
+            return  # before training: validate_first
+        if self._after is not None and not reached(self._after, **done):
+            self._early = True
+            return
+        self.last, self.verdict = value, self._broken_floor(value, progress.update)
+        if self._improves(value):
+            self._best, self._best_at, self._waited = value, progress.update, 0
+        else:
+            self._waited += 1
+            if not math.isfinite(value):
+                logger.warning("early_stop: %s is %s at update %d.", config.monitor, value, progress.update)
+
+    def _value(self, metrics: Mapping[str, Any]) -> float:
+        value = metrics.get(self.config.monitor)
+        if not isinstance(value, (int, float)):
+            self.refuse_unknown(metrics)
+        return float(value)  # pyright: ignore[reportArgumentType]
+
+    def refuse_unknown(self, metrics: Mapping[str, Any]) -> None:
+        """Raise if the metric is not among these."""
+        monitor, numbers = self.config.monitor, [n for n, v in metrics.items() if isinstance(v, (int, float))]
+        if monitor in numbers:
+            return
+        near = difflib.get_close_matches(monitor, numbers, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        source = "this validation does not give" if self.of_validation else "this run does not log"
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, which {source}.{meant} Metrics: "
+            f"{', '.join(sorted(numbers)) or 'none'}."
+        )
+
+    def _broken_floor(self, value: float, update: int) -> str:
+        """Return how a value breaks the floor, "" if it does not. A number holds from the value that reaches it on."""
+        config, best = self.config, self._best
+        floor = self._floor
+        if self._share is not None:
+            floor = None if best is None else best - self._sign * self._share * abs(best)
+        below = floor is not None and self._sign * (value - floor) < 0
+        self._reached |= floor is not None and not below
+        if config.floor is None or (math.isfinite(value) and not (below and self._reached)):
+            return ""
+        known = "" if best is None else f"; the best was {best:.5g} at update {self._best_at}"
+        beyond = f"{self._beyond()} early_stop.floor={config.floor}"
+        return f"{config.monitor} is {value:.5g} at update {update}, {beyond}{known}"
+
+    def _beyond(self) -> str:
+        return "below" if self._sign > 0 else "above"
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return self._best is None or self._sign * (value - self._best) > self.config.min_delta
+
+    def reason(self) -> str:
+        """Return why the run is to stop now, "" if it is not."""
+        config, value = self.config, self.last
+        if value is None:
+            return ""
+        if config.target is not None and math.isfinite(value) and self._sign * (value - config.target) >= 0:
+            return f"{config.monitor} is {value:.5g}, and the target was {config.target:g}"
+        worst = config.divergence_threshold
+        if worst is not None and not (math.isfinite(value) and self._sign * (value - worst) >= 0):
+            return f"{config.monitor} is {value:.5g}, {self._beyond()} the divergence threshold of {worst:g}"
+        if self._waited < config.patience:
+            return ""
+        noun = "validation" if self.of_validation else "log"
+        span = f"{self._waited} {noun}{'' if self._waited == 1 else 's'}"
+        if self._best is None:
+            return f"{config.monitor} has not been a finite number for {span}"
+        return f"{config.monitor} has not improved on {self._best:.5g} (update {self._best_at}) for {span}"
+
+    def refuse_end_below_floor(self) -> None:
+        """Raise if the run ends below the floor."""
+        if self.last is not None and self._floor is not None and self._sign * (self.last - self._floor) < 0:
+            raise NegativeVerdict(
+                f"{self.config.monitor} is {self.last:.5g} at the end of the run, {self._beyond()} "
+                f"early_stop.floor={self.config.floor}."
+            )
+
+    def why_nothing(self) -> str | None:
+        """Return why nothing was compared, where it is not for want of a validation."""
+        if self._early:
+            what = "every validation" if self.of_validation else "every log"
+            return f"early_stop.after is {self.config.after!r}, and {what} of this run ran before it."
+        return None if self.of_validation else f"{self.config.monitor} was never logged."
+
+    def state_dict(self) -> dict[str, Any]:
+        watched = {"monitor": self.config.monitor, "mode": "max" if self._sign > 0 else "min"}
+        reached = {"reached": True} if self._floor is not None and self._reached else {}
+        standing = {"best": self._best, "best_at": self._best_at, "waited": self._waited, "last": self.last}
+        return {**watched, **standing, **reached}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the state of the rule with the same metric and mode, if there is one."""
+        own = (self.config.monitor, "max" if self._sign > 0 else "min")
+        state = next((state for state in states if (state["monitor"], state["mode"]) == own), None)
+        if state is not None:
+            self._best, self._best_at = state["best"], state["best_at"]
+            self._waited, self.last = state["waited"], state["last"]
+            self._reached |= state.get("reached", False)
+
+
+def check_monitor(monitor: str) -> None:
+    """Refuse a name that no log has: without its stage, or with another word for it."""
+    stage, slash, _ = monitor.partition("/")
+    if not slash or stage in ("valid", "validation", "training", "test"):
+        name = re.sub(r"^(val|valid|validation|train|training|test)[/_](?=.)", "", monitor)
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, but a metric is named with its stage. Write val/{name}, or "
+            f"train/{name} to compare training metrics."
+        )
+
+
+def floor_of(floor: float | str | None) -> tuple[float | None, float | None]:
+    """Return the option `floor` as (a number, None) or (None, a share of the best)."""
+    if floor is None:
+        return None, None
+    text = str(floor).strip()
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    share = text.endswith("%")
+    if not math.isfinite(value) or (share and value <= 0):
+        raise RecipeError(f"early_stop.floor is {floor!r}; it must be a number, or a share of the best such as 20%.")
+    return (None, value / 100) if share else (value, None)
+
+
+def sign(monitor: str, mode: str | None) -> float:
+    """Return 1.0 if a larger value is better, else -1.0; refuse to guess for names such as accuracy."""
+    words = re.split(r"[^a-z0-9]+", monitor.rsplit("/", 1)[-1].lower())
+    if mode is None and not MORE_IS_BETTER.isdisjoint(words) and LESS_IS_BETTER.isdisjoint(words):
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, where larger seems better, but early_stop.mode is not set. "
+            "Write early_stop.mode=max, or early_stop.mode=min if smaller is better."
+        )
+    return 1.0 if mode == "max" else -1.0

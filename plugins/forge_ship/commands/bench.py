@@ -1,0 +1,90 @@
+"""`forge bench`: time a trained task's inference in several engines."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+
+from forge_ship.commands.export import add_source_arguments, source_arguments
+from rich.text import Text
+
+from forge.util import show
+from forge.util.files import make_folder
+from forge.util.text import format_bytes, short_path
+
+EXAMPLES = """\
+examples:
+  forge bench runs/quickstart/RUN
+  forge bench runs/quickstart/RUN --batch 1,64 --engines eager,aoti,onnx,onnx:int8-static
+  forge bench runs/my_task/RUN --task my_task.py:MyTask --data my_task.py:data --device cuda --json
+"""
+
+
+def parser() -> ArgumentParser:
+    parser = show.new_parser("bench", "Time inference: latency and throughput, engine by engine.", EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
+    parser.add_argument("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="batch sizes")
+    parser.add_argument(
+        "--engines",
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAMES",
+        help="eager, compile, pt2, aoti, onnx, torchscript, executorch; onnx:int8-static is quantised "
+        "(default: eager,compile,pt2,aoti,onnx)",
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="per engine and size (default: 1)")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: torch's own)")
+    parser.add_argument("--out", metavar="FILE.svg", help="where to draw latency against batch size")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_source_arguments(parser)
+    return parser
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no list of sizes, such as 1,8,32") from None
+
+
+def run(args: Namespace) -> int:
+    import torch
+    from forge_ship.bench import DEFAULT, BenchResult, bench
+    from forge_ship.export import loader_of
+
+    from forge.runs.trained_task import find
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    given = source_arguments(args)
+    source = find(args.run, given["task"], given["weights"])
+    source.task.to(args.device)
+    result: BenchResult = bench(
+        source,
+        loader_of(source, given["data"]),
+        engines=args.engines or DEFAULT,
+        batches=args.batch,
+        device=args.device,
+        seconds=args.seconds,
+    )
+    out = Path(args.out) if args.out else (source.path or Path(".")) / "bench" / "latency.svg"
+    make_folder(out.parent)
+    out.write_text(result.picture(f"{source.run or 'task'} on {result.device}"), encoding="utf-8")
+    if args.json:
+        print(json.dumps({**result.as_dict(), "advice": result.advice(), "picture": str(out)}))
+        return 0
+    console = show.console()
+    console.print(Text(f"{source.words}; {result.device}, {result.threads} threads"), soft_wrap=True)
+    grid = show.table("engine", "batch", "p50 ms", "p95 ms", "p99 ms", "samples/s", "memory", "file")
+    for timing in sorted(result.timings, key=lambda each: each.batch):
+        memory, size = result.memory.get(timing.engine), result.bytes.get(timing.engine)
+        times = (f"{value:.3g}" for value in (timing.p50, timing.p95, timing.p99))
+        sizes = ("" if value is None else format_bytes(value) for value in (memory, size))
+        grid.add_row(timing.engine, str(timing.batch), *times, f"{timing.throughput:,.0f}", *sizes)
+    console.print(grid)
+    for name, why in result.missing.items():
+        console.print(Text(f"{name}: {why}", "yellow"), soft_wrap=True)
+    for line in result.advice():
+        console.print(Text(line, "green"), soft_wrap=True)
+    console.print(Text(f"picture  {short_path(out)}"), soft_wrap=True)
+    return 0

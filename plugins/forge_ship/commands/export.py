@@ -1,0 +1,127 @@
+"""`forge export`: write a trained task as a file that runs elsewhere, verified against the task."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from forge.cli import target
+from forge.errors import NegativeVerdict
+from forge.util import show
+from forge.util.text import format_bytes, short_path
+
+if TYPE_CHECKING:
+    from forge_ship.export import Export
+
+FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch", "safetensors", "pt", "pretrained", "triton-repository")
+QUANTIZE = ("int8-dynamic", "int8-static", "int8-weights", "int4-weights", "fp8")
+EXAMPLES = """\
+examples:
+  forge export runs/quickstart/RUN --to onnx
+  forge export runs/quickstart/RUN/checkpoints/best --to pt2 --out digits.pt2
+  forge export runs/my_task/RUN --to aoti --task my_task.py:MyTask --data my_task.py:data
+  forge export runs/fashion_cnn/RUN --to onnx --quantize int8-static --max-drop 0.005
+"""
+
+
+def parser() -> ArgumentParser:
+    parser = show.new_parser("export", "Write a trained task as a file that runs elsewhere, and verify it.", EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
+    parser.add_argument("--to", required=True, choices=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
+    parser.add_argument("--out", metavar="PATH", help="the file to write (default: RUN/export/FORMAT/)")
+    add_source_arguments(parser)
+    parser.add_argument("--quantize", choices=QUANTIZE, metavar="KIND", help=", ".join(QUANTIZE))
+    parser.add_argument(
+        "--max-drop", type=float, metavar="NUMBER", help="refuse an export that loses more of the validation metric"
+    )
+    parser.add_argument(
+        "--dynamic",
+        metavar="AXES",
+        action="append",
+        help="auto: the batch and what the data vary (default); batch; none; or INPUT:AXIS, may be repeated",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument(
+        "--unverified", action="store_true", help="export without data; the card says that nothing was compared"
+    )
+    return parser
+
+
+def add_source_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments that find a run's task, data and weights."""
+    parser.add_argument("--weights", metavar="NAME", help="raw, ema, swa or best (default: the best, averaged)")
+    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, if it is not installed by name")
+    parser.add_argument("--data", metavar="FILE.py:function", help="the data, if they are not installed by name")
+    parser.add_argument("--device", metavar="NAME", default="cpu", help="device to run on (default: %(default)s)")
+    parser.add_argument("--batches", type=int, metavar="N", help="validation batches to use (default: all)")
+
+
+def source_arguments(args: Namespace) -> dict[str, Any]:
+    """Return what `forge.export` takes of those arguments."""
+    return {
+        "task": target.task_class(args.task)[0] if args.task else None,
+        "data": target.function(args.data) if args.data else None,
+        "weights": args.weights,
+        "device": args.device,
+        "batches": args.batches,
+    }
+
+
+def run(args: Namespace) -> int:
+    from forge_ship.export import export
+    from forge_ship.verify import ExportMismatch
+
+    dynamic = args.dynamic or ["auto"]
+    try:
+        made = export(
+            args.run,
+            to=args.to,
+            out=args.out,
+            quantize=args.quantize,
+            max_drop=args.max_drop,
+            dynamic=dynamic[0] if len(dynamic) == 1 else dynamic,
+            force=args.force,
+            unverified=args.unverified,
+            **source_arguments(args),
+        )
+    except ExportMismatch as mismatch:
+        raise NegativeVerdict(f"{mismatch} Nothing was written.") from mismatch
+    print_export(made)
+    return 0
+
+
+def print_export(made: Export) -> None:
+    console, card = show.console(), made.card
+    verdict = card["verification"]
+    size = sum(file["bytes"] for file in card["files"].values())
+    source = f"{card['weights']} weights" + (f" of update {card['update']:,}" if card["update"] is not None else "")
+    console.print(Text(f"{short_path(made.path)}  {format_bytes(size)}  {source}"), soft_wrap=True)
+    grid = show.table("", "name", "type", "shape")
+    for kind in ("inputs", "outputs"):
+        for port in card[kind]:
+            grid.add_row(kind[:-1], port["name"], port["dtype"], " × ".join(map(str, port["shape"])))
+    console.print(grid)
+    if verdict is not None:
+        _print_verdict(verdict)
+    for note in made.notes:
+        show.message(f"note: {note}", style="yellow")
+
+
+def _print_verdict(verdict: dict[str, Any]) -> None:
+    console = show.console()
+    sizes = ", ".join(map(str, verdict["sizes"]))
+    console.print(
+        Text(f"Compared with the trained task in a fresh process: {verdict['batches']} batches of {sizes} rows.")
+    )
+    grid = show.table("output", "largest difference", "relative", "allowed")
+    for output in verdict["outputs"]:
+        grid.add_row(*(str(output["name"]), *(f"{output[key]:.2g}" for key in ("largest", "relative", "tolerance"))))
+    console.print(grid)
+    if verdict["metrics_after"]:
+        grid = show.table("metric", "task", "export")
+        for name, after in verdict["metrics_after"].items():
+            before = verdict["metrics_before"].get(name)
+            grid.add_row(name, "" if before is None else f"{before:.6g}", f"{after:.6g}")
+        console.print(grid)

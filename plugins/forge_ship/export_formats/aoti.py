@@ -1,0 +1,44 @@
+"""aoti: native code by AOTInductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge_ship.engine import ExportError
+from forge_ship.export_formats.plan import Plan, quiet, traced
+
+PACKAGES = ("torch",)
+FILE = "model.aoti.pt2"
+TOLERANCE = 1e-4
+
+
+def write(plan: Plan, path: Path) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    program = traced(plan)
+    try:
+        with torch.no_grad(), quiet():
+            aoti_compile_and_package(program, package_path=str(path))
+    except Exception as error:
+        if "Compiler" in type(error).__name__ or "compiler" in str(error)[:200]:
+            raise ExportError(
+                "AOTInductor needs a C++ compiler to write an export (not to run one): install g++ (apt install g++)."
+            ) from error
+        raise ExportError(f"AOTInductor cannot compile the model: {str(error).strip()[:600]}") from error
+
+
+def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    from torch._inductor import aoti_load_package
+
+    model = aoti_load_package(str(path))
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            outputs = model(*inputs)
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    return run

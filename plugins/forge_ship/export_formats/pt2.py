@@ -1,0 +1,31 @@
+"""pt2: a graph of torch.export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_ship.export_formats.plan import Plan, traced
+from forge_ship.quantize import in_torchs_operators
+
+PACKAGES = ("torch",)
+FILE = "model.pt2"
+TOLERANCE = 1e-5
+
+
+def write(plan: Plan, path: Path) -> None:
+    torch.export.save(in_torchs_operators(traced(plan)), path)
+
+
+def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    model: Any = torch.export.load(path).module()
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return list(model(*inputs))
+
+    return run
