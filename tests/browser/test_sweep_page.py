@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from forge_sweep.sweep_page import sweep_page
 
-from tests.report.test_sweep_page import line, summary
+from tests.forge_sweep.test_sweep_page import line, summary
 
 pytest.importorskip("playwright")
 pytestmark = pytest.mark.browser

@@ -21,7 +21,7 @@ from tests.support.docs_pages import Command, blocks, commands, with_blocks
 
 NOT_RUN = {
     "board": "serves until it is stopped; the browser's tests open it",
-    "serve": "serves until it is stopped; tests/shipping/test_serving_process.py starts it",
+    "serve": "serves until it is stopped; tests/forge_ship/test_serving_process.py starts it",
     "gpt2_124m": "124 million parameters, made for a GPU",
     "resnet18": "made for a GPU",
     "mlp": "made for a GPU",
@@ -29,15 +29,15 @@ NOT_RUN = {
 }
 """Verbs and recipes that are not run here, and why: their options are parsed, and their recipe is loaded."""
 LONG = {
-    "verify-resume": "tests/cli/test_verify_resume.py kills and resumes a smaller task",
-    "determinism": "tests/cli/test_determinism.py compares runs of a smaller task",
-    "--nproc": "tests/distributed/test_launch.py starts ranks",
-    "export": "tests/shipping/test_export.py exports a smaller task",
-    "bench": "tests/shipping/test_bench.py times a smaller task",
-    "tune": "tests/cli/test_tune.py searches in small",
+    "verify-resume": "tests/forge/cli/test_verify_resume.py kills and resumes a smaller task",
+    "determinism": "tests/forge/cli/test_determinism.py compares runs of a smaller task",
+    "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
+    "export": "tests/forge_ship/test_export.py exports a smaller task",
+    "bench": "tests/forge_ship/test_bench.py times a smaller task",
+    "tune": "tests/forge/cli/test_tune.py searches in small",
     "finetune": "tests/recipes/test_finetune.py trains it",
     "thawed.yaml": "finetune, with other options",
-    "data": "tests/cli/test_data.py looks at small ones",
+    "data": "tests/forge_doctor/test_data.py looks at small ones",
     "multilabel": "tests/recipes/test_small.py trains it",
     "sentiment": "tests/recipes/test_small.py trains it",
     "fashion_cnn": "tests/recipes/test_fashion.py trains it",

@@ -29,8 +29,8 @@ from forge.checkpoint import (
     write_sharded,
 )
 from forge.checkpoint.tree import Split, split
-from tests.checkpoint.test_checkpoint import tree_of as plain_tree
-from tests.cli.test_ckpt import call  # noqa: F401 (a fixture)
+from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
+from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support.ranks import in_threads, launch, pretending
 
 

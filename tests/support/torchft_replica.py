@@ -1,4 +1,4 @@
-"""One replica of tests/plugins/test_torchft.py: train, and say which updates were begun, with how many others."""
+"""One replica of tests/forge_cluster/test_torchft.py: train, and say which updates were begun, with how many others."""
 
 from __future__ import annotations
 

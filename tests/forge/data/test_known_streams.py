@@ -1,0 +1,375 @@
+"""Streams of other packages: continued to the same bits, or refused with the package's own cure; no sample twice.
+
+The stand-ins have the protocol of the packages and always run; `datasets` itself is read where it is installed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+import forge
+from forge.data import Loader, resumable_reason
+from forge.data.accumulation_windows import set_epoch
+from forge.data.adapt import adopt
+from forge.data.sharding import RankLoader
+from forge.errors import DataError
+from forge.testing import TinyTask, assert_same_weights
+from forge_plugins import Checkpoint
+from tests.forge.snapshot.test_resume import die, live
+from tests.support.docs_pages import blocks
+
+SHARDS = [range(0, 7), range(7, 25), range(25, 29), range(29, 45)]
+
+
+def sample(number: int) -> tuple[torch.Tensor, int]:
+    return torch.randn(6, generator=torch.Generator().manual_seed(number)), number % 3
+
+
+class HubStream(IterableDataset[Any]):
+    """Shards in an order of the epoch, as an IterableDataset of `datasets` gives them: a state that was loaded holds
+    for every pass over its epoch, and leaves out what is in the shuffle buffer."""
+
+    __module__ = "datasets.iterable_dataset"
+
+    def __init__(self, buffer: int = 1, seed: int = 0):
+        self._ex_iterable = SimpleNamespace(ex_iterable=SimpleNamespace())
+        if buffer > 1:
+            self._ex_iterable.ex_iterable.buffer_size = buffer
+        self._distributed: Any = None
+        self.buffer, self.seed = buffer, seed
+        self.epoch = self.read = 0
+        self.loaded: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = random.Random(f"{self.seed} {self.epoch}")
+        shards = drawn.sample(SHARDS, len(SHARDS))
+        worker = get_worker_info()
+        if worker is not None:
+            shards = shards[worker.id :: worker.num_workers]
+        self.read = self.loaded["read"] if self.loaded and self.loaded["epoch"] == self.epoch else 0
+        held: list[int] = []
+        for number in [number for shard in shards for number in shard][self.read :]:
+            self.read += 1
+            held.append(number)
+            if len(held) >= self.buffer:
+                yield sample(held.pop(drawn.randrange(len(held))))
+        yield from map(sample, held)
+
+
+def parquet(folder: Path, **shuffle: Any) -> Callable[[], Any]:
+    """Return a function that opens a stream over files of different lengths."""
+    datasets = pytest.importorskip("datasets", reason="datasets and pyarrow (260 MB) are not in the test extra")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    for number, shard in enumerate(SHARDS):
+        rows = [sample(i) for i in shard]
+        x, y = pa.array([x.tolist() for x, _ in rows], pa.list_(pa.float32())), [y for _, y in rows]
+        pq.write_table(pa.table({"x": x, "y": y}), folder / f"{number}.parquet")
+
+    def open_stream() -> Any:
+        files = sorted(map(str, folder.glob("*.parquet")))
+        cache = str(folder / "cache")
+        stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=cache)
+        return (stream.shuffle(**shuffle) if shuffle else stream).with_format("torch")
+
+    return open_stream
+
+
+def as_pairs(rows: list[Any]) -> Any:
+    pairs = [(row["x"], row["y"]) if isinstance(row, dict) else row for row in rows]
+    return torch.stack([x for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
+
+
+def read(loader: Any) -> list[float]:
+    """Return the first value of every sample."""
+    return [value for x, _ in loader for value in x[:, 0].tolist()]
+
+
+ALL = sorted(sample(i)[0][0].item() for shard in SHARDS for i in shard)
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None:
+    """Compare a run that is cut in its second epoch with one that is not."""
+
+    def saves() -> list[Any]:
+        return [Checkpoint(every="2 updates", keep=2, background=False)]
+
+    straight, expected = live(folder / "straight", saves(), train=make(), max_epochs=3)
+    die(folder / "cut", saves(), update, train=make(), max_epochs=3)
+    resumed, result = live(folder / "cut", saves(), train=make(), max_epochs=3)
+    assert_same_weights(resumed, straight)
+    assert result.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("buffer", [1, 16])
+def test_a_stream_of_the_hub_resumes_to_the_same_bits(tmp_path: Path, buffer: int, workers: int) -> None:
+    check_resume(tmp_path, lambda: Loader(HubStream(buffer), 9, num_workers=workers))  # no batch of one, for BatchNorm
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [{}, {"seed": 3, "buffer_size": 16}], ids=["in order", "shuffled"])
+def test_parquet_resumes_to_the_same_bits(tmp_path: Path, shuffle: dict[str, int], workers: int) -> None:
+    stream = parquet(tmp_path, **shuffle)
+    check_resume(tmp_path, lambda: Loader(stream(), 8, num_workers=workers, collate_fn=as_pairs))
+
+
+def test_parquet_gives_every_sample_once_in_another_order(tmp_path: Path) -> None:
+    loader = Loader(parquet(tmp_path, seed=3, buffer_size=16)(), 8, num_workers=2, collate_fn=as_pairs)
+    epochs = []
+    for epoch in range(2):
+        set_epoch(loader, epoch)
+        epochs.append(read(loader))
+    assert sorted(epochs[0]) == sorted(epochs[1]) == ALL
+    assert epochs[0] != epochs[1]
+
+
+def test_the_example_of_the_page_on_data_runs(empty_folder: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets and pyarrow (260 MB) are not in the test extra")
+    (example,) = blocks("docs/data.md", "py")
+    names: dict[str, Any] = {"__name__": "sums"}
+    exec(compile(example.text, "sums.py", "exec"), names)
+    result = forge.Trainer(max_epochs=2, device="cpu", run_dir=False).fit(names["Sums"](), names["data"]().train)
+    assert result.metrics["train/loss"] > 0
+
+
+def test_a_state_without_the_shuffle_buffer_loses_samples() -> None:
+    """Show why such a stream is read again: this is what its own state gives."""
+    whole, rest = HubStream(16), HubStream(16)
+    before = iter(whole)
+    used = [next(before) for _ in range(10)]
+    rest.load_state_dict(whole.state_dict())
+    assert len(used) + len(list(rest)) < len(ALL)
+
+
+def test_a_stream_in_another_order_is_not_continued() -> None:
+    first, second = Loader(HubStream(16, seed=1), 8), Loader(HubStream(16, seed=2), 8)
+    batches = iter(first)
+    next(batches)
+    second.load_state_dict(first.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(DataError, match=r"gives other samples than .* shuffle\(seed=0\)"):
+        next(iter(second))
+
+
+def test_what_is_read_again_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="forge")
+    first, second = Loader(HubStream(16), 8), Loader(HubStream(16), 8)
+    batches = iter(first)
+    used = [*next(batches)[0][:, 0].tolist(), *next(batches)[0][:, 0].tolist()]
+    second.load_state_dict(first.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
+    assert "its first 16 samples of this epoch are read again" in caplog.text
+    assert sorted(used + read(second)) == ALL
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_epoch_can_be_read_twice_as_validation_does(workers: int) -> None:
+    loader = Loader(HubStream(), 8, num_workers=workers)
+    passes = []
+    for _ in range(3):
+        set_epoch(loader, 0)
+        passes.append(read(loader))
+    assert sorted(passes[0]) == ALL
+    assert passes[0] == passes[1] == passes[2]
+
+
+# -- loaders of other packages ----------------------------------------------------------------------------------------
+
+
+def stateful_loader() -> Any:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    return torchdata.StatefulDataLoader(HubStream(), batch_size=8)
+
+
+def nodes() -> Any:
+    nodes = pytest.importorskip("torchdata.nodes")
+    batches = nodes.Batcher(nodes.IterableWrapper(HubStream()), 8, drop_last=False)
+    return nodes.Loader(nodes.Mapper(batches, as_pairs))
+
+
+@pytest.mark.parametrize("make", [stateful_loader, nodes])
+def test_the_epoch_reaches_the_stream_in_torchdatas_loaders(tmp_path: Path, make: Callable[[], Any]) -> None:
+    loader, epochs = make(), []
+    for epoch in range(2):
+        set_epoch(loader, epoch)
+        epochs.append(read(loader))
+    assert sorted(epochs[0]) == sorted(epochs[1]) == ALL
+    assert epochs[0] != epochs[1]
+    check_resume(tmp_path, make)  # without the epoch, the one after a resume would begin in its middle
+
+
+def test_a_loader_whose_state_would_lose_samples_is_refused() -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    assert resumable_reason(torchdata.StatefulDataLoader(HubStream(), batch_size=8)) is None
+    reason = resumable_reason(torchdata.StatefulDataLoader(HubStream(16), batch_size=8))
+    assert reason is not None
+    assert "leaves out the samples in its shuffle buffer" in reason
+    assert "forge.data.Loader" in reason
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return len(ALL)
+
+    def __getitem__(self, index: int) -> Any:
+        return sample(index)
+
+
+class ShardLoader(DataLoader[Any]):
+    """Begins its pass with the first batch, and has a state, as StreamingDataLoader of `streaming` does."""
+
+    used = start = 0
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        start, self.start, self.used = self.start, 0, 0
+        for number, batch in enumerate(super().__iter__()):
+            self.used = number + 1
+            if number >= start:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"used": self.used % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["used"]
+
+
+def test_a_loader_that_draws_with_its_first_batch_resumes(tmp_path: Path) -> None:
+    class Noisy(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            return super().training_step((x * torch.rand(len(x), 1), y))  # from the run's own generator
+
+    def saves() -> list[Any]:
+        return [Checkpoint(every="2 updates", keep=2, background=False)]
+
+    def make() -> Any:
+        return ShardLoader(Numbers(), batch_size=8)
+
+    straight, _ = live(tmp_path / "straight", saves(), task=Noisy(), train=make(), max_epochs=3)
+    die(tmp_path / "cut", saves(), 9, task=Noisy(), train=make(), max_epochs=3)
+    resumed, _ = live(tmp_path / "cut", saves(), task=Noisy(), train=make(), max_epochs=3)
+    assert_same_weights(resumed, straight)
+
+
+def stream_of(package: str, **attributes: Any) -> Any:
+    """Return an iterable dataset whose class says that it is of a package."""
+    members = {"__module__": f"{package}.data", "__iter__": lambda self: map(sample, range(8)), **attributes}
+    return type("PackagesDataset", (IterableDataset,), members)()
+
+
+@pytest.mark.parametrize(
+    ("package", "attributes", "cure"),
+    [
+        ("webdataset", {}, "forge.data.TarShards"),
+        ("lance", {}, "SafeLanceDataset"),
+        (
+            "streaming",
+            {"state_dict": lambda self, num_samples, from_beginning: {}, "load_state_dict": lambda self, state: None},
+            "streaming.StreamingDataLoader",
+        ),
+        ("elsewhere", {}, "Give it state_dict() and load_state_dict(state)"),
+    ],
+)
+def test_a_stream_without_a_state_is_refused_with_the_cure(package: str, attributes: Any, cure: str) -> None:
+    for loader in (Loader(stream_of(package, **attributes), 4), DataLoader(stream_of(package, **attributes), 4)):
+        reason = resumable_reason(adopt(loader, "train"))
+        assert reason is not None
+        assert cure in reason
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", [1, 16])
+def test_ranks_share_out_a_stream_with_every_sample_once(buffer: int) -> None:
+    portions = [list(RankLoader(Loader(HubStream(buffer), 8), rank, 2, "train")) for rank in range(2)]
+    assert len(portions[0]) == len(portions[1])
+    counted = [value for each in portions for p in each for value in p.batch[0][: p.samples, 0].tolist()]
+    assert sorted(counted) == ALL
+
+
+def test_a_dataset_that_divides_itself_is_refused_on_ranks() -> None:
+    hub = HubStream()
+    hub._distributed = SimpleNamespace(rank=0, world_size=2)
+    with pytest.raises(DataError, match="Leave split_dataset_by_node out, and use the global batch size"):
+        RankLoader(Loader(hub, 8), 0, 2, "train")
+    with pytest.raises(DataError, match="Pass replication=2 to StreamingDataset"):
+        RankLoader(DataLoader(stream_of("streaming", replication=None), 4), 0, 2, "train")
+    RankLoader(DataLoader(stream_of("streaming", replication=2), 4), 0, 2, "train")
+
+
+class OtherBatches:
+    """The reductions of a rank that has met other batches."""
+
+    world = 2
+
+    def all_max(self, numbers: list[int]) -> list[int]:
+        return [number + 1 for number in numbers]
+
+
+def test_other_batches_on_another_rank_name_the_packages_cure() -> None:
+    loader = adopt(Loader(stream_of("lance"), 4), "train", allow_inexact=True)
+    with pytest.raises(DataError, match=r"or divides its data among ranks itself\. Use lance\.torch\.data\.Safe"):
+        next(iter(RankLoader(loader, 0, 2, "train", OtherBatches())))  # pyright: ignore[reportArgumentType]
+
+
+# -- warnings of state that is not saved ------------------------------------------------------------------------------
+
+
+class CountsReads(Numbers):
+    """A dataset with indices and a state, which nothing saves."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return sample(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.reads = state["reads"]
+
+
+def counting_stateful_loader() -> Any:
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(CountsReads(), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Loader(HubStream(), 8), ""),
+        (lambda: DataLoader(HubStream(), 8), ""),
+        (counting_stateful_loader, ""),
+        (lambda: Loader(CountsReads(), 8), "train dataset.reads changes during training"),
+    ],
+    ids=["stream", "stream in a DataLoader", "torchdata", "indices: not saved"],
+)
+def test_only_state_that_no_loader_saves_is_named(
+    tmp_path: Path, make: Callable[[], Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    live(tmp_path, [Checkpoint(every="2 updates")], train=make(), max_epochs=2)
+    said = [r.getMessage() for r in caplog.records if "changes during training" in r.getMessage()]
+    assert bool(said) == bool(named)
+    assert all(message.startswith(named) for message in said)

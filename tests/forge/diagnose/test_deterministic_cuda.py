@@ -1,0 +1,203 @@
+"""On a GPU: deterministic runs repeat themselves bit for bit, an operation that cannot is named."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forge
+from forge.errors import DeterminismError
+from forge.testing import assert_same_weights
+from forge.testing.trace import read_trace
+from forge.testing.witness import Witness, compare, fingerprint
+from forge.tuning import lr_range
+from tests.forge.tuning.test_tuning import Bowl, noise
+
+pytestmark = pytest.mark.gpu
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def images(count: int = 6, size: int = 32, seed: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+class CNN(forge.TaskModule):
+    """Convolutions, normalisation, pooling, dropout, an embedding and an index: what differs from run to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(64 * 8 * 8, 10),
+        )
+        self.table = nn.Embedding(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.net(x)
+        return logits + self.table(logits.argmax(1))
+
+    def training_step(self, batch: Batch) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def train(task: forge.TaskModule, data: Any = None, plugins: Any = (), **options: Any) -> forge.TaskModule:
+    settings = {"max_updates": 6, "seed": 0, "device": "cuda", "run_dir": False, "deterministic": True, **options}
+    torch.manual_seed(0)
+    forge.Trainer(plugins=list(plugins), **settings).fit(task, images() if data is None else data)
+    return task
+
+
+def made(kind: Any = CNN) -> Any:
+    torch.manual_seed(0)
+    return kind()
+
+
+def refusal(task: forge.TaskModule) -> str:
+    with pytest.raises(DeterminismError) as caught:
+        train(task)
+    return str(caught.value)
+
+
+def line_of(code: Any, text: str) -> str:
+    lines, first = inspect.getsourcelines(code)
+    return f"{Path(__file__)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+# -- deterministic=True -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plugins", [[], ["guard", "clip", "amp", "accumulate"]])
+def test_a_convolutional_network_trains_twice_to_the_same_bits(plugins: list[str]) -> None:
+    assert_same_weights(train(made(), plugins=plugins), train(made(), plugins=plugins))
+
+
+def test_the_switches_are_put_back_after_a_run_on_the_gpu() -> None:
+    cudnn: Any = torch.backends.cudnn
+    before = (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark)
+    train(made())
+    assert (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark) == before
+
+
+class Enlarges(CNN):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        larger = F.interpolate(x * self.table.weight[0, 0], scale_factor=2, mode="bicubic")
+        return self.net(F.avg_pool2d(larger, 2))
+
+
+class Takes(CNN):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle, _ = x.flatten(1).median(1)
+        return self.net(x) + middle[:, None]
+
+
+class Counts(CNN):
+    def training_step(self, batch: Batch) -> Any:
+        loss = super().training_step(batch)
+        return {"loss": loss, "spread": torch.histc(batch[0], 4).std()}
+
+
+def test_a_backward_is_named_with_the_line_of_its_forward() -> None:
+    told = refusal(made(Enlarges))
+    assert "upsample_bicubic2d_backward" in told
+    assert f"It is in the backward of what was called at {line_of(Enlarges.forward, 'bicubic')}." in told
+    assert "mode='nearest'" in told
+
+
+@pytest.mark.parametrize(("task", "name", "line", "advice"), [
+    (Takes, "median", ".median(1)", "torch.quantile"),
+    (Counts, "histc", "torch.histc", "torch.bincount"),
+])  # fmt: skip
+def test_a_forward_without_one_is_named_with_its_line(task: Any, name: str, line: str, advice: str) -> None:
+    told = refusal(made(task))
+    code = task.forward if task is Takes else task.training_step
+    assert name in told
+    assert f"It was called at {line_of(code, line)}." in told
+    assert advice in told
+
+
+def test_without_it_the_same_task_trains() -> None:
+    task, before = train(made(Enlarges), deterministic=False), made(Enlarges)
+    for (name, after), start in zip(task.named_parameters(), before.parameters(), strict=True):
+        assert after.isfinite().all(), name
+        assert not torch.equal(after.cpu(), start), name
+
+
+# -- the first tensor that differs ------------------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """Adds a million numbers up in whatever order the threads come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("values", torch.randn(1_000_000, generator=generator))
+        self.register_buffer("places", torch.randint(10, (1_000_000,), generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(10, device=x.device).index_add_(0, self.places, self.values)  # pyright: ignore[reportArgumentType]
+        return x + 1e-3 * total
+
+
+class Atomic(CNN):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(Sums())
+
+
+def record(folder: Path, name: str, deterministic: bool) -> Any:
+    train(made(Atomic), plugins=[Witness(folder / name, 3)], deterministic=deterministic)
+    return read_trace(folder / name)
+
+
+def test_a_sum_in_no_fixed_order_is_found_and_mended(tmp_path: Path) -> None:
+    assert compare(record(tmp_path, "a", True), record(tmp_path, "b", True)) is None
+    first, found = record(tmp_path, "first", False), None
+    for attempt in range(10):
+        found = compare(first, record(tmp_path, str(attempt), False))
+        if found is not None and found.name == "net.9 (Sums)":
+            break
+    assert found is not None
+    assert found.share < 1e-3
+
+
+def test_a_tensor_has_one_fingerprint_on_every_device() -> None:
+    for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        tensor = (torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 9).to(kind)
+        here, there = fingerprint(tensor), fingerprint(tensor.cuda())
+        assert here[0] == there[0]
+        assert here[1] == pytest.approx(there[1])
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_range_test_on_the_gpu_sees_every_loss() -> None:
+    curve = lr_range(lambda: Bowl(100.0), noise(), device="cuda")
+    plain = lr_range(lambda: Bowl(100.0), noise(), device="cpu")
+    assert len(curve.losses) == len(curve.rates) == len(plain.losses)
+    assert curve.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert curve.diverged == plain.diverged
+    assert curve.suggestion == plain.suggestion

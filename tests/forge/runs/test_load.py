@@ -1,0 +1,135 @@
+"""`forge.load`: a run's trained task in plain code, with the weights that one wants."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from forge_ship.engine import ExportError
+
+import forge
+from forge.runs.trained_task import find
+from forge_plugins import EMA, Checkpoint
+from tests.support.ships import Classifier, batches, trained_run
+
+
+class Unique(Classifier):
+    """A task of this module; no other is called so."""
+
+
+def test_a_run_is_loaded_in_eval_mode_with_its_weights(tmp_path: Path) -> None:
+    task = trained_run(tmp_path / "run").eval()
+    loaded = forge.load(tmp_path / "run", Classifier)
+    images = batches(5)[0][0]
+    assert not loaded.training
+    assert torch.equal(loaded(images), task(images))
+
+
+def test_the_best_checkpoint_and_its_average_come_first(tmp_path: Path) -> None:
+    best = {"monitor": "val/loss", "mode": "min"}
+    task = trained_run(tmp_path / "run", EMA(0.5), Checkpoint(every="2 updates", best=best))
+    found = {weights: find(tmp_path / "run", Classifier, weights) for weights in (None, "raw", "ema", "best")}
+    assert {str(key): source.weights for key, source in found.items()} == {
+        "None": "best, ema",
+        "raw": "raw",
+        "ema": "ema",
+        "best": "best, ema",
+    }
+    raw, average = (found[name].task.last.weight for name in ("raw", "ema"))
+    assert torch.equal(raw, task.last.weight)
+    assert not torch.equal(raw, average)
+    assert torch.equal(found["best"].task.last.weight, average)  # the last update is the best here
+    checkpoint = find(tmp_path / "run" / "checkpoints" / "latest", Classifier, "raw")
+    assert torch.equal(checkpoint.task.last.weight, raw)
+
+
+def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
+    trained_run(tmp_path / "run", Checkpoint(every="2 updates", best={"monitor": "val/loss", "mode": "min"}))
+    trained_run(tmp_path / "other", Checkpoint(every="2 updates"))
+    link = tmp_path / "run" / "checkpoints" / "best"
+    link.unlink()
+    link.symlink_to(next((tmp_path / "other" / "checkpoints").glob("update-*")).resolve())
+    assert find(tmp_path / "run", Classifier).weights == "raw"
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"), [("best", "no best checkpoint"), ("ema", "'ema'"), ("nothing", "'nothing'")]
+)
+def test_weights_that_are_not_there_are_refused(weights: str, said: str, tmp_path: Path) -> None:
+    trained_run(tmp_path / "run", Checkpoint(every="2 updates"))
+    with pytest.raises(forge.ForgeError, match=said):
+        forge.load(tmp_path / "run", Classifier, weights=weights)
+
+
+def test_a_task_that_is_unknown_here_must_be_named(tmp_path: Path) -> None:
+    class Local(Classifier):
+        """No module holds it."""
+
+    trained_run(tmp_path / "run", task=Local())
+    with pytest.raises(ExportError, match=r"The task Local .* task=Local\), or add --task FILE.py:Task"):
+        forge.load(tmp_path / "run")
+    assert isinstance(forge.load(tmp_path / "run", task=Local), Local)
+
+
+def test_an_imported_class_is_found_by_name(tmp_path: Path) -> None:
+    trained_run(tmp_path / "run", task=Unique())
+    assert type(forge.load(tmp_path / "run")) is Unique
+
+
+def test_a_class_defined_again_is_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained_run(tmp_path / "run", task=Unique())
+    again = type("Unique", (Classifier,), {"__module__": __name__})
+    monkeypatch.setattr(sys.modules[__name__], "Unique", again)
+    assert type(forge.load(tmp_path / "run")) is again
+
+
+def test_two_classes_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained_run(tmp_path / "run", task=Unique())
+    other = types.ModuleType("another_module")
+    other.Unique = type("Unique", (Classifier,), {"__module__": other.__name__})  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    with pytest.raises(
+        ExportError, match=r"tests.forge_ship.test_load.Unique and another_module.Unique: pass the class"
+    ):
+        forge.load(tmp_path / "run")
+
+
+def test_a_task_fitted_from_python_is_found_where_installed(tmp_path: Path) -> None:
+    """In a process that has not imported it."""
+    script = """if True:
+        import forge
+        from forge_recipes.digits import DigitsMLP, digits
+        forge.Trainer(max_updates=2, device="cpu", run_dir="run").fit(DigitsMLP(hidden=8), digits().train)
+    """
+    for code in (script, "import forge; assert forge.load('run').net[1].out_features == 8"):
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:
+    """The class in a run folder is a name, whatever it looks like."""
+    trained_run(tmp_path / "run", task=Unique())
+    for file in ("card.json", "weights.safetensors"):
+        path = tmp_path / "run" / file
+        path.write_bytes(path.read_bytes().replace(b"Unique", b"os.sys"))
+    with pytest.raises(ExportError, match=r"The task os.sys"):
+        forge.load(tmp_path / "run")
+
+
+def test_an_installed_task_is_found_by_name(tmp_path: Path) -> None:
+    from forge.config import load_recipe
+
+    recipe = load_recipe("quickstart", ["trainer.max_updates=2", "trainer.device=cpu"])
+    forge.Trainer(recipe=recipe, run_dir=tmp_path / "run").fit(recipe.make_task(), recipe.make_data().train)
+    assert type(forge.load(tmp_path / "run")).__name__ == "DigitsMLP"
+
+
+def test_a_task_can_be_scripted() -> None:
+    task = Classifier().eval()
+    with pytest.warns((FutureWarning, DeprecationWarning), match="deprecated"):  # the latter in torch 2.10
+        script = torch.jit.script(task)
+    images = batches(3)[0][0]
+    assert torch.equal(script(images), task(images))

@@ -1,0 +1,512 @@
+"""State that no state_dict holds: generators go on where they were; what else changes is named once, with the cure."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import forge
+from forge.checkpoint import StoredCheckpoint
+from forge.data import Loader, TensorLoader
+from forge.data.prefetch import DevicePrefetch
+from forge.snapshot.sandbox import without_side_effects
+from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge_plugins import Checkpoint
+from tests.forge.snapshot.test_resume import die, live
+
+MODULE_RNG = np.random.default_rng(8)
+"""A global of a task's module."""
+
+
+class Drawing(TinyTask):
+    """Adds noise from a source of the test's choice to every batch."""
+
+    def __init__(self, draw: Callable[[], float]):
+        super().__init__()
+        self.draw = draw
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return {"loss": F.cross_entropy(self(x * (1 + self.draw())), y)}
+
+
+class Source:
+    def __init__(self, generator: Any):
+        self.generator = generator
+
+    def __call__(self) -> float:
+        if isinstance(self.generator, torch.Generator):
+            return torch.rand(1, generator=self.generator).item()
+        return float(self.generator.normal() if hasattr(self.generator, "normal") else self.generator.gauss(0, 1))
+
+
+class SlotSource:
+    __slots__ = ("generator",)
+
+    def __init__(self) -> None:
+        self.generator = random.Random(1)
+
+    def __call__(self) -> float:
+        return self.generator.random()
+
+
+class ClassSource:
+    """Like MONAI's Randomizable, whose instances share a generator on the class."""
+
+    R = np.random.RandomState(2)
+
+    def __call__(self) -> float:
+        return self.R.rand()
+
+
+def in_closure() -> Callable[[], float]:
+    generator = np.random.Generator(np.random.Philox(1))
+    return lambda: generator.random()
+
+
+def of_module() -> Callable[[], float]:
+    MODULE_RNG.bit_generator.state = np.random.default_rng(8).bit_generator.state
+    return Uses()
+
+
+class Uses:
+    def __call__(self) -> float:
+        return MODULE_RNG.random()
+
+
+def of_another_module() -> Callable[[], float]:
+    """A plain function of a module that defines no class of the run, with a generator among its globals."""
+    module = ModuleType("their_transforms")
+    exec("import random\nRNG = random.Random(4)\ndef draw():\n    return RNG.random()", vars(module))
+    return module.draw
+
+
+def of_keyword() -> Callable[[], float]:
+    def draw(*, generator: random.Random = random.Random(5)) -> float:  # noqa: B008
+        return generator.random()
+
+    return draw
+
+
+def of_class() -> Callable[[], float]:
+    ClassSource.R.seed(2)
+    return ClassSource()
+
+
+SOURCES: dict[str, Callable[[], Callable[[], float]]] = {
+    "torch": lambda: Source(torch.Generator().manual_seed(1)),
+    "numpy": lambda: Source(np.random.default_rng(1)),
+    "numpy legacy": lambda: Source(np.random.RandomState(1)),
+    "Mersenne twister": lambda: Source(np.random.Generator(np.random.MT19937(1))),
+    "python": lambda: Source(random.Random(1)),
+    "slots": SlotSource,
+    "closure": in_closure,
+    "class": of_class,
+    "global": of_module,
+    "global of another": of_another_module,
+    "keyword": of_keyword,
+}
+
+
+class Sum:
+    """Draws from every source, so that one that begins anew changes the weights."""
+
+    def __init__(self) -> None:
+        self.sources = {kind: make() for kind, make in SOURCES.items()}
+
+    def __call__(self) -> float:
+        return sum(draw() for draw in self.sources.values())
+
+
+@pytest.mark.parametrize("kind", ["all at once", *[pytest.param(kind, marks=pytest.mark.slow) for kind in SOURCES]])
+def test_generators_of_the_task_go_on(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make = SOURCES.get(kind, Sum)
+    saver = [Checkpoint(every="3 updates")]
+    straight, _ = live(tmp_path / "straight", saver, task=Drawing(make()), max_epochs=2)
+    die(tmp_path / "cut", saver, 7, task=Drawing(make()), max_epochs=2)
+    resumed, _ = live(tmp_path / "cut", saver, task=Drawing(make()), max_epochs=2)
+    assert_same_weights(resumed, straight)
+    assert "changes during training" not in caplog.text
+
+
+def test_an_uninterrupted_run_draws_what_a_plain_loop_draws(tmp_path: Path) -> None:
+    task, generator = Drawing(Source(np.random.default_rng(1))), np.random.default_rng(1)
+    live(tmp_path, [Checkpoint(every="1 update")], task=task, validate_every=None)
+    assert [generator.normal() for _ in range(16)][-1] == task.draw.generator.normal()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset):
+    def __init__(self, transform: Callable[[torch.Tensor], torch.Tensor]):
+        generator = torch.Generator().manual_seed(7)
+        self.x, self.y = torch.randn(45, 6, generator=generator), torch.randint(3, (45,), generator=generator)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 45
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.x[index]), self.y[index]
+
+
+class Jitter:
+    """Keeps generators as albumentations does, and replaces none."""
+
+    def __init__(self) -> None:
+        self.random_generator, self.py_random = np.random.default_rng(7), random.Random(7)
+        self.inner = [nn.Identity(), {"torch": torch.Generator().manual_seed(7)}]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape, generator=self.inner[1]["torch"])  # pyright: ignore[reportIndexIssue, reportArgumentType]
+        return x * self.py_random.random() + self.random_generator.normal() + noise
+
+
+class Mixes:
+    """A collate function with a generator."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, samples: Any) -> Any:
+        x, y = torch.utils.data.default_collate(samples)
+        return x * float(self.rng.beta(2, 2)), y
+
+
+LOADERS: dict[str, Callable[[Any, int], Any]] = {
+    "Loader": lambda data, workers: Loader(data, 8, shuffle=True, num_workers=workers),
+    "DataLoader": lambda data, workers: DataLoader(data, 8, shuffle=True, num_workers=workers),
+    "own sampler": lambda data, workers: DataLoader(data, 8, sampler=list(range(40, 0, -1)), num_workers=workers),
+    "collate": lambda data, workers: Loader(data, 8, num_workers=workers, collate_fn=Mixes()),
+}
+
+
+def resumes(folder: Path, loader: Callable[[], Any], cut: int = 8) -> None:
+    saver = [Checkpoint(every="3 updates")]
+    straight, _ = live(folder / "straight", saver, train=loader(), max_epochs=2)
+    die(folder / "cut", saver, cut, train=loader(), max_epochs=2)
+    resumed, _ = live(folder / "cut", saver, train=loader(), max_epochs=2)
+    assert_same_weights(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_generators_of_the_data_go_on(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    resumes(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 0))
+    assert "changes during training" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "Loader" else pytest.param(kind, marks=pytest.mark.slow) for kind in LOADERS]
+)
+def test_generators_of_the_data_go_on_in_workers(tmp_path: Path, kind: str) -> None:
+    resumes(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 2))
+
+
+def test_without_workers_the_data_draw_as_in_a_plain_loop() -> None:
+    data = Augmented(Jitter())
+    expected = torch.stack([data[i][0] for i in range(8)])
+    assert torch.equal(next(iter(Loader(Augmented(Jitter()), 8, seed=3)))[0], expected)
+
+
+class Stream(IterableDataset):
+    """Without a length: the run reads one batch ahead of the window."""
+
+    def __init__(self) -> None:
+        self.rng, self.at = np.random.default_rng(5), 0
+
+    def __iter__(self) -> Any:
+        while self.at < 40:
+            self.at += 1
+            yield torch.randn(6, generator=torch.Generator().manual_seed(self.at)) + self.rng.normal(), self.at % 3
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_generators_of_a_stream_go_on(tmp_path: Path, workers: int) -> None:
+    resumes(tmp_path, lambda: Loader(Stream(), 8, num_workers=workers))
+
+
+class HostCopies:
+    """Copies of a batch that begin and finish without a device."""
+
+    def begin(self, batch: Any) -> Any:
+        return batch
+
+    def finish(self, begun: Any) -> Any:
+        return begun
+
+    def drop(self, begun: Any) -> None:
+        pass
+
+
+class HostPrefetch(DevicePrefetch):
+    def _copies(self) -> Any:
+        return HostCopies()
+
+
+def test_generators_of_prefetched_data_go_on(tmp_path: Path) -> None:
+    resumes(tmp_path, lambda: HostPrefetch(Loader(Augmented(Jitter()), 8, shuffle=True), "cpu"))
+
+
+def albumented() -> Callable[[torch.Tensor], torch.Tensor]:
+    package = pytest.importorskip("albumentations")
+    compose = package.Compose([package.HorizontalFlip(p=0.5), package.RandomBrightnessContrast(p=0.9)], seed=7)
+
+    def transform(x: torch.Tensor) -> torch.Tensor:
+        image = np.tile(x.abs().clamp(0, 1).numpy()[None, :, None], (6, 1, 3))
+        return torch.from_numpy(compose(image=image)["image"][0, :, 0].copy())
+
+    return transform
+
+
+def monai_made() -> Callable[[torch.Tensor], torch.Tensor]:
+    package = pytest.importorskip("monai.transforms")
+    compose = package.Compose([package.RandFlip(0.5, spatial_axis=0), package.RandGaussianNoise(0.9)])
+    compose.set_random_state(7)
+    return lambda x: torch.as_tensor(np.asarray(compose(x[None])))[0]
+
+
+@pytest.mark.parametrize("make", [albumented, monai_made])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_transforms_of_packages_go_on(
+    tmp_path: Path, make: Any, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumes(tmp_path, lambda: Loader(Augmented(make()), 8, shuffle=True, num_workers=workers))
+    assert "changes during training" not in caplog.text
+
+
+# -- resuming with others ---------------------------------------------------------------------------------------------
+
+
+def test_a_generator_that_is_only_saved_or_only_here_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = [Checkpoint(every="1 update")]
+    die(tmp_path, saver, 3, task=Drawing(SOURCES["torch"]()))
+    other: dict[str, Any] = {"max_epochs": None, "allow_inexact": True}
+    live(tmp_path, saver, task=Drawing(lambda: 0.0), max_updates=4, **other)
+    assert "The checkpoint has the state of task.draw.generator, which this run does not have" in caplog.text
+    live(tmp_path, saver, task=Drawing(SOURCES["slots"]()), max_updates=5, **other)
+    assert "The checkpoint has no state of task.draw.generator: it starts from its first state" in caplog.text
+
+
+def test_the_position_of_a_loader_is_no_hidden_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Batches:
+        """A loader of another library, with the usual `set_epoch`."""
+
+        def __init__(self):
+            self.epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(tiny_batches([4] * 3, seed=self.epoch))
+
+    x, y = (torch.cat(part) for part in zip(*tiny_batches([4] * 3), strict=True))
+    for train in (TensorLoader(x, y, batch_size=4), Batches()):
+        live(
+            tmp_path / type(train).__name__,
+            [Checkpoint(every="1 update")],
+            train=train,
+            max_epochs=3,
+            allow_inexact=True,
+        )
+    assert "changes during training" not in caplog.text
+
+
+def test_a_checkpoint_without_generators_has_no_key_for_them(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint(every="1 epoch")], max_epochs=1)
+    assert sorted(StoredCheckpoint.find(tmp_path).load()["rng"][0]) == ["device", "numpy", "python", "torch"]
+
+
+def test_running_something_again_leaves_the_tasks_generator(tmp_path: Path) -> None:
+    task, drawn = Drawing(Source(np.random.default_rng(1))), []
+
+    @forge.on("boundary", mutates=True)
+    def again(trainer: forge.Trainer) -> None:
+        with without_side_effects(trainer):
+            drawn.append(task.draw())
+
+    live(tmp_path, [again], task=task, max_updates=1, max_epochs=None, validate_every=None)
+    assert task.draw() == drawn[0]
+
+
+# -- what else changes ------------------------------------------------------------------------------------------------
+
+
+class Keeps(TinyTask):
+    """Keeps values of every kind in attributes, and changes those that the test names."""
+
+    def __init__(self, *changing: str):
+        super().__init__()
+        self.changing = changing
+        self.n, self.history, self.table = 0, deque(maxlen=3), {"loss": 0.0}
+        self.array, self.plain = np.zeros(3), torch.zeros(3)
+        self._private, self.counter = 0, Counter()
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("kept", torch.zeros(2))
+        self.logger, self.last, self.first = logging.getLogger("mine"), None, None
+
+    def training_step(self, batch: Any) -> Any:
+        for name in self.changing:
+            getattr(self, f"change_{name}")()
+        self.kept += 1  # pyright: ignore[reportOperatorIssue]
+        output = super().training_step(batch)
+        self.last = output["loss"]  # a value of the graph: kept for looking at
+        return output
+
+    def change_n(self) -> None:
+        self.n += 1
+
+    def change_history(self) -> None:
+        self.history.append(1.0)
+
+    def change_table(self) -> None:
+        self.table["loss"] += 1
+
+    def change_array(self) -> None:
+        self.array[0] += 1
+
+    def change_plain(self) -> None:
+        self.plain[0] += 1
+
+    def change__private(self) -> None:
+        self._private += 1
+
+    def change_counter(self) -> None:
+        self.counter.seen += 1
+
+    def change_cache(self) -> None:
+        self.cache[0] += 1  # pyright: ignore[reportIndexIssue]
+
+    def change_nothing(self) -> None:
+        self.n += 1
+        self.n -= 1
+
+    def change_first(self) -> None:
+        if self.first is None:
+            self.first = torch.arange(3)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "changes during training" in r.getMessage()]
+
+
+@pytest.mark.parametrize("name", ["n", "history", "table", "array", "plain", "_private", "counter", "cache"])
+def test_what_changes_on_the_task_is_named_once(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    live(tmp_path, [Checkpoint(every="2 updates")], task=Keeps(name), max_epochs=1)
+    path = "task.counter.seen" if name == "counter" else f"task.{name}"
+    assert warned(caplog) == [
+        f"{path} changes during training and is in no checkpoint: a resumed run begins with its first value. If the "
+        "training depends on it, make it a buffer (self.register_buffer), or save it with get_extra_state and "
+        "set_extra_state."
+    ]
+
+
+@pytest.mark.parametrize("changing", [(), ("nothing",), ("first",)])
+def test_what_stays_the_same_is_not_named(
+    tmp_path: Path, changing: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    live(tmp_path, [Checkpoint(every="2 updates")], task=Keeps(*changing), max_epochs=1)
+    assert warned(caplog) == []
+
+
+def test_without_checkpoints_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live(tmp_path, [], task=Keeps("n"), max_epochs=1)
+    assert warned(caplog) == []
+
+
+class Saves(Keeps):
+    def get_extra_state(self) -> Any:
+        return {"n": self.n}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.n = state["n"]
+
+
+def test_what_a_module_saves_itself_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live(tmp_path, [Checkpoint(every="2 updates")], task=Saves("n"), max_epochs=1)
+    assert warned(caplog) == []
+
+
+class Closure(TinyTask):
+    def configure_optimizers(self) -> Any:
+        optimizer, calls = torch.optim.SGD(self.parameters(), lr=0.1), [0]
+
+        def rate(step: int) -> float:
+            calls[0] += 1
+            return 1 / (1 + calls[0])
+
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def test_a_closure_of_a_schedule_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live(tmp_path, [Checkpoint(every="2 updates")], task=Closure(), max_epochs=1)
+    [message] = warned(caplog)
+    assert message.startswith("the optimizer's schedule 0[0].calls[0] changes")
+    assert message.endswith("Compute the rate from the step that the function is given.")
+
+
+class Caches(Augmented):
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        return self.seen.setdefault(index, self.x[index] + torch.randn(6)), self.y[index]
+
+
+def test_a_cache_of_the_dataset_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live(tmp_path, [Checkpoint(every="2 updates")], train=Loader(Caches(), 8), max_epochs=1)
+    [message] = warned(caplog)
+    assert message.startswith("train dataset.seen changes")
+    assert "A cache of values that stay the same does no harm" in message
+
+
+class OwnLoader(DataLoader):
+    """A stateful loader of the user's own, with workers that forge does not seed."""
+
+    def __iter__(self) -> Any:
+        return iter(tiny_batches())
+
+    def __len__(self) -> int:
+        return 5
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def test_generators_that_foreign_workers_copy_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = OwnLoader(Augmented(Jitter()), 8, num_workers=2)
+    live(tmp_path, [Checkpoint(every="2 updates")], train=loader, max_epochs=1)
+    assert "train dataset.transform.random_generator" in caplog.text
+    assert "is copied into each worker of OwnLoader, which forge neither saves nor seeds" in caplog.text

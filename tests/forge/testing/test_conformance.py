@@ -1,0 +1,526 @@
+"""The conformance kit passes what keeps the contract, all built-in plugins first, and catches what breaks it."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import forge
+from forge import registry
+from forge.engine.trainer import Trainer
+from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from tests.conftest import PROFILE
+from tests.support import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
+from tests.support.plugin_kit import LEFT_OUT, PLAINEST, TWO
+
+ACTING: dict[str, dict[str, Any]] = {
+    "accumulate": {"window": 2},
+    "amp": {"dtype": "fp16", "init_scale": 2.0**20, "growth_interval": 2},
+    "checkpoint": {"every": "2 updates", "best": {"monitor": "val/loss", "mode": "min"}},
+    "clip": {"max_norm": 0.1, "max_value": 0.05},
+    "compile": {"backend": "eager"},
+    "early_stop": {"target": 100.0, "after": "4 updates"},
+    "duration": {"max_time": "1 h", "min_updates": 3},
+    "ema": {"decay": 0.9, "start": 1},
+    "kernels": {"use": ["cross_entropy"]},
+    "limit": {"train": 4, "val": 1},
+    "freeze": {"modules": "*.[01]", "thaw": {"*.0.weight": "2 updates", "*": "5 updates"}},
+    "monitor": {"every": "2 updates", "histograms": "3 updates"},
+    "profiler": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "memory": True},
+    "progress": {"every": "2 updates"},
+    "remat": {"modules": "Sequential"},
+    "schedule": {"warmup": 2},
+    "swa": {"start": 2, "every": "2 updates", "lr": 0.05, "anneal": 2},
+}
+"""Options with which a built-in plugin acts within the few updates of the kit, where its defaults would not."""
+
+
+@pytest.fixture(autouse=True)
+def small_heap_for_each() -> None:
+    """The kit looks for what a run leaves behind: not among all that earlier tests have imported."""
+    gc.freeze()
+
+
+NOT_ALONE = {"tensor_parallel", "torchft"}
+"""What needs another plugin beside it and a plan for its task, or a server: tests/forge_plugins/test_tensor_parallel.py and
+test_torchft.py have them."""
+
+
+THOROUGH = {"amp", "clip", "ema", "freeze"}
+"""Also checked with two optimizers and with exceptions in the quick profile, which has one optimizer for the others."""
+
+
+WRITE = {
+    "anomaly",
+    "checkpoint",
+    "csv",
+    "jsonl",
+    "ledger",
+    "monitor",
+    "profiler",
+    "progress",
+    "tensorboard",
+    "throughput",
+}
+"""Which files are written is checked for these in the quick profile, which leaves the others to the full one."""
+
+
+PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
+"""Plugins that need a package of others."""
+
+
+LONG = {"compile", "kernels"}
+"""Where a fit takes a second, the quick profile has tests/forge/engine/test_composition_levers.py for compile, and
+tests/forge_speed/test_kernels.py for kernels."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+        for name in sorted(registry.installed("plugin").keys() - NOT_ALONE)
+    ],
+)
+def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    leave_out: list[str] = []
+    if (
+        PROFILE == "quick"
+    ):  # that the order of a stack makes no difference is a law of tests/forge/engine/test_composition.py
+        leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]
+        leave_out += ["files"] * (name not in THOROUGH | WRITE)
+    if name == "autotune" and "exceptions" not in leave_out:
+        leave_out.append("exceptions")  # the kit's errors occur once: its trials meet them, and the run does not
+    check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Good plugins pass
+
+
+class Shrink(forge.Plugin):
+    """Scale every gradient down, more with every update."""
+
+    before = ("clip",)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        rate: float = 0.1
+        "How much of the gradient is taken away by each update."
+
+    config: Config
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 1 - self.config.rate
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+@pytest.mark.slow
+def test_a_plugin_that_changes_the_run_and_says_so_passes() -> None:
+    check_plugin(Shrink, leave_out=LEFT_OUT)
+
+
+def test_a_callback_passes() -> None:
+    def make() -> forge.Plugin:
+        @forge.on("step_end", every="2 updates")
+        def norm(step: forge.Step) -> None:
+            """The norm of the first parameter."""
+            step.record("norm", step.parameters()[0].norm())
+
+        return norm
+
+    check_plugin(make, leave_out=PLAINEST)
+
+
+def test_what_a_plugin_requires_can_stand_beside_it() -> None:
+    class Needy(forge.Plugin):
+        """Does nothing without shrink."""
+
+        requires = ("shrink",)
+
+    with pytest.raises(AssertionError, match="'needy' requires 'shrink'"):
+        check_plugin(Needy)
+    check_plugin(Needy, beside=lambda: [Shrink()], leave_out=[*PLAINEST, "order", "exceptions"])
+
+
+@pytest.mark.parametrize("name", ["throughput", pytest.param("ledger", marks=pytest.mark.slow)])
+def test_what_measures_time_can_stand_beside_an_observer(name: str) -> None:
+    class Looks(forge.Plugin):
+        """Looks at every update."""
+
+        observer = True
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None: ...
+
+    others = ["leaks", "state", "files", "graphs", "exceptions", "cost", TWO, f"{TWO} and accumulation"]
+    check_plugin(Looks, beside=lambda: [registry.load("plugin", name)()], leave_out=others)
+
+
+def test_a_situation_that_a_plugin_refuses_can_be_left_out() -> None:
+    class OnlyOne(forge.Plugin):
+        """Works with a single optimizer."""
+
+        @forge.hookimpl
+        def forge_start(self, trainer: Trainer) -> None:
+            if trainer.verb == "fit" and len(trainer.optimizers) > 1:
+                raise forge.StackError("only_one works with one optimizer.")
+
+    others = ["leaks", "state", "files", "graphs", "exceptions", "order", "cost", "a fit with accumulation"]
+    with pytest.raises(AssertionError, match="two optimizers: StackError: only_one works with one optimizer"):
+        check_plugin(OnlyOne, leave_out=others)
+    check_plugin(OnlyOne, leave_out=[*others, TWO, f"{TWO} and accumulation"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Broken ones are caught, by name
+
+
+class Undocumented(forge.Plugin):
+    """An option without a description."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        rate: float = 0.1
+
+    config: Config
+
+
+class Silent(forge.Plugin):
+    pass
+
+
+class Misspelt(forge.Plugin):
+    """A hook that never fires."""
+
+    @forge.hookimpl
+    def forge_edit_gradients(self, step: forge.Step) -> None: ...
+
+
+class Unmarked(forge.Plugin):
+    """A hook without its mark."""
+
+    def forge_step_end(self, step: forge.Step) -> None: ...
+
+
+class Raises(forge.Plugin):
+    """Trips over the end of an epoch."""
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        if step.ends_epoch:
+            raise ZeroDivisionError("no steps left")
+
+
+class OneOptimizer(forge.Plugin):
+    """Forgets that there may be several optimizers."""
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        assert step.optimizer is not None
+
+
+class NeedsOptimizers(forge.Plugin):
+    """Forgets that validation has no optimizers."""
+
+    @forge.hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        self.count = len(trainer.optimizers)
+
+
+class Meddler(forge.Plugin):
+    """Claims to watch, but touches weights."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        with torch.no_grad():
+            step.parameters()[0].mul_(1.0000001)
+
+
+class Gambler(forge.Plugin):
+    """Claims to watch, but draws from the run's random numbers."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        step.record("luck", torch.rand(()))
+
+
+class Stopper(forge.Plugin):
+    """Claims to watch, but ends the run."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: Trainer) -> None:
+        if trainer.progress.update == 6:
+            trainer.request_stop("enough")
+
+
+class Censor(forge.Plugin):
+    """Claims to watch, but changes what others log."""
+
+    observer = True
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Any:
+        metrics = yield
+        return dict.fromkeys(metrics, 0.0) if isinstance(metrics, dict) else metrics
+
+
+class Unpackable(forge.Plugin):
+    """Its state cannot be written to a file."""
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"names": [{"clip"}]}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Forgetful(forge.Plugin):
+    """Gives its state away and does not take it back."""
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.seen = 0
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        self.seen += 1
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class OneWay(forge.Plugin):
+    """Gives its state away and has no way to take it back."""
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Clingy(forge.Plugin):
+    """Carries its scale from one run into the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 0.9
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+
+class Amnesiac(forge.Plugin):
+    """Scales gradients down more and more, and begins anew when a run is resumed."""
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 0.9
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+
+class Hoarder(forge.Plugin):
+    """Keeps every gradient that it ever saw."""
+
+    kept: ClassVar[list[Any]] = []
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        self.kept += [parameter.grad for parameter in step.parameters()]
+
+
+class Clinger(forge.Plugin):
+    """Keeps the task where nobody forgets it."""
+
+    tasks: ClassVar[list[Any]] = []
+
+    @forge.hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        self.tasks[:] = [trainer.task]
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (Undocumented, "Undocumented.Config does not describe rate"),
+        (Silent, "Silent has no docstring"),
+        (Misspelt, "forge_edit_gradients, which is no hook"),
+        (Unmarked, "forge_step_end is not marked"),
+        (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
+        (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
+        (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
+        (Meddler, "'meddler' declares observer = True, but a fit ends differently with it: net.0.weight differs"),
+        (Gambler, "'gambler' declares observer = True"),
+        (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
+        (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
+        (Unpackable, "forge_state_dict of 'unpackable'['names'][0] is a set"),
+        (Forgetful, "'forgetful' does not restore its state"),
+        (OneWay, "'one_way' defines only forge_state_dict"),
+        (Clingy, "'clingy' carries state from one run into the next"),
+        (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
+        (Clinger, "'clinger' keeps the task alive"),
+        (Amnesiac, "A fit with 'amnesiac' that is resumed at update 4 ends differently: net.0.weight differs"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_broken_plugin_is_caught_and_told_what_is_wrong(broken: Callable[[], forge.Plugin], complaint: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_plugin(broken, leave_out=LEFT_OUT if broken is OneOptimizer else PLAINEST)
+    assert complaint in str(caught.value)
+
+
+def test_make_must_make_a_new_plugin_each_time() -> None:
+    one = Shrink()
+    with pytest.raises(AssertionError, match="returned one object twice"):
+        check_plugin(lambda: one)
+
+
+def test_a_plugin_is_made_anew_from_its_options() -> None:
+    assert check_plugin(Shrink(rate=0.2), leave_out=["runs", "order", "exceptions", "cost"]).name == "shrink"
+
+    class Handed(forge.Plugin):
+        """Takes more than options."""
+
+        def __init__(self, loss: Any):
+            super().__init__()
+
+    with pytest.raises(AssertionError, match=r"'handed' cannot be made again .* check_plugin\(lambda: Handed"):
+        check_plugin(Handed(torch.nn.MSELoss()))
+
+
+def test_a_callback_can_be_handed_over_as_it_is() -> None:
+    @forge.on("step_end", every="2 updates")
+    def meddle(step: forge.Step) -> None:
+        """Claims to watch."""
+        with torch.no_grad():
+            step.parameters()[0].mul_(2)
+
+    with pytest.raises(AssertionError, match="'meddle' declares observer = True"):
+        check_plugin(meddle)
+
+
+def test_the_report_tells_what_was_checked_and_what_it_costs() -> None:
+    report = check_plugin(Shrink, leave_out=["order", "exceptions", TWO, f"{TWO} and accumulation"])
+    assert report.checked == ("leaks", "state", "runs", "files", "graphs")
+    assert report.cost_us >= 0
+    assert report.update_us > 0
+    assert "shrink keeps the contract (leaks, state, runs, files, graphs); it adds" in str(report)
+
+
+def test_hooks_on_all_modules_that_others_left_are_not_its_own() -> None:
+    others = ["state", "runs", "files", "graphs", "exceptions", "order", "cost"]
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        check_plugin(Shrink, leave_out=others)
+    finally:
+        handle.remove()
+
+
+def test_a_limit_of_the_cost_is_held() -> None:
+    class Slow(forge.Plugin):
+        """Computes for nothing."""
+
+        @forge.hookimpl
+        def forge_step_end(self) -> None:
+            torch.ones(400, 400) @ torch.ones(400, 400)
+
+    left = ["leaks", "state", "runs", "files", "graphs", "exceptions", "order", "cost"]
+    with pytest.raises(AssertionError, match=r"'slow' adds \d+ µs to an update of \d+ µs; allowed are 1\."):
+        check_plugin(Slow, leave_out=left, max_cost_us=1)
+    assert math.isnan(check_plugin(Slow, leave_out=left).cost_us)
+
+
+def test_a_report_says_nothing_of_a_cost_that_was_left_out() -> None:
+    report = check_plugin(Shrink, leave_out=["leaks", "runs", "files", "graphs", "exceptions", "order", "cost"])
+    assert str(report) == "shrink keeps the contract (state)."
+
+
+def test_what_is_left_out_must_be_there() -> None:
+    with pytest.raises(AssertionError, match=r"leave_out names ordre; known are leaks, .* order, cost"):
+        check_plugin(Shrink, leave_out=["ordre"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The small parts
+
+
+def test_tiny_things_leave_the_global_rng_alone() -> None:
+    before = torch.get_rng_state()
+    TinyTask(seed=3)
+    tiny_batches(seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fit_tiny_gives_the_same_bits_every_time() -> None:
+    assert_same_weights(fit_tiny()[0], fit_tiny()[0])
+
+
+def test_fit_tiny_trains_as_long_as_it_is_told() -> None:
+    assert fit_tiny(max_epochs=3)[1].epochs == 3
+    assert fit_tiny(max_updates=4)[1].updates == 4
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        ({"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 0.0, 1.0])}, "w differs: 1 of 3 entries, by up to 1."),
+        ({"w": torch.tensor(0.0)}, {"w": torch.tensor(-0.0)}, "w differs: 1 of 1 entries, by up to 0."),
+        ({"w": torch.zeros(2)}, {"w": torch.zeros(3)}, r"w differs: \(2,\) torch.float32 against \(3,\)"),
+        ({}, {"w": torch.zeros(3)}, "w is only in the expected weights"),
+        ({"w": torch.zeros(3)}, {}, "w is only in the actual weights"),
+    ],
+)
+def test_weights_that_differ_are_named(actual: Any, expected: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_same_weights(actual, expected)
+
+
+def test_weights_are_compared_as_bits() -> None:
+    nan = torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
+    assert_same_weights({"w": nan, "n": torch.tensor(3)}, {"w": nan.clone(), "n": torch.tensor(3)})

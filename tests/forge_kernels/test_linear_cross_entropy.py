@@ -1,0 +1,179 @@
+"""linear_cross_entropy against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, ops, reference
+from tests.forge_kernels.test_cross_entropy import rounding  # noqa: F401 - a fixture
+from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, few
+
+
+def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=False):
+    hidden = torch.randn(tokens, width, device=DEVICE).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, width, device=DEVICE) * width**-0.5).to(weight_dtype or dtype).requires_grad_()
+    offset = torch.randn(classes, device=DEVICE).to(weight_dtype or dtype).requires_grad_() if bias else None
+    return hidden, weight, torch.randint(classes, (tokens,), device=DEVICE), offset
+
+
+@few
+@given(
+    tokens=st.integers(0, 9),
+    width=st.integers(1, 40),
+    classes=st.integers(2, 300),
+    dtypes=st.sampled_from(
+        [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ),
+    bias=st.booleans(),
+    chosen=st.fixed_dictionaries(
+        {},
+        optional={
+            "chunk": st.sampled_from([1, 3, 100]),
+            "label_smoothing": st.just(0.1),
+            "z_loss": st.just(1e-2),
+            "reduction": st.sampled_from(["mean", "sum"]),
+            "ignore_index": st.sampled_from([-100, 0]),
+        },
+    ),
+)
+def test_any_shape_dtype_chunk_and_option_equals_the_reference(tokens, width, classes, dtypes, bias, chosen):
+    hidden, weight, target, offset = head(tokens, width, classes, *dtypes, bias=bias)
+    target[::3] = chosen.get("ignore_index", -100)
+    check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target, offset), chosen)
+
+
+def test_leading_dimensions_and_strides_do_not_matter():
+    hidden, weight, target, _ = head(12, 10, 50)
+    hidden = hidden.detach().reshape(4, 3, 10).transpose(0, 1).requires_grad_()
+    weight = weight.detach().t().contiguous().t().requires_grad_()
+    check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target.reshape(3, 4).int()), {"chunk": 5})
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_that_are_needed_are_computed(trained, monkeypatch):
+    made = []
+
+    def spy(*args):
+        made.append(operator(*args))
+        return made[-1]
+
+    operator = ops.linear_cross_entropy
+    monkeypatch.setattr(ops, "linear_cross_entropy", spy)
+    hidden, weight, target, _ = head(6, 10, 50)
+    hidden, weight = hidden.detach().requires_grad_(trained[0]), weight.detach().requires_grad_(trained[1])
+    check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target), {"chunk": 4})
+    ((_, *grads),) = made
+    assert [grad.numel() for grad in grads] == [60 * trained[0], 500 * trained[1], 0]
+
+
+def test_the_gradient_of_a_float32_weight_adds_up_in_float32():
+    hidden, weight, target, _ = head(16, 8, 20, torch.bfloat16, torch.float32)
+    many, one = (torch.autograd.grad(linear_cross_entropy(hidden, weight, target, chunk=c), weight)[0] for c in (1, 16))
+    assert many.dtype == torch.float32
+    torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-7)
+
+
+def test_autocast_casts_as_linear_does():
+    hidden, weight, target, _ = head(6, 10, 50)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target)
+        expected = F.cross_entropy(F.linear(hidden, weight).float(), target)
+    torch.testing.assert_close(loss, expected)
+    got, right = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
+    for a, b in zip(got, right, strict=True):
+        assert a.dtype == b.dtype
+        assert distance(a, b) < 2 * LINEAR_CROSS_ENTROPY.tolerance[torch.bfloat16]  # each is off by as much
+
+
+def test_autocast_leaves_float64_alone_as_linear_does():
+    hidden, weight, target, _ = head(6, 10, 50, torch.float64)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target)
+        expected = F.cross_entropy(F.linear(hidden, weight), target)
+    assert loss.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_tied_weight_gets_both_gradients():
+    table = torch.randn(30, 8, device=DEVICE, requires_grad=True)
+    tokens, target = torch.randint(30, (2, 6), device=DEVICE)
+    got, right = (
+        torch.autograd.grad(function(F.embedding(tokens, table), table, target), table)[0]
+        for function in (linear_cross_entropy, reference)
+    )
+    torch.testing.assert_close(got, right)
+
+
+def test_a_second_backward_through_the_same_loss_is_right():
+    hidden, weight, target, _ = head(6, 10, 50)
+    expected = torch.autograd.grad(reference(hidden, weight, target), (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, target)
+    first = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    torch.testing.assert_close(first, tuple(3 * g for g in expected))
+    torch.testing.assert_close(second, expected)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_a_second_derivative_is_an_error_not_a_wrong_number(trained):
+    hidden, weight, target, _ = head(6, 10, 50)
+    leaf = {"hidden": hidden, "weight": weight}[trained]
+    loss = linear_cross_entropy(hidden, weight, target)
+    with pytest.raises(KernelError, match="differentiated once"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+def test_split_rows_equal_the_reference():
+    check_against_reference(LINEAR_CROSS_ENTROPY, head(3, 4, 5000), {"chunk": 2, "label_smoothing": 0.1})
+
+
+def test_a_reduction_or_dtype_it_has_not_runs_as_plain_torch():
+    hidden, weight, target, _ = head(6, 10, 50)
+    assert "none" in (LINEAR_CROSS_ENTROPY.supports(hidden, weight, target, reduction="none") or "")
+    losses = linear_cross_entropy(hidden, weight, target, reduction="none")
+    torch.testing.assert_close(losses, F.cross_entropy(hidden @ weight.t(), target, reduction="none"))
+    assert "float16" in (LINEAR_CROSS_ENTROPY.supports(hidden.half(), weight.half(), target) or "")
+
+
+def test_it_compiles_whole():
+    check_compiles_whole(LINEAR_CROSS_ENTROPY, head(6, 10, 50)[:3], {"chunk": 4})
+
+
+def test_the_operator_is_registered_as_torch_asks():
+    from forge_kernels.triton.linear_cross_entropy import linear_cross_entropy as op
+
+    hidden, weight, target, bias = head(4, 6, 20, bias=True)
+    torch.library.opcheck(op, (hidden, weight, bias, target, -100, 0.0, 0.0, True, 3, [True, True, True]))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "target", "options", "message"),
+    [
+        ((3, 5), (7, 4), (3,), {}, r"hidden \(\.\.\., width\).*\(3, 5\).*\(7, 4\)"),
+        ((3, 5), (7, 5), (4,), {}, r"one target for every row.*\(3,\).*\(4,\)"),
+        ((3, 5), (7, 5), (3,), {"chunk": 0}, "at least 1 token; it got 0"),
+        ((3, 5), (7, 5), (3,), {"bias": torch.ones(5)}, r"bias of \(7,\); it got \(5,\)"),
+        ((3, 5), (7, 5), (3,), {"bias": torch.ones(7).long()}, r"floating-point bias.*torch.int64"),
+        ((3, 5), (7, 5), (3,), {"reduction": "average"}, "it got 'average'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(hidden, weight, target, options, message):
+    with pytest.raises(KernelError, match=message):
+        linear_cross_entropy(
+            torch.ones(hidden, device=DEVICE),
+            torch.ones(weight, device=DEVICE),
+            torch.zeros(target, dtype=torch.long, device=DEVICE),
+            **options,
+        )
+
+
+def test_tensors_that_are_not_floating_point_are_refused():
+    hidden, weight, target, _ = head(3, 5, 7)
+    for wrong in ((hidden.long(), weight), (hidden, weight.long())):
+        with pytest.raises(KernelError, match=r"floating-point hidden.*torch.int64"):
+            linear_cross_entropy(*wrong, target)

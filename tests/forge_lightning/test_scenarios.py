@@ -1,0 +1,34 @@
+"""What Lightning's own Trainer does, forge does with the same module: weights, hooks, rates, metrics, stops, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("torchmetrics")
+
+from tests.forge_lightning.both import assert_alike
+from tests.forge_lightning.scenarios import all_scenarios
+
+SCENARIOS = all_scenarios()
+QUICK = {
+    *("schedule-onecycle-step-1", "schedule-step-epoch-2", "plateau-val_loss-epoch-1", "plateau-train_loss-step-2"),
+    *("update-adam-3-norm", "update-sgd-2-value", "validate-every-2-epochs", "validate-every-2-of-4-batches"),
+    *("log-train-stepepoch-max", "log-val-epoch-sum", "stop-min-1-0.0", "stop-by-module-on_train_batch_end-val"),
+    *("checkpoint-top-2-min", "hooks", "hooks-two-loaders", "callbacks-of-the-module", "no-optimizer", "inner-module"),
+    *("manual-manual-hooks", "manual-bymethods"),
+}
+
+
+def test_there_are_enough_scenarios() -> None:
+    assert len(SCENARIOS) >= 150
+    assert SCENARIOS.keys() >= QUICK
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in SCENARIOS]
+)
+def test_the_outcome_is_lightnings(name: str, tmp_path: Path) -> None:
+    assert_alike(SCENARIOS[name], tmp_path)

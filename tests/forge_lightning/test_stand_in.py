@@ -1,0 +1,151 @@
+"""The stand-in of Lightning's Trainer and logger, and what the adapter refuses or warns of before training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.errors import TaskError
+from forge_plugins import Clip
+
+L = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("torchmetrics")
+
+from lightning.pytorch.callbacks import StochasticWeightAveraging, TQDMProgressBar  # noqa: E402
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn  # noqa: E402
+
+from tests.forge_lightning.both import Subject, loader  # noqa: E402
+from tests.forge_lightning.manual_scenarios import Manual  # noqa: E402
+
+
+def fit(module: Any, val: Any = None, callbacks: Any = (), **options: Any) -> forge.FitResult:
+    settings = {"max_epochs": 2, "plugins": [], "run_dir": False, "device": "cpu", "seed": 0, **options}
+    return forge.Trainer(**settings).fit(forge.LightningAdapter(module, callbacks=callbacks), loader(), val)
+
+
+READ = (
+    *("max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "num_training_batches", "num_val_batches"),
+    *("estimated_stepping_batches", "datamodule", "is_global_zero", "world_size", "global_rank", "local_rank"),
+    *("accumulate_grad_batches", "sanity_checking", "fast_dev_run", "current_epoch", "global_step", "is_last_batch"),
+    *("check_val_every_n_epoch", "training", "validating", "testing", "predicting", "evaluating", "should_stop"),
+    *("num_nodes", "gradient_clip_val", "overfit_batches", "num_sanity_val_steps", "barebones", "node_rank"),
+    *("state.fn", "state.stage", "strategy.root_device", "strategy.world_size", "strategy.is_global_zero"),
+    *("fit_loop.max_epochs", "fit_loop.epoch_loop.batch_idx", "fit_loop.epoch_loop.global_step"),
+    "fit_loop.epoch_loop.batch_progress.is_last_batch",
+)
+
+
+class Reads(Subject):
+    """Notes what it reads of the Trainer, in training and in validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("train")
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("val")
+
+    def note(self, stage: str) -> None:
+        for path in READ:
+            value: Any = self.trainer
+            for name in path.split("."):
+                value = getattr(value, name)
+            self.heard.append((stage, path, value))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_stand_in_answers_as_lightnings_trainer() -> None:
+    theirs, ours = Reads(), Reads()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", num_sanity_val_steps=0, **quiet)
+    trainer.fit(theirs, loader(), loader(10, seed=1))
+    fit(ours, loader(10, seed=1))
+    assert ours.heard == theirs.heard
+
+
+def test_states_are_lightnings_own_members() -> None:
+    seen: list[Any] = []
+
+    class Asks(Subject):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((self.trainer.state.fn is TrainerFn.FITTING, self.trainer.state.stage is RunningStage.TRAINING))
+            return self.loss(batch)
+
+    fit(Asks())
+    assert set(seen) == {(True, True)}
+
+
+def test_a_logger_passes_pictures_and_numbers_to_the_sinks() -> None:
+    class Draws(Subject):
+        def on_train_epoch_end(self) -> None:
+            logger: Any = self.logger
+            logger.experiment.add_scalar("drawn/number", 3.0, self.global_step)
+            logger.experiment.add_image("drawn/picture", torch.rand(3, 4, 4), self.global_step)
+            logger.experiment.add_histogram("drawn/values", torch.rand(9))
+            logger.log_metrics({"drawn/more": 4.0}, step=1)
+            with pytest.raises(TaskError, match=r"self.logger.experiment.add_mesh"):
+                logger.experiment.add_mesh("drawn/mesh")
+
+    result = fit(Draws())
+    assert (result.metrics["drawn/number"], result.metrics["drawn/more"]) == (3.0, 4.0)
+
+
+def test_a_val_loader_without_a_validation_step_is_left_out() -> None:
+    class Blind(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(6, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="Blind defines no validation_step: the val loader is not used"):
+        result = fit(Blind(), loader(10))
+    assert result.updates == 10
+    assert not [name for name in result.metrics if name.startswith("val/")]
+
+
+def test_callbacks_that_rewrite_the_loops_are_refused() -> None:
+    with pytest.raises(TaskError, match=r"StochasticWeightAveraging rewrites Lightning's loops. Use the plugin swa"):
+        forge.LightningAdapter(Subject(), callbacks=StochasticWeightAveraging(swa_lrs=0.1))
+    with pytest.warns(UserWarning, match="TQDMProgressBar is not run: the plugin progress"):
+        forge.LightningAdapter(Subject(), callbacks=[TQDMProgressBar()])
+
+
+def test_manual_optimization_refuses_plugins_that_edit_gradients() -> None:
+    with pytest.raises(TaskError, match=r"Manual has automatic_optimization = False, so the plugin clip"):
+        fit(Manual(), plugins=[Clip(1.0)])
+
+
+def test_a_strict_plateau_names_the_metric_that_is_missing() -> None:
+    class Watches(Subject):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_f1"}}
+
+    with pytest.raises(TaskError, match=r"watches 'val_f1', which is not logged; there is .*train_loss.*strict"):
+        fit(Watches())
+
+
+def test_a_run_without_a_length_has_no_planned_number() -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter(loader())
+
+    class Asks(Subject):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.heard.append((self.trainer.num_training_batches, self.trainer.max_steps))
+            return self.loss(batch)
+
+    module = Asks()
+    task = forge.LightningAdapter(module)
+    forge.Trainer(max_updates=3, plugins=[], run_dir=False, device="cpu").fit(task, Endless())
+    assert module.heard[0] == (math.inf, 3)

@@ -1,0 +1,224 @@
+"""amp on a CUDA device: the bits of a hand-written loop; bf16 waits for nothing, fp16 once per update."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.errors import NonFiniteError
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
+from tests.forge_plugins.test_amp import SHORT, LoudDiscriminator, Typed, WithSchedule, train_by_hand, train_gan_by_hand
+from tests.forge_plugins.test_amp_beside import with_nan
+from tests.support.amp_kit import Scales, made, trained
+
+pytestmark = pytest.mark.gpu
+
+
+class Fused(TinyTask):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def pinned(count: int) -> list[Any]:
+    return [(x.pin_memory(), y.pin_memory()) for x, y in tiny_batches([8] * count)]
+
+
+@pytest.fixture(autouse=True)
+def syncs_are_allowed_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [TinyTask, WithSchedule, Fused])
+@pytest.mark.parametrize(("window", "clip"), [(1, None), (2, 0.3)])
+def test_training_equals_a_hand_written_loop_bit_for_bit(
+    dtype: str, kind: type[TinyTask], window: int, clip: float | None
+) -> None:
+    ours, theirs = kind(), kind()
+    others = [Accumulate(window), *([] if clip is None else [Clip(clip)])]
+    scales = trained(ours, made(dtype), *others, device="cuda", max_epochs=3)
+    by_hand = train_by_hand(theirs, dtype, tiny_batches(), 3, window=window, clip=clip, device="cuda")
+    assert scales == by_hand
+    assert_same_weights(ours, theirs)
+    if dtype == "fp16":
+        assert scales[0] == 2.0**19  # it did overflow
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [TinyGAN, LoudDiscriminator])
+def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any) -> None:
+    ours, theirs = kind(), kind()
+    scales = trained(ours, made(dtype), device="cuda", max_epochs=3)
+    assert scales == train_gan_by_hand(theirs, dtype, tiny_batches(), 3, device="cuda")
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_stage_is_in_the_short_type_but_weights_long(dtype: str) -> None:
+    task = Typed()
+    trainer = forge.Trainer(plugins=[AMP(dtype)], max_epochs=1, run_dir=False, device="cuda")
+    trainer.fit(task, tiny_batches(), tiny_batches())
+    trainer.test(task, tiny_batches())
+    assert task.seen == dict.fromkeys(("train", "val", "test"), SHORT[dtype])
+    assert [output.dtype for output in trainer.predict(task, tiny_batches())] == [SHORT[dtype]] * 5
+    assert {p.dtype for p in task.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [Fused, LoudDiscriminator])
+def test_a_resumed_run_has_the_bits_of_the_straight_one(dtype: str, kind: Any, tmp_path: Path) -> None:
+    def run(updates: int, folder: str, resume: str | None = None) -> tuple[forge.TaskModule, list[float]]:
+        amp, task = made(dtype), kind()
+        scales = Scales(amp)
+        stack = [amp, Clip(0.3), Checkpoint(every="1 updates", keep=9), scales]
+        options = {"max_updates": updates, "run_dir": tmp_path / folder, "resume": resume, "device": "cuda"}
+        fit_tiny(stack, task=task, **options)
+        return task, scales.seen
+
+    straight, scales = run(9, "straight")
+    run(4, "cut")
+    resumed, rest = run(9, "cut", "auto")
+    assert_same_weights(resumed, straight)
+    assert rest == scales[4:]
+
+
+# -- host syncs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_bf16_waits_for_nothing(window: int, guarded: bool) -> None:
+    @forge.on("step_end")
+    def strict(step: forge.Step) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    plugins = [AMP("bf16"), Clip(0.1), Accumulate(window), *([Guard()] if guarded else []), strict]
+    options: dict[str, Any] = {"max_updates": 8, "device": "cuda", "log_every": 1000, "validate_every": None}
+    assert fit_tiny(plugins, task=Fused(), train=pinned(40), **options)[1].updates == 8
+
+
+def syncs_per_update(*plugins: forge.Plugin, task: Any, log_every: int = 1000) -> list[int]:
+    """How often the host waited in each update but the first, whose batch is looked at."""
+    counted: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        @forge.on("step_end")
+        def count(step: forge.Step) -> None:
+            counted.append(sum("synchronizing CUDA operation" in str(warning.message) for warning in caught))
+            torch.cuda.set_sync_debug_mode("warn")
+
+        options: dict[str, Any] = {"max_updates": 8, "device": "cuda", "validate_every": None}
+        fit_tiny([*plugins, count], task=task, train=pinned(40), log_every=log_every, **options)
+    return [after - before for before, after in itertools.pairwise(counted)]
+
+
+@pytest.mark.parametrize("kind", [Fused, TinyTask])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("log_every", [2, 1000])
+def test_fp16_reads_the_device_exactly_once_per_update(kind: Any, window: int, log_every: int) -> None:
+    plugins = [AMP("fp16", init_scale=128.0), Clip(0.1), Accumulate(window)]
+    assert syncs_per_update(*plugins, task=kind(), log_every=log_every) == [1] * 7
+
+
+def test_the_counter_of_syncs_counts() -> None:
+    @forge.on("step_end")
+    def reads(step: forge.Step) -> None:
+        step.parameters()[0].sum().item()
+
+    assert syncs_per_update(AMP("bf16"), reads, task=Fused()) == [1] * 7
+
+
+def test_reads_are_told_at_the_start_and_by_whom(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fit_tiny([AMP("bf16"), Guard()], task=Fused(), device="cuda")
+    assert "reads the device" not in caplog.text
+    fit_tiny([AMP("fp16"), Guard()], task=Fused(), device="cuda")
+    assert "amp reads the device once per update, to skip those whose gradients overflow" in caplog.text
+    assert "guard reads the device once per update: 'amp' owns the optimizer step" in caplog.text
+
+
+def test_auto_takes_what_the_device_has(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fit_tiny([AMP()], task=Fused(), device="cuda")
+    has = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert f"run in {'bf16' if has else 'fp16'} (auto) (autocast on cuda:0)" in caplog.text
+
+
+# -- with guard and anomaly -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Fused, TinyTask])
+def test_an_overflow_is_no_business_of_guard_and_anomaly(kind: Any, tmp_path: Path) -> None:
+    plain, watched, amp, anomaly = kind(), kind(), made("fp16"), Anomaly()
+    expected = trained(plain, made("fp16"), device="cuda")
+    scales = trained(watched, amp, Guard(), anomaly, device="cuda", run_dir=tmp_path)
+    assert expected[0] == 2.0**19
+    assert scales == expected
+    assert_same_weights(watched, plain)
+    assert anomaly.findings == []
+
+
+@pytest.mark.parametrize("kind", [Fused, TinyTask])
+def test_guard_stops_at_a_bad_loss_with_the_weights_as_before(kind: Any) -> None:
+    task, before = kind(), kind()
+    with pytest.raises(NonFiniteError, match=r"Update 3 \(epoch 0\): the loss and the gradients of net"):
+        fit_tiny([AMP("fp16", init_scale=128.0), Guard()], task=task, train=with_nan(3), device="cuda")
+    fit_tiny([AMP("fp16", init_scale=128.0)], task=before, train=with_nan(), max_updates=3, device="cuda")
+    assert_same_weights(dict(task.named_parameters()), dict(before.named_parameters()))
+
+
+def test_guard_catches_a_bad_loss_whose_gradients_are_finite() -> None:
+    class NaNLoss(Fused):
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": super().training_step(batch)["loss"] + math.nan}
+
+    with pytest.raises(NonFiniteError, match=r"Update 0 \(epoch 0\): the loss is not finite"):
+        fit_tiny([AMP("fp16", init_scale=128.0), Guard()], task=NaNLoss(), device="cuda")
+
+
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> None:
+    rewound, expected, amp = Fused(), Fused(), made("fp16")
+    scales = Scales(amp)
+    stack = [amp, Guard("rewind"), Checkpoint(every="2 updates", background=False)]
+    stack = [*(stack if amp_first else stack[::-1]), scales]
+    fit_tiny(
+        stack,
+        task=rewound,
+        train=with_nan(5, count=8),
+        val=tiny_batches(),
+        max_epochs=1,
+        run_dir=tmp_path,
+        device="cuda",
+    )
+    data = [batch for index, batch in enumerate(with_nan(count=8)) if index != 5]
+    straight = trained(expected, made("fp16"), train=data, max_epochs=1, device="cuda")
+    assert_same_weights(rewound, expected)
+    assert scales.seen[6:] == [straight[4], straight[4], *straight[5:]]
+
+
+def test_anomaly_names_the_layer_too_large_for_fp16() -> None:
+    class Large(Fused):
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step((batch[0] * 1e6, batch[1]))
+
+    anomaly = Anomaly()
+    with pytest.raises(NonFiniteError):
+        fit_tiny([AMP("fp16"), Guard(), anomaly], task=Large(), device="cuda")
+    finding = anomaly.findings[0]
+    assert (finding["kind"], finding["module"], finding["output"]["dtype"]) == ("forward", "net.0", "float16")

@@ -1,0 +1,391 @@
+"""cuda_graph on a CUDA device: replayed updates are the updates, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import forge
+from forge.errors import NonFiniteError, StackError
+from forge.testing import assert_same_weights
+from forge_plugins import (
+    AMP,
+    EMA,
+    JSONL,
+    Accumulate,
+    Anomaly,
+    Checkpoint,
+    Clip,
+    Compile,
+    CudaGraph,
+    Freeze,
+    Guard,
+    Monitor,
+    Prefetch,
+    Schedule,
+)
+from tests.forge.snapshot.test_resume import PowerCut, cut_at, log_of
+
+pytestmark = pytest.mark.gpu
+
+
+class Net(forge.TaskModule):
+    """Dropout, BatchNorm, two metrics, a learning rate that float32 holds exactly."""
+
+    def __init__(self, kind: str = "AdamW", lr: float = 2.0**-7, **options: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(8, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 3),
+        )
+        self.kind, self.lr, self.options = kind, lr, options
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        out = self.net(x)
+        loss = F.cross_entropy(out.float(), y)
+        return {"loss": loss, "accuracy": (out.argmax(-1) == y).float().mean()}
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(self.net(batch[0]).float(), batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        # fused, as the plugin makes it: so the plain run has the same kernels
+        return getattr(torch.optim, self.kind)(self.parameters(), lr=self.lr, fused=True, **self.options)
+
+
+def batches(count: int = 20, size: int = 16, last: int | None = None) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [size] * (count - 1) + [last or size]
+    made = [(torch.randn(n, 8, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
+    return [(x.pin_memory(), y.pin_memory()) for x, y in made]
+
+
+def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) -> tuple[Any, forge.FitResult, Any]:
+    task = Net() if task is None else task
+    settings = {"max_epochs": 2, "seed": 3, "device": "cuda", "log_every": 7, "run_dir": False, **options}
+    logs: list[Any] = []
+
+    @forge.on("log")
+    def keep(update: int, metrics: dict[str, Any]) -> None:
+        logs.append((update, {k: v for k, v in metrics.items() if not k.startswith(("throughput", "time"))}))
+
+    trainer = forge.Trainer(plugins=[*plugins, keep], **settings)
+    result = trainer.fit(task, batches() if data is None else data, None)
+    return task, result, logs
+
+
+def compare(plugins: Any, least: int, data: Any = None, task: Any = Net, **options: Any) -> CudaGraph:
+    """The run with and without capture: weights, buffers and logs are equal, and so many updates were replayed."""
+    graph = CudaGraph(strict=True)
+    plain, _, plain_logs = run(plugins(), data, task(), **options)
+    captured, _, logs = run([*plugins(), graph], data, task(), **options)
+    assert graph.replayed >= least
+    assert_same_weights(captured, plain)
+    assert logs == plain_logs
+    return graph
+
+
+STACKS = {
+    "nothing": lambda: [],
+    "clip": lambda: [Clip(0.1)],
+    "accumulate": lambda: [Accumulate(3), Clip(0.1)],
+    "bf16": lambda: [AMP("bf16")],
+    "ema": lambda: [EMA(0.9), Clip(0.1)],
+    "guard": lambda: [Guard(), Clip(0.1)],
+    "prefetch": lambda: [Prefetch()],
+    "all": lambda: [Guard(), AMP("bf16"), Accumulate(2), Clip(0.1), EMA(0.9), Prefetch()],
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS.keys())
+def test_replayed_updates_are_the_updates_bit_for_bit(stack: Any, kind: str) -> None:
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    compare(stack, 8, task=lambda: Net(kind, **options))
+
+
+def test_a_compiled_model_is_captured_too() -> None:
+    compare(lambda: [Compile(), Clip(0.1)], 30)
+
+
+def test_a_schedule_moves_the_rate_inside_the_graph() -> None:
+    plain_rates = [log["lr"] for _, log in run([Schedule("cosine", warmup=5), Clip(0.1)])[2] if "lr" in log]
+    graph = CudaGraph(strict=True)
+    task, _, logs = run([Schedule("cosine", warmup=5), Clip(0.1), graph])
+    assert graph.replayed > 30
+    assert [log["lr"] for _, log in logs if "lr" in log] == plain_rates
+    reference = by_hand(40, lambda i: _factor(i, 40, 5))
+    for name, weight in task.state_dict().items():
+        torch.testing.assert_close(weight, reference[name], rtol=0, atol=0)
+
+
+def _factor(i: int, planned: int, warmup: int) -> float:
+    if i < warmup:
+        return (i + 1) / warmup
+    share = (i - (warmup - 1)) / (planned - (warmup - 1))
+    return (1 + math.cos(math.pi * share)) / 2
+
+
+def by_hand(updates: int, factor: Any) -> dict[str, torch.Tensor]:
+    """A loop in plain torch whose rate is a float32 tensor."""
+    task = Net().cuda().train()
+    rate = torch.tensor(task.lr, device="cuda")
+    optimizer = torch.optim.AdamW(task.parameters(), lr=rate, fused=True, capturable=True)
+    torch.manual_seed(3)
+    data = batches()
+    for i in range(updates):
+        rate.fill_(task.lr * factor(i))
+        x, y = (t.cuda() for t in data[i % len(data)])
+        loss = task.training_step((x, y))["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(task.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(task.state_dict())
+
+
+def test_a_shorter_last_batch_gets_a_graph_of_its_own() -> None:
+    data = batches(10, last=5)
+    graph = compare(lambda: [Clip(0.1)], 30, data, max_epochs=5)
+    assert graph.replayed == 50 - 3 - 1  # three to warm up, one of the other shape; its second coming was captured
+
+
+def test_a_windows_own_weights_are_given_to_the_graph() -> None:
+    class Weighed(Net):
+        def num_items(self, batch: Any) -> int:
+            return int((batch[1] != 0).sum())
+
+    compare(lambda: [Accumulate(2)], 10, task=Weighed)
+
+
+def test_what_acts_at_an_interval_acts_in_an_uncaptured_update() -> None:
+    graph = compare(lambda: [Monitor(every="10 updates")], 25)
+    assert graph.replayed < 40 - 3
+
+
+def test_a_thaw_captures_the_step_anew() -> None:
+    compare(lambda: [Freeze(modules="net.0", thaw={"net.0": "1 epoch"})], 20)
+
+
+def test_a_read_of_the_device_is_found_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Reads(Net):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            out["loss"].item()
+            return out
+
+    with caplog.at_level(logging.INFO, logger="forge"):
+        graph = CudaGraph()
+        task, _, _ = run([graph], task=Reads())
+    assert graph.replayed == 0
+    assert 'out["loss"].item()' in caplog.text
+    plain, _, _ = run([], task=Reads())
+    assert_same_weights(task, plain)
+    with pytest.raises(StackError, match=r"updates run uncaptured.*\.item\(\)"):
+        run([CudaGraph(strict=True)], task=Reads())
+
+
+def test_a_plugin_that_cannot_be_captured_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    graph = CudaGraph()
+    run([graph, Anomaly()])
+    assert graph.replayed == 0
+    assert "'anomaly' acts inside every update" in caplog.text
+
+
+def test_a_plain_number_among_the_metrics_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Net):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "answer": 42.0}
+
+    graph = CudaGraph()
+    task, _, logs = run([graph], task=Counts())
+    assert graph.replayed == 0
+    assert "the metric 'train/answer' is a plain number" in caplog.text
+    plain, _, plain_logs = run([], task=Counts())
+    assert_same_weights(task, plain)
+    assert logs == plain_logs
+
+
+def test_a_wait_of_which_torch_does_not_warn_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
+    class Waits(Net):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            torch.cuda.synchronize()
+            return out
+
+    graph = CudaGraph()
+    run([graph], task=Waits())
+    assert graph.replayed == 0
+    assert "(torch.cuda.synchronize())" in caplog.text
+
+
+def test_a_capture_that_breaks_off_leaves_a_run_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(Net):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            if torch.cuda.is_current_stream_capturing():
+                out["loss"].item()
+            return out
+
+    graph = CudaGraph()
+    task, _, logs = run([graph], task=Breaks())
+    assert graph.replayed == 0
+    assert "it cannot be captured at" in caplog.text
+    assert '(out["loss"].item())' in caplog.text
+    plain, _, plain_logs = run([], task=Breaks())
+    assert_same_weights(task, plain)
+    assert logs == plain_logs
+
+
+class Wide(Net):
+    """Batches of more than 1 MiB, which are copied beside the computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8192, 8)
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step((self.first(batch[0]), batch[1]))
+
+
+def wide(count: int = 20) -> list[Any]:
+    make = torch.Generator().manual_seed(2)
+    made = [(torch.randn(64, 8192, generator=make), torch.randint(3, (64,), generator=make)) for _ in range(count)]
+    return [(x.pin_memory(), y) for x, y in made]
+
+
+@pytest.mark.parametrize("stack", [lambda: [], lambda: [Accumulate(2)], lambda: [Prefetch()]])
+def test_large_batches_come_by_a_stream_of_their_own(stack: Any) -> None:
+    compare(stack, 15, wide(), Wide)
+
+
+def test_weights_on_the_device_meet_large_batches_from_the_host() -> None:
+    class Weighed(Wide):
+        def num_items(self, batch: Any) -> Any:
+            return (batch[1] != 0).sum().cuda()
+
+    compare(lambda: [Accumulate(2)], 15, wide(), Weighed)
+
+
+def test_validation_between_replays_changes_nothing() -> None:
+    def trained(*plugins: Any) -> Any:
+        task = Net()
+        trainer = forge.Trainer(
+            plugins=[EMA(0.9), *plugins], max_epochs=3, seed=3, device="cuda", run_dir=False, validate_every="7 updates"
+        )
+        trainer.fit(task, batches(), batches(4))
+        return task
+
+    graph = CudaGraph(strict=True)
+    assert_same_weights(trained(graph), trained())
+    assert graph.replayed == 57
+
+
+def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Replaces(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(()))
+
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            self.average = 0.9 * self.average + 0.1 * out["loss"].detach()
+            return out
+
+    graph = CudaGraph()
+    task, _, logs = run([graph], task=Replaces())
+    plain, _, plain_logs = run([], task=Replaces())
+    assert graph.replayed == 0
+    assert "replaces the buffer 'average'" in caplog.text
+    assert_same_weights(task, plain)
+    assert logs == plain_logs
+
+
+def test_nothing_is_left_on_the_device_after_a_run() -> None:
+    run([CudaGraph(strict=True)])
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    run([CudaGraph(strict=True)])
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("where", [6, 9])
+def test_guard_stops_a_captured_run(where: int) -> None:
+    data = batches()
+    data[where][0][0, 0] = math.nan
+    graph = CudaGraph(strict=True)
+    with pytest.raises(NonFiniteError, match=rf"Update {where} .*loss is not finite"):
+        run([Guard(), graph], data, max_epochs=1)
+    assert graph.replayed >= where - 3
+
+
+def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
+    graph = CudaGraph(strict=True)
+    plugins = [Accumulate(2), Clip(0.5), Schedule("cosine", warmup=3), Guard(), EMA(0.9), graph]
+    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
+    settings: dict[str, Any] = {"seed": 3, "device": "cuda", "log_every": 4, "max_epochs": 6, **options}
+    task = Net()
+    trainer = forge.Trainer(plugins=plugins, run_dir=folder, resume="auto", **settings)
+    data = [(x, y % 3) for x, y in batches(14, last=7)]
+    trainer.fit(task, data, data[:3])
+    assert graph.replayed > 10
+    return task
+
+
+@pytest.mark.parametrize("update", [5, 17, 30])
+def test_a_captured_run_that_was_cut_ends_the_same(tmp_path: Path, update: int) -> None:
+    straight = live(tmp_path / "straight")
+    with pytest.raises(PowerCut):
+        live(tmp_path / "cut", cut_at(update))
+    resumed = live(tmp_path / "cut")
+    assert_same_weights(resumed, straight)
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
+
+
+def test_garbage_of_an_earlier_run_is_not_collected_in_a_capture() -> None:
+    """Each run leaves cycles that hold pinned memory, which the graph's stream has used."""
+    threshold = gc.get_threshold()
+    gc.enable()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(4):
+            run([Guard(), CudaGraph(strict=True)], max_epochs=1)
+    finally:
+        gc.set_threshold(*threshold)
+    torch.cuda.synchronize()
+    assert all(torch.empty(2**20, dtype=torch.uint8, pin_memory=True).is_pinned() for _ in range(8))
+
+
+def test_nothing_waits_for_the_device_between_logs() -> None:
+    graph, strict = CudaGraph(strict=True), []
+
+    @forge.on("step_end")
+    def no_waiting(step: forge.Step) -> None:
+        if graph.replayed == 1:
+            torch.cuda.set_sync_debug_mode("error")
+        strict.append(torch.cuda.get_sync_debug_mode())
+
+    try:
+        run([Guard(), Clip(0.1), EMA(0.9), Schedule("cosine"), graph, no_waiting], max_epochs=1, log_every=100)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert graph.replayed == 17
+    assert strict.count(2) >= 16

@@ -1,0 +1,196 @@
+"""cuda_graph on a CUDA device for several optimizers, updates captured in part, remat, fp16 and many shapes: replayed
+updates are the updates, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.errors import NonFiniteError
+from forge.testing import assert_same_weights
+from forge_plugins import AMP, EMA, Accumulate, Clip, Compile, CudaGraph, Guard, Prefetch, Remat, Schedule
+from tests.forge_plugins.test_cuda_graph_cuda import Net, batches, compare, run
+from tests.forge_plugins.test_cuda_graph_more import GAN, Blocks, Noise, Own, Spikes
+
+pytestmark = pytest.mark.gpu
+
+
+def small(*bad: int, count: int = 20, size: int = 16) -> list[Any]:
+    """Batches of 6 numbers; those of `bad` hold a NaN."""
+    data = [(x[:, :6].contiguous().pin_memory(), y) for x, y in batches(count, size)]
+    for index in bad:
+        data[index][0][0, 0] = math.nan
+    return data
+
+
+# -- several optimizers -----------------------------------------------------------------------------------------------
+
+
+TURNS = {
+    "nothing": lambda: [],
+    "noise": lambda: [Noise(), Clip(0.1)],
+    "guard": lambda: [Guard(), Clip(0.1)],
+    "all": lambda: [Noise(), Guard(), AMP("bf16"), Accumulate(2), Clip(0.1), EMA(0.9), Prefetch()],
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stack", TURNS.values(), ids=TURNS.keys())
+def test_turns_that_are_replayed_are_the_turns(stack: Any, kind: str) -> None:
+    compare(stack, 15, small(), lambda: GAN(kind))
+
+
+def test_turns_that_are_not_always_taken() -> None:
+    class Rests(GAN):
+        rests = True
+
+    compare(lambda: [Noise(), Clip(0.1)], 30, small(), Rests)
+
+
+def test_compiled_turns_are_captured_too() -> None:
+    compare(lambda: [Compile()], 30, small(), GAN)
+
+
+@pytest.mark.parametrize("where", [2, 9])
+def test_guard_stops_captured_turns(where: int) -> None:
+    with pytest.raises(NonFiniteError, match=rf"Update {where} .*loss is not finite"):
+        run([Guard(), CudaGraph(strict=True)], small(where), GAN(), max_epochs=1)
+
+
+@pytest.mark.parametrize("make", [GAN, lambda: Net("SGD", momentum=0.9)], ids=["turns", "outside"])
+def test_nothing_waits_for_the_device_between_logs(make: Any) -> None:
+    graph, strict = CudaGraph(strict=True), []
+    is_turns = isinstance(make(), GAN)
+    plugins = [Schedule("cosine" if is_turns else "one_cycle"), Guard(), Clip(0.1), EMA(0.9), graph]
+
+    @forge.on("step_end")
+    def no_waiting(step: forge.Step) -> None:
+        if graph.replayed == 1:
+            torch.cuda.set_sync_debug_mode("error")
+        strict.append(torch.cuda.get_sync_debug_mode())
+
+    try:
+        run([*plugins, no_waiting], small() if is_turns else batches(), make(), max_epochs=1, log_every=100)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert graph.replayed == 17
+    assert strict.count(2) >= 16
+
+
+# -- a part of an update ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_moving_momentum_is_the_momentum(kind: str) -> None:
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    stack = lambda: [Guard(), Schedule("one_cycle", warmup=5), Clip(0.1), EMA(0.9)]  # noqa: E731
+    compare(stack, 37, task=lambda: Net(kind, **options))
+
+
+def test_a_moving_momentum_and_two_shapes() -> None:
+    compare(lambda: [Schedule("one_cycle"), Clip(0.1)], 30, batches(10, last=5), Net, max_epochs=5)
+
+
+def test_an_optimizer_that_reads_the_device_stays_outside() -> None:
+    class Task(Net):
+        def configure_optimizers(self) -> Any:
+            return Own(self.parameters())
+
+    compare(lambda: [Accumulate(2), Clip(0.1), EMA(0.9)], 15, task=Task)
+
+
+def test_guard_skips_an_update_whose_window_was_replayed() -> None:
+    data = batches()
+    data[7][0][0, 0] = math.nan
+    compare(lambda: [Guard("skip"), Clip(0.1), Schedule("cosine"), EMA(0.9)], 37, data)
+
+
+# -- fp16 -------------------------------------------------------------------------------------------------------------
+
+
+HALVES = {
+    "alone": lambda: [AMP("fp16", init_scale=2.0**18)],
+    "clip": lambda: [AMP("fp16", init_scale=2.0**20, growth_interval=3), Clip(0.1), EMA(0.9), Guard()],
+    "accumulate": lambda: [AMP("fp16", init_scale=2.0**30), Accumulate(2), Clip(0.1), Schedule("one_cycle")],
+}
+
+
+@pytest.mark.parametrize("stack", HALVES.values(), ids=HALVES.keys())
+def test_a_loss_scaler_skips_the_same_updates(stack: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="forge"):
+        compare(stack, 15, small(), Spikes)
+    told = [line for line in caplog.messages if "skipped in this run" in line]
+    assert len(told) == 2
+    assert len(set(told)) == 1
+
+
+def test_a_loss_scaler_serves_several_optimizers() -> None:
+    compare(lambda: [AMP("fp16", init_scale=2.0**24), Clip(0.1)], 37, small(), GAN)
+
+
+# -- remat ------------------------------------------------------------------------------------------------------------
+
+
+REMATS = {
+    "all": lambda: [Remat()],
+    "budget": lambda: [Remat(budget=0.5), Clip(0.1), Accumulate(2)],
+    "bf16": lambda: [Remat(), AMP("bf16"), Guard()],
+    "outside": lambda: [Remat(), Schedule("one_cycle")],
+}
+
+
+@pytest.mark.parametrize("stack", REMATS.values(), ids=REMATS.keys())
+def test_blocks_that_are_computed_again_are_captured(stack: Any) -> None:
+    compare(stack, 15, small(), Blocks)
+
+
+def test_a_compiled_remat_ends_the_same_captured_or_not() -> None:
+    captured, _, _ = run([Remat(), Compile(), CudaGraph()], small(), Blocks())
+    plain, _, _ = run([Remat(), Compile()], small(), Blocks())
+    assert_same_weights(captured, plain)
+
+
+def test_a_captured_remat_is_the_run_without_it() -> None:
+    captured, _, _ = run([Remat(), CudaGraph(strict=True)], small(), Blocks())
+    plain, _, _ = run([], small(), Blocks())
+    assert_same_weights(captured, plain)
+
+
+# -- many shapes, and memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_a_graph_that_is_no_longer_used_makes_room(graphs: int) -> None:
+    data = [batch for size in (16, 12, 20, 8) for batch in batches(30, size)]
+    graph = CudaGraph(graphs=graphs, strict=True)
+    ours, _, logs = run([Guard(), Clip(0.1), graph], data, max_epochs=1)
+    plain, _, plain_logs = run([Guard(), Clip(0.1)], data, max_epochs=1)
+    assert graph.replayed == 120 - 3 - (graphs - 1) - (4 - graphs) * 15
+    assert_same_weights(ours, plain)
+    assert logs == plain_logs
+
+
+STACKS = {
+    "turns": (lambda: [Noise()], GAN, small),
+    "outside": (lambda: [Schedule("one_cycle")], Net, batches),
+    "fp16": (lambda: [AMP("fp16")], Net, batches),
+}
+
+
+@pytest.mark.parametrize(("plugins", "task", "data"), STACKS.values(), ids=STACKS.keys())
+def test_nothing_is_left_on_the_device_after_a_run(plugins: Any, task: Any, data: Any) -> None:
+    def allocated() -> int:
+        graph = CudaGraph(strict=True)
+        run([*plugins(), graph], data(), task())
+        assert graph.replayed > 30
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    assert allocated() == allocated()

@@ -1,0 +1,366 @@
+"""freeze: what a pattern names does not move until it is thawed; the rest trains as in a hand-written loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import forge
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge_plugins import Accumulate, Checkpoint, Clip, Freeze, Guard
+from tests.forge.snapshot.test_resume import PowerCut, cut_at
+from tests.support.freeze_kit import Look, evaluating, statistics
+from tests.support.profiles import covering, few
+
+PARTS = ["net.0", "net.1", "net.4"]
+
+
+class Decayed(TinyTask):
+    """AdamW decays every weight that it steps, gradient or not."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
+
+
+class Tree(forge.TaskModule):
+    """Names to choose from: layers, norms of every kind, a tied weight, a parameter of the task's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.backbone = nn.ModuleDict(
+            {
+                "layers": nn.ModuleList([nn.Linear(6, 6) for _ in range(12)]),
+                "bn": nn.BatchNorm1d(6),
+                "plain": nn.BatchNorm1d(6, affine=False),
+                "still": nn.BatchNorm1d(6, track_running_stats=False),
+            }
+        )
+        self.embed, self.head = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = batch[0]
+        for module in [*self.backbone["layers"], *(self.backbone[name] for name in ("bn", "plain", "still"))]:  # pyright: ignore
+            x = module(x)
+        return F.cross_entropy(self.head(x) * self.scale, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def chosen(*patterns: str, keep: list[str] | None = None, norm: bool = True) -> tuple[set[str], set[str]]:
+    """What these patterns freeze in a Tree, and put into evaluation mode."""
+    look = Look()
+    plugins = [Freeze(list(patterns), keep=keep or [], norm=norm), look]
+    forge.Trainer(max_updates=1, plugins=plugins, run_dir=False, device="cpu").fit(Tree(), tiny_batches())
+    return look.frozen[0], look.evaluating[0]
+
+
+def by_hand(task: TinyTask, thaw: Mapping[str, str | None], *, epochs: int = 2, window: int = 1) -> None:
+    """A loop that freezes parts of a task, and thaws each when so much has been done."""
+    optimizer, data = task.configure_optimizers(), tiny_batches()
+    torch.manual_seed(0)
+    task.train()
+    done = {"updates": 0, "epochs": 0, "samples": 0}
+
+    def set_flags() -> None:
+        for name, when in thaw.items():
+            count, unit = when.split() if when else ("9999", "updates")
+            trains = done[unit] >= int(count)
+            part = task.get_submodule(name).requires_grad_(trains)
+            if isinstance(part, nn.BatchNorm1d):
+                part.train(trains)
+
+    set_flags()
+    for _ in range(epochs):
+        for start in range(0, len(data), window):
+            micros = data[start : start + window]
+            total = sum(len(x) for x, _ in micros)
+            for x, y in micros:
+                loss = F.cross_entropy(task(x), y)
+                if len({len(x) for x, _ in micros}) > 1:
+                    loss = loss * (len(x) / total)
+                elif len(micros) > 1:
+                    loss = loss / len(micros)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            done["updates"] += 1
+            done["samples"] += total
+            done["epochs"] += start + window >= len(data)
+            set_flags()
+
+
+def with_parts(thaw: Mapping[str, str | None], **options: Any) -> Freeze:
+    return Freeze(list(thaw), thaw={name: when for name, when in thaw.items() if when}, **options)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+MOMENTS = st.sampled_from(
+    [None, "1 updates", "2 updates", "5 updates", "1 epochs", "8 samples", "9 samples", "40 samples"]
+)
+PLANS = st.dictionaries(st.sampled_from(PARTS), MOMENTS, min_size=1, max_size=2)
+
+
+@given(thaw=PLANS, window=st.integers(1, 3), kind=st.sampled_from([TinyTask, Decayed]))
+def test_any_freezing_and_thawing_equals_the_plain_loop(
+    thaw: dict[str, str | None], window: int, kind: type[TinyTask]
+) -> None:
+    ours, theirs = kind(), kind()
+    fit_tiny([with_parts(thaw), Clip(0.5), Accumulate(window)], task=ours)
+    by_hand(theirs, thaw, window=window)
+    assert_same_weights(ours, theirs)
+
+
+@few
+@given(
+    thaw=PLANS,
+    window=st.integers(1, 2),
+    kind=st.sampled_from([TinyTask, Decayed]),
+    deaths=st.lists(st.integers(1, 5), max_size=3),
+)
+def test_a_run_cut_off_anywhere_ends_in_the_same_weights(
+    thaw: dict[str, str | None],
+    window: int,
+    kind: type[TinyTask],
+    deaths: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder, task = tmp_path_factory.mktemp("run"), kind()
+
+    def live(task: TinyTask, *more: Any) -> None:
+        saving = Checkpoint(every="1 updates", background=False)
+        fit_tiny(
+            [with_parts(thaw), Clip(0.5), Accumulate(window), saving, *more], task=task, run_dir=folder, resume="auto"
+        )
+
+    for update in sorted(deaths):
+        with pytest.raises(PowerCut):
+            live(kind(), cut_at(update))
+    live(task)
+    expected = kind()
+    by_hand(expected, thaw, window=window)
+    assert_same_weights(task, expected)
+
+
+@pytest.mark.parametrize(("cut", "kind"), covering([1, 2, 3, 4, 5], [Decayed, TinyGAN]))
+def test_a_resume_right_before_at_and_after_a_thaw_is_exact(cut: int, kind: Any, tmp_path: Path) -> None:
+    """The checkpoint that is resumed from is of the update before the cut."""
+
+    def live(folder: str, *more: Any) -> tuple[forge.TaskModule, Look]:
+        look = Look()
+        freeze = Freeze("*.[01]", thaw="3 updates")
+        stack = [freeze, Checkpoint(every="1 updates", background=False), look, *more]
+        return fit_tiny(stack, task=kind(), run_dir=tmp_path / folder, resume="auto")[0], look
+
+    straight, expected = live("straight")
+    with pytest.raises(PowerCut):
+        live("cut", cut_at(cut + 1))
+    resumed, look = live("cut")
+    assert_same_weights(resumed, straight)
+    assert look.frozen[1:] == expected.frozen[cut + 1 :]
+    assert look.evaluating[1:] == expected.evaluating[cut + 1 :]
+
+
+def test_what_is_frozen_keeps_its_bits_and_has_no_state() -> None:
+    task, before = Decayed(), Decayed()
+    sizes: list[int] = []
+
+    @forge.on("boundary")
+    def count(trainer: forge.Trainer) -> None:
+        sizes.append(len(trainer.optimizers[None].state))
+
+    fit_tiny([Freeze("net.[01]"), count], task=task)
+    for name, tensor in task.state_dict().items():
+        assert torch.equal(tensor, before.state_dict()[name]) == (not name.startswith("net.4")), name
+    assert sizes == [2] * 10
+
+
+def test_a_thaw_trains_with_the_same_optimizer() -> None:
+    task, before = Decayed(), Decayed()
+    fit_tiny([Freeze("net.0", thaw="1 epoch")], task=task)
+    assert not torch.equal(task.net[0].weight, before.net[0].weight)  # pyright: ignore
+
+
+def test_gradual_unfreezing_thaws_each_part_at_its_moment() -> None:
+    look = Look()
+    thaw = {"net.4": "2 updates", "net.*.bias": "4 updates", "net.[14]": "6 updates"}
+    fit_tiny([Freeze("net.[014]", keep="net.0.weight", thaw=thaw), look])
+    everything = {"net.0.bias", "net.1.weight", "net.1.bias", "net.4.weight", "net.4.bias"}
+    assert look.frozen[0] == everything
+    assert look.frozen[2] == everything - {"net.4.weight", "net.4.bias"}
+    assert look.frozen[4] == {"net.1.weight"}
+    assert look.frozen[6] == set()
+
+
+def test_what_no_moment_matches_stays_frozen() -> None:
+    look = Look()
+    fit_tiny([Freeze("net.[01]", thaw={"net.0": "1 updates"}), look])
+    assert look.frozen[-1] == {"net.1.weight", "net.1.bias"}
+
+
+def test_two_optimizers_take_turns_over_what_is_not_frozen() -> None:
+    ours, theirs = TinyGAN(), TinyGAN()
+    fit_tiny([Freeze("*.0", thaw={"generator.0": "3 updates"})], task=ours)
+    nets: dict[str, Any] = {"generator": theirs.generator, "discriminator": theirs.discriminator}
+    optimizers = theirs.configure_optimizers()
+    torch.manual_seed(0)
+    for update, batch in enumerate(tiny_batches() * 2):
+        for name, net in nets.items():
+            for other in nets.values():
+                other.requires_grad_(other is net)
+            if name == "discriminator" or update < 3:
+                net[0].requires_grad_(False)
+            theirs.training_step(batch, name)["loss"].backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_rewind_over_a_thaw_freezes_again_until_it_comes(order: int, tmp_path: Path) -> None:
+    data = tiny_batches([8] * 8)
+    data[5][0][3, 2] = math.nan
+    plan, look = {"net.0": "4 updates", "net.1": "7 updates"}, Look()
+    saving = Checkpoint(every="3 updates", background=False)
+    stack = [with_parts(plan), Guard("rewind"), saving, look][::order]
+    rewound, _ = fit_tiny(stack, task=TinyTask(dropout=0.0), train=data, max_epochs=1, run_dir=tmp_path)
+    skipped, _ = fit_tiny([with_parts(plan), Guard("skip")], task=TinyTask(dropout=0.0), train=data, max_epochs=1)
+    assert_same_weights(rewound, skipped)
+    assert [len(names) for names in look.frozen] == [4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 0, 0]
+
+
+# -- patterns ---------------------------------------------------------------------------------------------------------
+
+
+ALL = {"scale", "embed.weight", "embed.bias", "head.bias", "backbone.bn.weight", "backbone.bn.bias"} | {
+    *("backbone.still.weight", "backbone.still.bias"),
+    *(f"backbone.layers.{i}.{kind}" for i in range(12) for kind in ("weight", "bias")),
+}
+NORMS = {"backbone.bn", "backbone.plain"}
+
+
+def below(*prefixes: str) -> set[str]:
+    return {name for name in ALL if name.startswith(prefixes)}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected", "norms"),
+    [
+        (["backbone"], below("backbone."), NORMS),
+        (["backbone.*"], below("backbone."), NORMS),
+        (["backbone.layers.[0-3]"], below(*(f"backbone.layers.{i}." for i in range(4))), set()),
+        (["backbone.layers.[0-3].*"], below(*(f"backbone.layers.{i}." for i in range(4))), set()),
+        (["backbone.layers.1"], below("backbone.layers.1."), set()),
+        (["*.bias"], {name for name in ALL if name.endswith(".bias")}, set()),
+        (["scale"], {"scale"}, set()),
+        (["backbone.bn"], below("backbone.bn."), {"backbone.bn"}),
+        (["backbone.bn.weight"], {"backbone.bn.weight"}, set()),
+        (["backbone.bn.*"], below("backbone.bn."), {"backbone.bn"}),
+        (["*.weight", "*.bias"], ALL - {"scale"}, {"backbone.bn"}),
+        (["backbone.plain", "scale"], {"scale"}, {"backbone.plain"}),
+        (["head"], {"embed.weight", "head.bias"}, set()),
+        (["head.weight"], {"embed.weight"}, set()),
+    ],
+)
+def test_a_pattern_freezes_its_match_and_all_inside(patterns: list[str], expected: set[str], norms: set[str]) -> None:
+    assert chosen(*patterns) == (expected, norms)
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected", "norms"),
+    [
+        (["backbone.layers"], below("backbone.bn", "backbone.still"), NORMS),
+        (["*.bias"], {name for name in below("backbone.") if name.endswith("weight")}, {"backbone.plain"}),
+        (["backbone.plain", "backbone.bn.bias"], below("backbone.") - {"backbone.bn.bias"}, set()),
+        (["head"], below("backbone."), NORMS),
+    ],
+)
+def test_what_is_to_be_kept_stays_trained(keep: list[str], expected: set[str], norms: set[str]) -> None:
+    assert chosen("backbone", keep=keep) == (expected, norms)
+
+
+def test_a_tied_weight_kept_by_one_name_is_not_frozen() -> None:
+    assert chosen("head", keep=["embed"])[0] == {"head.bias"}
+
+
+def test_one_pattern_needs_no_list() -> None:
+    look = Look()
+    fit_tiny([Freeze("net.0", keep="*.bias"), look])
+    assert look.frozen[0] == {"net.0.weight"}
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_frozen_batch_norm_stays_in_evaluation_mode(norm: bool) -> None:
+    look, task = Look(), TinyTask()
+    fit_tiny([Freeze("net.1", norm=norm), look], task=task)
+    still = all(torch.equal(a, b) for a, b in zip(statistics(task), statistics(TinyTask()), strict=True))
+    assert still == norm
+    assert look.evaluating == [{"net.1"} if norm else set()] * 11  # also after each of the two validations
+
+
+def test_a_thawed_batch_norm_is_back_in_training_mode() -> None:
+    look, task = Look(), TinyTask()
+    fit_tiny([Freeze("net.1", thaw="4 updates"), look], task=task)
+    assert look.evaluating == [{"net.1"}] * 4 + [set()] * 7
+    assert int(task.net[1].num_batches_tracked) == 6  # pyright: ignore
+
+
+def test_a_batch_norm_thaws_with_the_first_of_its_parameters() -> None:
+    look = Look()
+    fit_tiny([Freeze("net.1", thaw={"*.bias": "3 updates", "*.weight": "5 updates"}), look])
+    assert look.evaluating == [{"net.1"}] * 3 + [set()] * 8
+
+
+def test_a_norm_without_parameters_thaws_by_its_own_name() -> None:
+    look = Look()
+    plugins = [Freeze("backbone", thaw={"backbone.plain": "2 updates"}), look]
+    forge.Trainer(max_updates=3, plugins=plugins, run_dir=False, device="cpu").fit(Tree(), tiny_batches())
+    assert look.evaluating == [NORMS, NORMS, {"backbone.bn"}, {"backbone.bn"}]
+
+
+def test_what_the_task_keeps_in_evaluation_mode_stays_so() -> None:
+    class Keeps(TinyTask):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.net[1].eval()  # pyright: ignore
+            return self
+
+    look, task = Look(), Keeps()
+    fit_tiny([Freeze("net.1", thaw="2 updates"), look], task=task)
+    assert look.frozen[3] == set()
+    assert look.evaluating == [{"net.1"}] * 11
+    assert evaluating(task) == {"net.1"}
+
+
+def test_a_foreign_train_is_put_right_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @forge.on("boundary", mutates=True)
+    def careless(trainer: forge.Trainer) -> None:
+        if trainer.progress.update in (2, 5):
+            trainer.task.eval()
+            trainer.task.train()
+
+    look, task = Look(), TinyTask()
+    fit_tiny([Freeze("net.1"), careless, look], task=task)
+    assert [i for i, names in enumerate(look.evaluating) if not names] == [2, 5]
+    assert int(task.net[1].num_batches_tracked) == 2  # pyright: ignore
+    assert caplog.text.count("freeze: something called train() on net.1 in or after update 2") == 1
+    assert caplog.text.count("something called train()") == 1

@@ -1,0 +1,464 @@
+"""ledger: what each plugin costs, exactly, under a clock that only moves when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pluggy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forge
+from forge.contract.dispatch import freeze
+from forge.errors import StackError
+from forge.testing import assert_same_weights, check_plugin, fit_tiny
+from forge_plugins import Accumulate, Clip, Ledger
+from forge_plugins.ledger.timers import Timers
+from tests.forge.contract.test_dispatch import Specs, implementations, make_plugin, outcome
+from tests.support.tasks import Classifier, fit, make_batches
+
+TICK = 10
+"""Nanoseconds that reading the clock takes."""
+
+
+class Clock:
+    """Nanoseconds that pass when somebody spends them, and a few when somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        self.now += TICK
+        return self.now
+
+    def spend(self, us: float) -> None:
+        self.now += round(us * 1000)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("forge_plugins.ledger.timers.clock", clock)
+    monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now / 1e9))
+    return clock
+
+
+class Spender(forge.Plugin):
+    """Spends time in the hooks that it is told of: {hook: µs}; a pair is a wrapper's time before and after."""
+
+    def __init__(self, clock: Clock, name: str = "spender", **times: Any):
+        super().__init__()
+        self.name = name
+        for hook, us in times.items():
+            timed = self._wrapper(clock, *us) if isinstance(us, tuple) else self._plain(clock, us)
+            setattr(self, f"forge_{hook}", timed)
+
+    @staticmethod
+    def _plain(clock: Clock, us: float) -> Any:
+        def hook() -> None:
+            clock.spend(us)
+
+        return forge.hookimpl(hook)
+
+    @staticmethod
+    def _wrapper(clock: Clock, before: float, after: float) -> Any:
+        def hook() -> Generator[None, Any, Any]:
+            clock.spend(before)
+            result = yield
+            clock.spend(after)
+            return result
+
+        return forge.hookimpl(wrapper=True)(hook)
+
+
+def measured(*plugins: forge.Plugin, updates: int = 5, **options: Any) -> dict[str, Any]:
+    ledger = Ledger()
+    fit(plugins=[ledger, *plugins], train=make_batches(updates), **options)
+    assert ledger.report is not None
+    return ledger.report
+
+
+def row(report: dict[str, Any], plugin: str, hook: str, in_validation: bool = False) -> dict[str, Any]:
+    key = (plugin, f"forge_{hook}", in_validation)
+    return next(r for r in report["rows"] if (r["plugin"], r["hook"], r["in_validation"]) == key)
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_every_hook_of_every_plugin_costs_what_it_spends(clock: Clock) -> None:
+    report = measured(Spender(clock, "a", step_end=50, inspect_grads=20), Spender(clock, "b", boundary=5))
+    assert [(r["plugin"], r["hook"]) for r in report["rows"]] == [
+        ("a", "forge_step_end"),
+        ("a", "forge_inspect_grads"),
+        ("b", "forge_boundary"),
+    ]
+    for r, us in zip(report["rows"], [50, 20, 5], strict=True):
+        assert r["us_per_update"] == pytest.approx(us, abs=0.01)
+        assert r["worst_us"] == pytest.approx(us, abs=0.01)
+        assert r["calls_per_update"] == 1
+
+
+def test_a_wrapper_costs_what_it_does_around_its_yield(clock: Clock) -> None:
+    report = measured(Spender(clock, "outer", train_step=(20, 30)), Spender(clock, "inner", train_step=(7, 0)))
+    assert row(report, "outer", "train_step")["us_per_update"] == pytest.approx(50, abs=0.05)
+    assert row(report, "inner", "train_step")["us_per_update"] == pytest.approx(7, abs=0.05)
+
+
+def test_what_a_plugin_calls_of_others_is_theirs(clock: Clock) -> None:
+    class Speaker(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            clock.spend(3)
+            step.trainer.publish({"x": 1.0})
+
+    report = measured(Speaker(), Spender(clock, "sink", log=200))
+    assert row(report, "speaker", "step_end")["us_per_update"] == pytest.approx(3, abs=0.05)
+    assert row(report, "sink", "log")["us_per_update"] > 199
+
+
+def test_micro_batches_count_as_calls_of_their_update(clock: Clock) -> None:
+    report = measured(Spender(clock, backward=(10, 0)), Accumulate(3), updates=9)
+    assert row(report, "spender", "backward")["calls_per_update"] == 3
+    assert row(report, "spender", "backward")["us_per_update"] == pytest.approx(30, abs=0.2)
+
+
+def test_what_timing_costs_is_taken_off(clock: Clock) -> None:
+    report = measured(Spender(clock, step_end=0, train_step=(0, 0)))
+    assert report["total_us"] == pytest.approx(0, abs=0.001)
+    assert report["timers_us"] == pytest.approx((2 + 4) * TICK / 1000, abs=0.001)
+
+
+def test_an_action_done_in_cores_place_is_shown_apart(clock: Clock) -> None:
+    class Owner(forge.Plugin):
+        @forge.hookimpl
+        def forge_backward(self, loss: torch.Tensor) -> bool:
+            loss.backward()
+            clock.spend(400)
+            return True
+
+    report = measured(Owner(), Spender(clock, step_end=100))
+    assert row(report, "owner", "backward")["us_per_update"] == pytest.approx(400, abs=0.1)
+    assert not row(report, "owner", "backward")["is_cost"]
+    assert report["total_us"] == pytest.approx(100, abs=0.1)
+    assert report["total_share"] == pytest.approx(100 / 500, rel=0.01)
+
+
+# -- what an update takes ---------------------------------------------------------------------------------------------
+
+
+class Slow(Classifier):
+    """Each forward takes its time."""
+
+    clock: Clock
+
+    def training_step(self, batch: Any) -> Any:
+        self.clock.spend(1000)
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        self.clock.spend(300)
+        return super().training_step(batch)
+
+
+def slow(clock: Clock) -> Slow:
+    task = Slow()
+    task.clock = clock
+    return task
+
+
+def test_an_update_is_timed_without_data_and_validation(clock: Clock) -> None:
+    class Loader(list[Any]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                clock.spend(70)
+                yield batch
+
+    ledger, spender = Ledger(), Spender(clock, step_end=250)
+    fit(
+        slow(clock),
+        Loader(make_batches(5)),
+        make_batches(2),
+        plugins=[ledger, spender],
+        validate_every="1 updates",
+        allow_inexact=True,
+    )
+    assert ledger.report is not None
+    assert ledger.report["updates"] == 4
+    assert ledger.report["update_us"] == pytest.approx(1250, abs=2)
+    assert ledger.report["data_wait_us"] == pytest.approx(70, abs=2)
+    assert ledger.report["validation_us"] == pytest.approx(600, abs=2)
+    assert ledger.report["total_share"] == pytest.approx(0.2, abs=0.001)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_plugins_work_in_validation_is_spread_over_updates(clock: Clock, order: int) -> None:
+    ledger, spender = Ledger(), Spender(clock, evaluate=(40, 40), forward=(10, 0))
+    fit(
+        slow(clock),
+        make_batches(5),
+        make_batches(2),
+        plugins=[ledger, spender][::order],
+        validate_every="4 updates",
+    )
+    report = ledger.report
+    assert report is not None
+    assert row(report, "spender", "evaluate", True)["us_per_update"] == pytest.approx(80 / 4, abs=0.05)
+    assert row(report, "spender", "forward", True)["us_per_update"] == pytest.approx(20 / 4, abs=0.05)
+    assert row(report, "spender", "forward")["us_per_update"] == pytest.approx(10, abs=0.05)
+    assert report["update_us"] == pytest.approx(1000 + 10 + 20 + 5, abs=1)
+    assert report["validation_us"] == pytest.approx(600 / 4, abs=1)
+
+
+def test_the_first_update_is_left_out(clock: Clock) -> None:
+    class Cold(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            clock.spend(9000 if step.index == 0 else 1)
+
+    report = measured(Cold())
+    assert report["updates"] == 4
+    assert row(report, "cold", "step_end")["us_per_update"] == pytest.approx(1, abs=0.01)
+    assert row(report, "cold", "step_end")["worst_us"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("end", [{"max_epochs": 1}, {"max_updates": 4}, {"max_epochs": 9}])
+def test_build_and_end_are_told_apart_from_updates(clock: Clock, tmp_path: Path, end: dict[str, int]) -> None:
+    """The last save comes after the last update, however the run ends."""
+
+    class Stop(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            if step.index == 3 and end == {"max_epochs": 9}:
+                step.trainer.request_stop("enough")
+
+    spender = Spender(clock, start=2000, save=7000, export=(1000, 0))
+    report = measured(spender, Stop(), **end, run_dir=tmp_path)
+    assert {r["hook"]: (r["when"], round(r["ms"], 2)) for r in report["once"] if r["ms"] > 0.1} == {
+        "forge_save": ("end", 7.0),
+        "forge_start": ("start", 2.0),
+        "forge_export": ("end", 1.0),
+    }
+    assert report["total_us"] == pytest.approx(0, abs=0.1)
+
+
+def test_checkpoints_on_the_way_are_spread_over_the_updates(clock: Clock, tmp_path: Path) -> None:
+    class Saver(Spender):
+        @forge.hookimpl
+        def forge_boundary(self, trainer: forge.Trainer) -> None:
+            if trainer.progress.update == 3:
+                trainer.request_checkpoint("now")
+
+    report = measured(Saver(clock, save=800), updates=6, run_dir=tmp_path)
+    saved = row(report, "spender", "save")
+    assert saved["us_per_update"] == pytest.approx(800 / 5, abs=0.1)
+    assert saved["share"] <= 1
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+class Sink(forge.Plugin):
+    """Keeps every log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: dict[int, dict[str, Any]] = {}
+
+    @forge.hookimpl
+    def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
+        self.logs[update] = metrics
+
+
+def test_every_log_holds_what_each_plugin_took_in_its_interval(clock: Clock) -> None:
+    class Dearer(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            clock.spend(100 if step.index < 4 else 300)
+
+    sink = Sink()
+    fit(slow(clock), make_batches(8), plugins=[Dearer(), Ledger(), sink], log_every=4)
+    assert sink.logs[4]["ledger/dearer"] == pytest.approx(100, abs=0.1)
+    assert sink.logs[8]["ledger/dearer"] == pytest.approx(300, abs=0.1)
+    assert sink.logs[8]["ledger/total_share"] == pytest.approx(300 / 1300, rel=0.01)
+    assert sink.logs[8]["ledger/sink"] == pytest.approx(0, abs=0.01)
+
+
+def test_a_log_after_the_first_update_has_nothing_to_tell_yet() -> None:
+    sink = Sink()
+    fit(plugins=[Ledger(), sink], log_every=1, max_updates=3)
+    assert not any(name.startswith("ledger/") for name in sink.logs[1])
+    assert "ledger/sink" in sink.logs[2]
+
+
+def test_the_table_is_logged_and_written_to_the_run_folder(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    report = measured(Spender(clock, step_end=500), run_dir=tmp_path)
+    assert json.loads((tmp_path / "ledger.json").read_text()) == report
+    table = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("ledger: "))
+    assert "4 updates of 500 µs on average, logs and saves included; plugins take 500.0 µs of each" in table
+    assert "spender  step_end      1      500.0" in table
+
+
+def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "ledger.json").mkdir()
+    assert fit(plugins=[Ledger()], run_dir=tmp_path).updates == 4
+    assert "ledger.json cannot be written" in caplog.text
+
+
+def test_a_run_of_one_update_says_that_there_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert measured(updates=1)["updates"] == 0
+    assert "ended before its second update" in caplog.text
+
+
+def test_a_failed_run_tells_what_it_knows() -> None:
+    @forge.on("step_end")
+    def trip(step: forge.Step) -> None:
+        if step.index == 3:
+            raise ZeroDivisionError
+
+    ledger = Ledger()
+    with pytest.raises(ZeroDivisionError):
+        fit(plugins=[ledger, trip])
+    assert ledger.report is not None
+    assert ledger.report["updates"] >= 2
+
+
+# -- nothing else changes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
+def test_it_keeps_the_contract() -> None:
+    check_plugin(Ledger)
+
+
+def test_the_weights_are_the_same_to_the_bit() -> None:
+    stack = [Clip(0.1), Accumulate(2)]
+    assert_same_weights(fit_tiny([Ledger(), *stack])[0], fit_tiny(stack)[0])
+
+
+def test_default_actions_stay_written_out_under_the_ledger() -> None:
+    def path(*plugins: forge.Plugin) -> Any:
+        trainer = forge.Trainer(plugins=list(plugins), max_epochs=1, run_dir=False)
+        trainer.fit(Classifier(), make_batches())
+        plugged = trainer.hooks.plugged
+        return {field.name: getattr(plugged, field.name) is None for field in dataclasses.fields(plugged)}
+
+    assert path(Ledger(), Clip()) == path(Clip())
+    assert path(Ledger(), Clip())["backward"]
+
+
+@pytest.mark.parametrize("hook", ["action", "event"])
+@given(chosen=st.lists(implementations, min_size=1, max_size=7))
+def test_timed_implementations_give_the_same_results(hook: str, chosen: list[Any]) -> None:
+    log: list[Any] = []
+    manager = pluggy.PluginManager("test")
+    manager.add_hookspecs(Specs)
+    for index, (kind, behaviour, arguments) in enumerate(chosen):
+        manager.register(make_plugin(index, kind, behaviour, arguments, hook, log))
+    caller = getattr(manager.hook, hook)
+    assert outcome(freeze(caller, Timers(None).instrument), log) == outcome(freeze(caller), log)
+
+
+class Trips(forge.Plugin):
+    """Raises where it is told to."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+
+    def _trip(self, where: str) -> None:
+        if where == self.where:
+            raise ZeroDivisionError(where)
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        self._trip("step_end")
+
+    @forge.hookimpl(wrapper=True)
+    def forge_backward(self) -> Generator[None, Any, Any]:
+        self._trip("before backward")
+        result = yield
+        self._trip("after backward")
+        return result
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except ZeroDivisionError:
+            self._trip("train_step")
+            raise
+
+
+@pytest.mark.parametrize("where", ["step_end", "before backward", "after backward"])
+def test_an_error_in_a_timed_plugin_is_attributed_to_it(where: str) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(plugins=[Ledger(), Trips(where), Clip()])
+    assert f"plugin 'trips', hook forge_{where.split()[-1]}, at update" in caught.value.__notes__[0]
+
+
+def test_a_wrapper_that_does_not_yield_is_still_named() -> None:
+    class Silent(forge.Plugin):
+        @forge.hookimpl(wrapper=True)
+        def forge_backward(self) -> Generator[None, Any, Any]:
+            if self is None:
+                yield
+
+    with pytest.raises(RuntimeError, match=r"Silent.forge_backward .*test_ledger.py:\d+\) did not yield"):
+        fit(plugins=[Ledger(), Silent()])
+
+
+def test_the_trainer_is_handed_back_as_it_was() -> None:
+    for plugins in ([Ledger()], [Ledger(), Trips("step_end")]):
+        trainer = forge.Trainer(plugins=plugins, max_epochs=1, run_dir=False)
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.fit(Classifier(), make_batches())
+        assert trainer.instrument is None
+
+
+def test_another_instrument_is_refused() -> None:
+    trainer = forge.Trainer(plugins=[Ledger()], max_epochs=1, run_dir=False)
+    trainer.instrument = lambda hook, impl: impl.function
+    with pytest.raises(StackError, match=r"trainer\.instrument, but it is set already"):
+        trainer.fit(Classifier(), make_batches())
+
+
+def test_a_failing_configuration_does_not_stop_the_next_run() -> None:
+    class Refuses(forge.Plugin):
+        wants = True
+
+        @forge.hookimpl
+        def forge_configure(self) -> None:
+            if self.wants:
+                raise StackError("not like this")
+
+    refuses, ledger = Refuses(), Ledger()
+    trainer = forge.Trainer(plugins=[ledger, refuses], max_epochs=1, run_dir=False)
+    with pytest.raises(StackError, match="not like this"):
+        trainer.fit(Classifier(), make_batches())
+    refuses.wants = False
+    trainer.fit(Classifier(), make_batches())
+    assert ledger.report is not None
+    assert ledger.report["updates"] == 3
+
+
+def test_a_traced_run_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger()
+    trainer = forge.Trainer(plugins=[ledger], max_epochs=1, run_dir=False)
+    trainer.trace = lambda text: None
+    trainer.fit(Classifier(), make_batches())
+    assert ledger.report is None
+    assert "measures nothing while every call is traced" in caplog.text

@@ -1,0 +1,281 @@
+"""monitor: when it looks, that it only observes, and numbers that arrive one update later."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import forge
+from forge.testing import TinyGAN, check_plugin, fit_tiny
+from forge_plugins import JSONL, Checkpoint, Guard, Monitor
+from forge_plugins.monitor.parcel import Parcel
+from forge_plugins.monitor.turn import TurnStatistics
+from tests.support.monitor_kit import Keep, Spy, hooks_on, made, quiet, watched
+from tests.support.tasks import Classifier, fit, make_batches
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When
+
+
+def test_it_looks_when_its_interval_ends() -> None:
+    assert watched(made(), make_batches(7), monitor=quiet("3 updates")).updates == [3, 6]
+    assert watched(made(), make_batches(4), monitor=quiet("1 epoch"), max_epochs=2).updates == [4, 8]
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(7, [*range(1, 8)]), (60, [*range(3, 61, 3)])])
+def test_by_itself_it_looks_twenty_times(batches: int, expected: list[int]) -> None:
+    assert watched(made(), make_batches(batches), monitor=Monitor(shapes=False)).updates == expected
+
+
+def test_in_a_run_without_a_known_end_it_looks_every_100_updates() -> None:
+    plugin = Monitor()
+    assert plugin._every == forge.Interval("100 updates")
+
+
+def test_histograms_can_have_an_interval_of_their_own() -> None:
+    keep = watched(made(), make_batches(6), monitor=quiet("2 updates", histograms="3 updates"))
+    drawn = [u for u in keep.updates if any(isinstance(v, forge.Histogram) for v in keep.of(u).values())]
+    assert drawn == [3, 6]
+    assert [update for update in keep.updates if "grad_norm" in keep.of(update)] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("off", "gone"),
+    [
+        ("gradients", ("grad_norm", "grad_mean", "grad_std", "dead_units", "histogram/gradient")),
+        ("weights", ("weight_norm", "update_ratio", "histogram/weight")),
+        ("activations", ("activation", "histogram/activation")),
+    ],
+)
+def test_what_is_switched_off_is_not_looked_at(off: str, gone: tuple[str, ...]) -> None:
+    everything = watched(made(), make_batches(1), monitor=quiet(histograms=True)).of(1)
+    less: dict[str, Any] = {off: False}
+    found = watched(made(), make_batches(1), monitor=quiet(histograms=True, **less)).of(1)
+    assert found.keys() == {name for name in everything if not name.startswith(gone)}
+    assert len(found) < len(everything)
+
+
+def test_hooks_stand_only_while_an_update_is_looked_at() -> None:
+    task = Spy()
+    watched(task, make_batches(6), monitor=quiet("3 updates"))
+    assert task.seen == [0, 0, 3, 0, 0, 3]
+    assert hooks_on(task) == 0
+
+
+def test_an_update_that_fails_leaves_no_hook_behind() -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            raise RuntimeError("on purpose")
+
+    task, plugin = Fails(), Monitor("1 updates")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(task, plugins=[plugin])
+    assert hooks_on(task) == 0
+    assert plugin._look is plugin._table is plugin._sent is None
+
+
+def test_between_intervals_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    class Counted(TurnStatistics):
+        def __init__(self, step: forge.Step, *rest: Any, **options: Any):
+            taken.append(step.index)
+            super().__init__(step, *rest, **options)
+
+    monkeypatch.setattr("forge_plugins.monitor.TurnStatistics", Counted)
+    fit(made(), make_batches(6), plugins=[quiet("7 updates")])
+    assert taken == []
+    fit(made(), make_batches(6), plugins=[quiet("3 updates")])
+    assert taken == [2, 5]
+
+
+def test_it_says_when_it_is_due() -> None:
+    due: list[tuple[bool, bool]] = []
+    bare, tabular = quiet("2 updates"), Monitor("2 updates")
+    tabular.name = "tabular"
+
+    @forge.on("step_end")
+    def ask(step: forge.Step) -> None:
+        due.append((bare.due(step), tabular.due(step)))
+
+    fit(made(), make_batches(4), plugins=[ask, bare, tabular])
+    assert due == [(False, True), (True, True), (False, False), (True, True)]
+
+
+def test_with_several_optimizers_each_has_its_own_names() -> None:
+    keep = Keep()
+    fit_tiny([quiet("2 updates"), keep], task=TinyGAN())
+    found = keep.of(2)
+    assert {"generator/grad_norm", "discriminator/grad_norm"} <= found.keys()
+    assert "generator/grad_norm/generator.0.weight" in found
+    assert "generator/grad_norm/discriminator.0.weight" not in found
+    assert "discriminator/update_ratio/discriminator.0.weight" in found
+    assert {f"{name}/activation/discriminator.1/mean" for name in ("generator", "discriminator")} <= found.keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# It is an observer
+
+
+@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
+def test_it_keeps_the_contract() -> None:
+    check_plugin(lambda: Monitor("2 updates", histograms="3 updates"))
+
+
+class Teacher(forge.TaskModule):
+    """A frozen encoder in evaluation mode, which has a fast path of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+
+    def train(self, mode: bool = True) -> Teacher:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def training_step(self, batch: Any) -> Any:
+        with torch.no_grad():
+            features = self.teacher(batch[0].unsqueeze(0)).squeeze(0)
+        return F.cross_entropy(self.head(features), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def test_a_fast_path_that_minds_hooks_keeps_its_bits() -> None:
+    plain, seen = made(Teacher), made(Teacher)
+    fit(plain, make_batches(3))
+    keep = watched(seen, make_batches(3), monitor=Monitor("1 updates"))
+    assert torch.equal(plain.head.weight, seen.head.weight)
+    assert "activation/head/mean" in keep.of(1)
+    assert not [name for name in keep.of(1) if "teacher" in name]
+
+
+def compiled(module: nn.Module) -> None:
+    """As `module.compile()` leaves it, without a compiler."""
+    module._compiled_call_impl = module._call_impl
+
+
+def test_inside_of_compiled_modules_it_does_not_look_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Blocks(Spy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+            compiled(self.block)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.block(x))
+
+    task = Blocks()
+    keep = watched(task, make_batches(3))
+    assert "activation/net.0/mean" in keep.of(1)
+    assert not [name for name in keep.of(1) if name.startswith("activation/block")]
+    assert "grad_norm/block.0.weight" in keep.of(1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["monitor: compiled code calls no hooks: activations and shapes inside of block are left out."]
+
+
+def test_a_wholly_compiled_model_still_shows_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    class Whole(forge.Plugin):
+        @forge.hookimpl
+        def forge_build_model(self, build: Any, phase: str) -> None:
+            if phase == "compile":
+                compiled(build.model)
+
+    keep = watched(made(), make_batches(2), Whole(), monitor=Monitor("1 updates"))
+    assert "grad_norm/net.0.weight" in keep.of(1)
+    assert not [name for name in keep.of(1) if name.startswith("activation")]
+    assert caplog.text.count("inside of the model are left out") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On an accelerator numbers arrive one update later
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parcels that are on their way, as from an accelerator."""
+    init = Parcel.__init__
+
+    def sent(self: Parcel, *words: Any) -> None:
+        init(self, *words)
+        self.here = False
+
+    monkeypatch.setattr(Parcel, "__init__", sent)
+
+
+@pytest.mark.usefixtures("late")
+class TestLate:
+    def test_they_arrive_with_the_next_update_and_their_place(self) -> None:
+        opened: list[tuple[int, int]] = []
+
+        class When(forge.Plugin):
+            @forge.hookimpl
+            def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
+                assert trainer.step is not None
+                opened.extend((update, trainer.step.index + 1) for name in metrics if name == "monitor/grad_norm")
+
+        fit(made(), make_batches(5), plugins=[quiet("2 updates"), When()])
+        assert opened == [(2, 3), (4, 5)]
+
+    def test_what_the_last_update_sent_arrives_too(self) -> None:
+        assert watched(made(), make_batches(4), monitor=quiet("2 updates")).updates == [2, 4]
+
+    def test_a_run_that_is_stopped_has_all_of_it(self, tmp_path: Path) -> None:
+        @forge.on("boundary", mutates=True)
+        def stop(trainer: forge.Trainer) -> None:
+            if trainer.progress.update == 4:
+                trainer.request_stop("enough")
+
+        assert watched(made(), make_batches(8), stop, monitor=quiet("2 updates"), run_dir=tmp_path).updates == [2, 4]
+
+    def test_a_line_of_jsonl_says_where_the_run_was(self, tmp_path: Path) -> None:
+        def lines(folder: Path) -> list[Any]:
+            found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            return [(x["update"], x["epoch"], x["sample"]) for x in found if "monitor/grad_norm" in x]
+
+        fit(made(), make_batches(3), max_epochs=2, plugins=[quiet("1 updates"), JSONL()], run_dir=tmp_path)
+        assert lines(tmp_path) == [(1, 0, 4), (2, 0, 8), (3, 1, 12), (4, 1, 16), (5, 1, 20), (6, 2, 24)]
+
+    def test_nothing_is_lost_or_doubled_where_a_run_is_cut_off(self, tmp_path: Path) -> None:
+        keep = Keep()
+
+        class Cut(forge.Plugin):
+            """Ends a life in its fifth update, before what the fourth sent has arrived."""
+
+            observer = True
+
+            @forge.hookimpl(wrapper=True)
+            def forge_prepare_batch(self, step: forge.Step) -> Generator[None, Any, Any]:
+                if step.stage == "train" and step.index == 4:
+                    raise KeyboardInterrupt
+                return (yield)
+
+        def live(*plugins: forge.Plugin) -> None:
+            saves = Checkpoint(every="4 updates", background=False)
+            monitor = quiet("2 updates")
+            fit_tiny([monitor, saves, keep, *plugins], max_updates=8, run_dir=tmp_path, resume="auto")
+
+        with pytest.raises(KeyboardInterrupt):
+            live(Cut())
+        assert keep.updates == [2, 4]
+        live()
+        assert keep.updates == [2, 4, 6, 8]
+
+    def test_a_rewind_drops_what_was_on_its_way(self, tmp_path: Path) -> None:
+        train = make_batches(8)
+        train[5][0][0, 0] = math.nan
+        saves = Checkpoint(every="3 updates", background=False)
+        keep = watched(made(), train, saves, Guard("rewind"), monitor=quiet("6 updates"), run_dir=tmp_path)
+        assert keep.updates == []
+        assert 8 in keep.logged

@@ -1,0 +1,587 @@
+"""tensorboard: what TensorBoard reads back is what was logged."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
+
+import forge
+from forge.env import Env
+from forge.errors import RecipeError
+from forge.testing import TinyTask, tiny_batches
+from forge_plugins import JSONL, Checkpoint, Clip, Guard, Progress, Schedule, Tensorboard
+from forge_plugins.tensorboard.events import new_file
+from tests.conftest import REPO
+from tests.support import forked
+from tests.support.tasks import Classifier, fit, make_batches, second_rank
+
+hparams_api: Any = api_pb2  # whose classes are made as it is imported
+Status = hparams_api.Status
+EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "text": 0, "hparams": 0}
+"""No thinning out."""
+
+
+def read(folder: Path) -> EventAccumulator:
+    """The run as TensorBoard sees it."""
+    events = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance=dict.fromkeys(["scalars", "images", "histograms"], 0)
+    )
+    events.Reload()
+    return events
+
+
+def hyperparameters_of(folder: Path) -> dict[str, HParamsPluginData]:
+    """What the HPARAMS page reads, by tag."""
+    found = read(folder).summary_metadata
+    return {
+        tag: HParamsPluginData.FromString(metadata.plugin_data.content)
+        for tag, metadata in found.items()
+        if metadata.plugin_data.plugin_name == "hparams"
+    }
+
+
+def text_of(events: EventAccumulator, tag: str) -> str:
+    return events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+
+
+class Board:
+    """The runs below a folder as TensorBoard's pages get them, read anew with every `reload`."""
+
+    def __init__(self, folder: Path):
+        self._runs = EventMultiplexer(tensor_size_guidance=EVERYTHING).AddRunsFromDirectory(str(folder))
+        self._provider = MultiplexerDataProvider(self._runs, str(folder))
+        self.reload()
+
+    def reload(self) -> None:
+        self._runs.Reload()
+
+    @property
+    def provider(self) -> Any:
+        return self._provider
+
+    def shown(self) -> dict[str, list[tuple[int, Any]]]:
+        """(update, content) of everything that is drawn or printed, by tag; of the only run there is."""
+        here: dict[str, Any] = {"experiment_id": "", "downsample": 10**6}
+        found: dict[str, list[tuple[int, Any]]] = {}
+        scalars = self._provider.read_scalars(RequestContext(), plugin_name="scalars", **here)
+        for points in scalars.values():
+            found |= {tag: [(point.step, point.value) for point in series] for tag, series in points.items()}
+        for kind in ("histograms", "text"):
+            for points in self._provider.read_tensors(RequestContext(), plugin_name=kind, **here).values():
+                found |= {tag: [(p.step, p.numpy.tolist()) for p in series] for tag, series in points.items()}
+        images = self._provider.read_blob_sequences(RequestContext(), plugin_name="images", **here)
+        for points in images.values():
+            for tag, series in points.items():
+                found[tag] = [(p.step, [self._blob(reference) for reference in p.values]) for p in series]
+        return found
+
+    def _blob(self, reference: Any) -> Any:
+        return self._provider.read_blob(RequestContext(), blob_key=reference.blob_key)
+
+
+@dataclass
+class Session:
+    """A row of the HPARAMS page."""
+
+    values: dict[str, Any]
+    metrics: dict[str, float]
+    status: int
+
+
+class Page:
+    """The HPARAMS page of all runs below a folder."""
+
+    def __init__(self, folder: Path):
+        board = Board(folder)
+        context = backend_context.Context(TBContext(data_provider=board.provider, logdir=str(folder)))
+        everyone = [Status.STATUS_UNKNOWN, Status.STATUS_SUCCESS, Status.STATUS_FAILURE, Status.STATUS_RUNNING]
+        request = hparams_api.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=everyone)
+        answer = list_session_groups.Handler(RequestContext(), context, "", request).run()
+        self.sessions: dict[str, Session] = {}
+        for group in answer.session_groups:
+            (session,) = group.sessions
+            values = {name: value.number_value or value.string_value for name, value in group.hparams.items()}
+            metrics = {metric.name.tag: metric.value for metric in session.metric_values}
+            self.sessions[session.name] = Session(values, metrics, session.status)
+        self.columns = {name for session in self.sessions.values() for name in session.values}
+        self.metrics = {name for session in self.sessions.values() for name in session.metrics}
+
+
+class Pictures(Classifier):
+    """Logs more than numbers."""
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        return {
+            "colour": forge.Image(torch.rand(3, 4, 5), "three channels"),
+            "grey": forge.Image(torch.rand(4, 5, dtype=torch.bfloat16)),
+            "bytes": forge.Image(torch.zeros(1, 4, 5, dtype=torch.uint8)),
+            "note": forge.Text("**bold**"),
+        }
+
+
+def test_scalars_are_drawn_over_updates(tmp_path: Path) -> None:
+    logged: dict[str, list[tuple[int, float]]] = {}
+
+    class Keep(forge.Plugin):
+        @forge.hookimpl
+        def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
+            for name, value in metrics.items():
+                logged.setdefault(name, []).append((update, value))
+
+    plugins = [Tensorboard(), Keep(), Clip()]
+    fit(train=make_batches(6), val=make_batches(1), plugins=plugins, run_dir=tmp_path, log_every=2)
+    events = read(tmp_path)
+    assert set(events.Tags()["scalars"]) == logged.keys()
+    for name, points in logged.items():
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [(u, pytest.approx(v)) for u, v in points]
+
+
+def test_one_fit_is_one_run_in_one_file(tmp_path: Path) -> None:
+    fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+    assert len([path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()]) == 1
+
+
+def test_images_of_every_form_arrive_with_their_size(tmp_path: Path) -> None:
+    fit(Pictures(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+    events = read(tmp_path)
+    assert set(events.Tags()["images"]) == {"val/colour", "val/grey", "val/bytes"}
+    assert {(e.height, e.width) for tag in events.Tags()["images"] for e in events.Images(tag)} == {(4, 5)}
+
+
+def test_texts_and_captions_are_under_their_own_names(tmp_path: Path) -> None:
+    fit(Pictures(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+    events = read(tmp_path)
+    assert text_of(events, "val/note") == "**bold**"
+    assert text_of(events, "val/colour/caption") == "three channels"
+    assert "val/grey/caption" not in events.Tags()["tensors"]
+
+
+def test_the_run_card_is_there_as_text(tmp_path: Path) -> None:
+    fit(plugins=[Tensorboard()], run_dir=tmp_path)
+    shown = text_of(read(tmp_path), "card")
+    for key, value in re.findall(r"^\| (.+?) \| (.+) \|$", (tmp_path / "card.md").read_text(), re.MULTILINE):
+        assert f"- **{key}**: {value}\n" in shown
+    assert "- **optimizer**: SGD" in shown
+    assert "|" not in shown
+    assert "1. **tensorboard**(flush_seconds=10)" in shown
+
+
+def test_a_number_that_is_not_finite_is_written(tmp_path: Path) -> None:
+    class Broken(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "odd": float("inf")}
+
+    fit(Broken(), plugins=[Tensorboard()], run_dir=tmp_path)
+    assert read(tmp_path).Scalars("train/odd")[0].value == float("inf")
+
+
+class TestHyperparameters:
+    def test_they_have_the_names_that_a_recipe_gives_them(self, tmp_path: Path) -> None:
+        plugins = [Tensorboard(), Clip(0.5), Schedule("constant")]
+        fit(Classifier(hidden=4, lr=0.25), plugins=plugins, run_dir=tmp_path, seed=3)
+        values = hyperparameters_of(tmp_path)["_hparams_/session_start_info"].session_start_info.hparams
+        assert values["task.hidden"].number_value == 4
+        assert values["task.lr"].number_value == 0.25
+        assert values["clip.max_norm"].number_value == 0.5
+        assert values["schedule.kind"].string_value == "constant"
+        assert values["trainer.seed"].number_value == 3
+
+    def test_what_was_not_set_and_what_only_observes_is_left_out(self, tmp_path: Path) -> None:
+        fit(plugins=[Tensorboard(), JSONL(), Progress()], run_dir=tmp_path)
+        values = hyperparameters_of(tmp_path)["_hparams_/session_start_info"].session_start_info.hparams
+        assert not [name for name in values if name.startswith(("progress", "tensorboard", "jsonl"))]
+        assert "trainer.max_updates" not in values
+
+    def test_every_metric_of_the_fit_is_a_column(self, tmp_path: Path) -> None:
+        result = fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+        (session,) = Page(tmp_path).sessions.values()
+        assert session.metrics == pytest.approx(result.metrics)
+
+    def test_runs_with_other_stacks_have_their_columns_too(self, tmp_path: Path) -> None:
+        fit(plugins=[Tensorboard()], run_dir=tmp_path / "a")
+        fit(plugins=[Tensorboard(), Clip(0.5)], run_dir=tmp_path / "b")
+        page = Page(tmp_path)
+        assert "clip.max_norm" in page.columns
+        assert "grad_norm/before" in page.metrics
+        assert page.sessions["b/tensorboard"].values["clip.max_norm"] == 0.5
+
+    def test_a_fit_that_reached_its_end_was_a_success(self, tmp_path: Path) -> None:
+        fit(plugins=[Tensorboard()], run_dir=tmp_path)
+        (session,) = Page(tmp_path).sessions.values()
+        assert session.status == Status.STATUS_SUCCESS
+
+    def test_a_value_of_any_type_becomes_one_that_can_be_shown(self, tmp_path: Path) -> None:
+        class Odd(Classifier):
+            def __init__(self, sizes: tuple[int, ...] = (1, 2), act: type = torch.nn.ReLU):
+                super().__init__()
+
+        fit(Odd(), plugins=[Tensorboard()], run_dir=tmp_path)
+        values = hyperparameters_of(tmp_path)["_hparams_/session_start_info"].session_start_info.hparams
+        assert values["task.sizes"].string_value == "[1, 2]"
+        assert "ReLU" in values["task.act"].string_value
+
+    def test_a_failed_run_has_them_too_but_no_end(self, tmp_path: Path) -> None:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            fit(Fails(), train=make_batches(6), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
+        (session,) = Page(tmp_path).sessions.values()
+        assert session.values["task.hidden"] == 8
+        assert session.status == Status.STATUS_UNKNOWN
+
+
+def test_a_failed_run_keeps_what_it_logged_and_closes_its_file(tmp_path: Path) -> None:
+    plugin = Tensorboard()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1)
+    assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [1, 2, 3]
+    assert plugin._writer is None
+
+
+def test_one_plugin_serves_several_runs(tmp_path: Path) -> None:
+    plugin = Tensorboard()
+    for name in ("first", "second"):
+        fit(train=make_batches(2), plugins=[plugin], run_dir=tmp_path / name)
+        assert [event.step for event in read(tmp_path / name).Scalars("train/loss")] == [2]
+
+
+def test_a_test_writes_its_metrics_but_no_hyperparameters(tmp_path: Path) -> None:
+    forge.Trainer(plugins=[Tensorboard()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(2))
+    assert read(tmp_path).Tags()["scalars"] == ["test/loss", "test/accuracy"]
+    assert hyperparameters_of(tmp_path) == {}
+
+
+def test_without_a_run_folder_nothing_is_written(empty_folder: Path) -> None:
+    fit(plugins=[Tensorboard()], run_dir=False)
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    class SecondRank(forge.Plugin):
+        @forge.hookimpl
+        def forge_setup_env(self) -> Env:
+            return second_rank()
+
+    fit(plugins=[Tensorboard(), SecondRank()], run_dir=tmp_path)
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_importing_the_plugin_does_not_import_tensorboard() -> None:
+    code = """
+import sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("forge", "forge_plugins", "tensorboard") or name == "torch.utils.tensorboard":
+        del sys.modules[name]
+import forge_plugins.tensorboard
+print("tensorboard" in sys.modules)
+"""
+    done = forked.run([sys.executable, "-c", code], timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Histograms
+
+
+def histogram_of(folder: Path, histogram: forge.Histogram) -> tuple[Any, list[list[float]]]:
+    """A histogram as it was written, and as TensorBoard draws it: [left, right, count] of each bar."""
+
+    class Draws(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            assert self.trainer is not None
+            self.trainer.publish({"drawn": histogram})
+            return super().training_step(batch)
+
+    fit(Draws(), train=make_batches(1), plugins=[Tensorboard()], run_dir=folder)
+    (event,) = read(folder).Histograms("drawn")
+    ((_, drawn),) = Board(folder).shown()["drawn"]
+    return event.histogram_value, drawn
+
+
+def test_a_histogram_has_the_bins_and_sums_of_its_values(tmp_path: Path) -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    histogram = forge.Histogram.of(values, bins=32)
+    written, drawn = histogram_of(tmp_path, histogram)
+    counts, edges = torch.histogram(values, 32)
+    assert written.num == 10_000
+    assert (written.min, written.max) == pytest.approx((values.min().item(), values.max().item()), abs=1e-5)
+    assert written.sum / written.num == pytest.approx(values.mean().item(), abs=0.01)
+    assert written.sum_squares / written.num == pytest.approx(values.pow(2).mean().item(), rel=0.02)
+    assert list(written.bucket_limit) == pytest.approx(edges[1:].tolist(), abs=1e-5)
+    assert list(written.bucket) == pytest.approx(counts.tolist(), abs=2)  # an edge may be rounded over a value
+    assert [bar[2] for bar in drawn] == list(written.bucket)
+    assert [bar[0] for bar in drawn] == pytest.approx(edges[:-1].tolist(), abs=1e-5)
+    assert [bar[1] for bar in drawn] == pytest.approx(edges[1:].tolist(), abs=1e-5)
+
+
+def test_empty_bins_at_the_ends_are_not_stretched_over(tmp_path: Path) -> None:
+    histogram = forge.Histogram(torch.tensor([0.0, 2.0, 0.0, 3.0, 0.0]), torch.arange(6.0))
+    written, drawn = histogram_of(tmp_path, histogram)
+    assert drawn == [[1.0, 2.0, 2.0], [2.0, 3.0, 0.0], [3.0, 4.0, 3.0]]
+    assert (written.min, written.max, written.num, written.sum) == (1.0, 4.0, 5.0, 2 * 1.5 + 3 * 3.5)
+
+
+@pytest.mark.parametrize("values", [torch.empty(0), torch.full((7,), 0.25), torch.tensor([math.nan, math.inf])])
+def test_a_histogram_of_nothing_much_is_written_too(tmp_path: Path, values: torch.Tensor) -> None:
+    written, drawn = histogram_of(tmp_path, forge.Histogram.of(values))
+    count = int(torch.isfinite(values).sum())
+    assert written.num == count
+    assert sum(bar[2] for bar in drawn) == count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run that was cut off
+
+
+class PowerCut(Exception):
+    """What ends a life in these tests."""
+
+
+def cut_at(update: int) -> forge.Plugin:
+    @forge.on("boundary")
+    def power(trainer: forge.Trainer) -> None:
+        if trainer.progress.update == update:
+            raise PowerCut
+
+    return power
+
+
+class Draws(TinyTask):
+    """Logs everything that can be drawn, made of the weights, so that another course would show."""
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        weight = self.net[0].weight.detach()  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
+        return {"picture": forge.Image(weight.sigmoid(), "weights"), "sum": forge.Text(f"{weight.sum():.9f}")}
+
+
+@forge.on("step_end", every="2 updates")
+def draws(step: forge.Step) -> None:
+    step.trainer.publish({"weights": forge.Histogram.of(step.parameters()[0], 8)})
+
+
+def live(folder: Path, *plugins: forge.Plugin, updates: int = 12, every: int = 3, **options: Any) -> None:
+    """One life of a run, the first or one that continues it; it ends at the power cut or at its end."""
+    options.setdefault("resume", "auto" if folder.exists() else None)
+    saves = Checkpoint(every=f"{every} updates", background=False)
+    settings: dict[str, Any] = {"max_updates": updates, "log_every": 1, "validate_every": "2 updates", **options}
+    trainer = forge.Trainer(
+        plugins=[Tensorboard(), saves, draws, *plugins], run_dir=folder, seed=0, device="cpu", **settings
+    )
+    with suppress(PowerCut):
+        trainer.fit(Draws(), tiny_batches(), tiny_batches(seed=1))
+
+
+def without_card(shown: dict[str, list[tuple[int, Any]]]) -> dict[str, list[tuple[int, Any]]]:
+    return {tag: series for tag, series in shown.items() if tag != "card"}
+
+
+def check_lives(folder: Path, cuts: list[int], every: int) -> None:
+    """A board that was open all the time shows a run of many lives as it shows one that never stopped."""
+    live(folder / "straight", every=every)
+    for cut in cuts:
+        live(folder / "cut", cut_at(cut), every=every)
+    watched = Board(folder / "cut")
+    live(folder / "cut", every=every)
+    watched.reload()
+    expected, read_later = Board(folder / "straight").shown(), Board(folder / "cut").shown()
+    assert [step for step, _ in expected["train/loss"]] == list(range(1, 13))
+    assert without_card(read_later) == without_card(expected)
+    assert without_card(watched.shown()) == without_card(expected)
+    # the class that scripts read with shows the same, but never takes texts back
+    events = read(folder / "cut")
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.step for event in events.Histograms("weights")] == [2, 4, 6, 8, 10, 12]
+    assert [event.step for event in events.Images("val/picture")] == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "every"),
+    [
+        pytest.param([8], 3, id="between two", marks=pytest.mark.slow),
+        pytest.param([2], 3, id="before the first", marks=pytest.mark.slow),
+        pytest.param([7, 8], 3, id="twice after one", marks=pytest.mark.slow),
+        pytest.param([11, 5, 11], 4, id="again and again"),
+        pytest.param([6], 6, id="right after one"),
+    ],
+)
+def test_a_run_that_was_cut_off_shows_every_update_once(tmp_path: Path, cuts: list[int], every: int) -> None:
+    check_lives(tmp_path, cuts, every)
+
+
+@pytest.mark.slow
+@given(cuts=st.lists(st.integers(1, 12), min_size=1, max_size=4), every=st.integers(1, 6))
+def test_any_lives_of_a_run_show_every_update_once(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], every: int
+) -> None:
+    check_lives(tmp_path_factory.mktemp("lives"), cuts, every)
+
+
+def test_the_run_card_is_there_once_for_every_life_that_counts(tmp_path: Path) -> None:
+    for cut in (8, 7):  # the second life dies where the third one begins
+        live(tmp_path, cut_at(cut))
+    live(tmp_path)
+    cards = Board(tmp_path).shown()["card"]
+    assert [step for step, _ in cards] == [0, 7]
+    assert b"- **resumed from**: update 6" in cards[-1][1][0]
+
+
+def test_a_life_that_died_before_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        live(tmp_path, cut_at(2))
+    live(tmp_path)
+    assert [step for step, _ in Board(tmp_path).shown()["card"]] == [0]
+
+
+def test_a_resumed_run_is_one_session_with_its_last_end(tmp_path: Path) -> None:
+    live(tmp_path, cut_at(8))
+    (session,) = Page(tmp_path).sessions.values()
+    assert session.status == Status.STATUS_UNKNOWN
+    live(tmp_path)
+    (session,) = Page(tmp_path).sessions.values()
+    assert session.status == Status.STATUS_SUCCESS
+    assert session.values["trainer.max_updates"] == 12
+    assert session.metrics["train/loss"] == Board(tmp_path).shown()["train/loss"][-1][1]
+
+
+def test_a_file_that_a_kill_has_torn_is_read_up_to_there(tmp_path: Path) -> None:
+    live(tmp_path / "straight")
+    live(tmp_path / "cut", cut_at(8))
+    (file,) = (tmp_path / "cut" / "tensorboard").iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    live(tmp_path / "cut")
+    cut, straight = (Board(tmp_path / name).shown() for name in ("cut", "straight"))
+    assert without_card(cut) == without_card(straight)
+
+
+def test_a_fit_anew_in_a_folder_replaces_what_is_drawn(tmp_path: Path) -> None:
+    for updates in (8, 5):
+        fit(train=make_batches(8), max_updates=updates, plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
+    shown = Board(tmp_path).shown()
+    assert [step for step, _ in shown["train/loss"]] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in shown["card"]] == [0]
+
+
+def test_a_test_in_the_folder_of_a_fit_leaves_its_curves_alone(tmp_path: Path) -> None:
+    fit(train=make_batches(3), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
+    forge.Trainer(plugins=[Tensorboard()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(2))
+    shown = Board(tmp_path).shown()
+    assert [step for step, _ in shown["train/loss"]] == [1, 2, 3]
+    assert [step for step, _ in shown["test/loss"]] == [3]
+
+
+def test_a_rewind_takes_back_what_was_drawn_since(tmp_path: Path) -> None:
+    class NotOften(Draws):
+        def training_step(self, batch: Any) -> Any:
+            assert self.trainer is not None
+            out = super().training_step(batch)
+            bad = self.trainer.progress.update == 7 and not self.trainer.skipped_windows
+            return {**out, "loss": out["loss"] * math.nan} if bad else out
+
+    saves = Checkpoint(every="5 updates", background=False)
+    fit(
+        NotOften(),
+        tiny_batches(),
+        tiny_batches(seed=1),
+        plugins=[Tensorboard(), saves, draws, Guard("rewind")],
+        run_dir=tmp_path,
+        max_epochs=None,
+        max_updates=12,
+        log_every=1,
+        validate_every="2 updates",
+    )
+    shown = Board(tmp_path).shown()
+    # a window that is left out has nothing to log
+    assert [step for step, _ in shown["train/loss"]] == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+    assert all(math.isfinite(loss) for _, loss in shown["train/loss"])
+    assert [step for step, _ in shown["val/picture"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in shown["val/sum"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in shown["weights"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in shown["card"]] == [0]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_a_rewind_to_where_this_life_began_writes_its_card_again(tmp_path: Path) -> None:
+    live(tmp_path, cut_at(4))
+
+    @forge.on("boundary")
+    def back(trainer: forge.Trainer) -> None:
+        if trainer.progress.update == 5 and trainer.restores == 1:
+            trainer.request_rewind("once")
+
+    live(tmp_path, back)
+    shown = Board(tmp_path).shown()
+    assert [step for step, _ in shown["card"]] == [0, 4]
+    assert [step for step, _ in shown["train/loss"]] == list(range(1, 13))
+
+
+def test_what_was_drawn_before_a_checkpoint_survives_a_kill(tmp_path: Path) -> None:
+    live(tmp_path / "straight")
+    code = f"""
+import os, signal
+from pathlib import Path
+import forge
+from tests.forge_plugins.test_tensorboard import live
+
+@forge.on("boundary")
+def kill(trainer):
+    if trainer.progress.update == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+live(Path({str(tmp_path / "cut")!r}), kill)
+"""
+    killed = forked.run([sys.executable, "-c", code], cwd=REPO, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    live(tmp_path / "cut")
+    cut, straight = (Board(tmp_path / name).shown() for name in ("cut", "straight"))
+    assert without_card(cut) == without_card(straight)
+
+
+def test_a_new_file_sorts_last_even_within_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_000_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    other = tmp_path / f"events.out.tfevents.{int(now[0]):010d}.zzz.1.0"  # of another machine
+    other.touch()
+    new_file(tmp_path, 1, 10).close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert max(tmp_path.iterdir()) != other
+
+
+def test_a_clock_that_is_far_behind_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    (tmp_path / "events.out.tfevents.9999999999.zzz.1.0").touch()
+    new_file(tmp_path, 1, 10).close()
+    assert "is newer than this machine's clock" in caplog.text
+
+
+def test_an_option_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"tensorboard\.flush_seconds is -1"):
+        Tensorboard(-1)
+
+
+class Fails(Classifier):
+    """Fails in its fourth update."""
+
+    def training_step(self, batch: Any) -> Any:
+        if self.trainer is not None and self.trainer.progress.update == 3:
+            raise RuntimeError("on purpose")
+        return super().training_step(batch)

@@ -1,0 +1,424 @@
+"""throughput: rates under a clock that only moves when it is told to, FLOPs and bytes against hand-computed ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import forge
+from forge.errors import RecipeError
+from forge.testing import TinyGAN, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge_plugins import Accumulate, Clip, Throughput
+from forge_plugins.throughput import summary
+from forge_plugins.throughput.memory_use import Saved
+from forge_plugins.throughput.steps import DeviceSteps, Done, percentile
+from tests.support import throughput_kit
+from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.throughput_kit import MLP, Clock, logged, tokens
+
+clock = throughput_kit.clock
+
+
+class Slow(Classifier):
+    """Each update takes its time: `takes(update)` ms."""
+
+    def __init__(self, clock: Clock, takes: Callable[[int], float] = lambda update: 10.0):
+        super().__init__()
+        self.clock, self.takes = clock, takes
+
+    def training_step(self, batch: Any) -> Any:
+        assert self.trainer is not None
+        self.clock.spend(self.takes(self.trainer.progress.update))
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        self.clock.spend(5000)
+        return super().training_step(batch)
+
+
+# -- rates ------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_per_second_are_over_the_time_of_the_steps(clock: Clock) -> None:
+    logs = logged(Slow(clock), train=make_batches(6, size=4))
+    assert logs[6]["throughput/samples_per_s"] == pytest.approx(4 / 0.010)
+
+
+def test_logs_validations_and_checkpoints_are_no_time_of_a_step(clock: Clock, tmp_path: Path) -> None:
+    class Slows(forge.Plugin):
+        @forge.hookimpl
+        def forge_log(self) -> None:
+            clock.spend(3000)
+
+        @forge.hookimpl
+        def forge_boundary(self, trainer: forge.Trainer) -> None:
+            trainer.request_checkpoint("always")
+
+        @forge.hookimpl
+        def forge_save(self) -> None:
+            clock.spend(7000)
+
+    options: dict[str, Any] = {"val": make_batches(1), "validate_every": "1 updates", "log_every": 2}
+    logs = logged(Slow(clock), Slows(), train=make_batches(6, size=4), run_dir=tmp_path, **options)
+    assert logs[6]["throughput/samples_per_s"] == pytest.approx(400)
+    assert logs[6]["throughput/step_ms_max"] == pytest.approx(10)
+
+
+def test_waiting_for_data_is_part_of_a_step(clock: Clock) -> None:
+    class Loader(list[Any]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                clock.spend(30)
+                yield batch
+
+    logs = logged(Slow(clock), train=Loader(make_batches(6, size=4)), allow_inexact=True)
+    assert logs[6]["throughput/data_wait_share"] == pytest.approx(0.75)
+    assert logs[6]["throughput/samples_per_s"] == pytest.approx(4 / 0.040)
+
+
+def test_percentiles_are_of_the_updates_since_the_last_log(clock: Clock) -> None:
+    logs = logged(Slow(clock, lambda update: 1.0 + update), train=make_batches(40), log_every=20)
+    assert logs[40]["throughput/step_ms_p50"] == pytest.approx(30)
+    assert logs[40]["throughput/step_ms_p95"] == pytest.approx(39)
+    assert logs[40]["throughput/step_ms_max"] == pytest.approx(40)
+
+
+def test_the_first_and_the_inspected_update_do_not_count(clock: Clock) -> None:
+    logs = logged(Slow(clock, lambda update: 9000.0 if update < 2 else 10.0), train=make_batches(6, size=4))
+    assert logs[6]["throughput/samples_per_s"] == pytest.approx(400)
+    assert logs[6]["throughput/step_ms_max"] == pytest.approx(10)
+
+
+def test_a_log_without_a_step_to_tell_of_has_no_rates() -> None:
+    logs = logged(train=make_batches(4), log_every=1)
+    assert not any(name.endswith("_per_s") for name in {**logs[1], **logs[2]})
+    assert "throughput/samples_per_s" in logs[3]
+
+
+def test_a_window_is_one_step_with_all_of_its_samples(clock: Clock) -> None:
+    logs = logged(Slow(clock), Accumulate(3), train=make_batches(12, size=4))
+    assert logs[4]["throughput/samples_per_s"] == pytest.approx(12 / 0.030)
+    assert logs[4]["throughput/step_ms_p50"] == pytest.approx(30)
+
+
+def test_two_optimizers_make_one_step(clock: Clock) -> None:
+    class SlowGAN(TinyGAN):
+        def training_step(self, batch: Any, name: str) -> Any:
+            clock.spend(10)
+            return super().training_step(batch, name)
+
+    logs = logged(SlowGAN(), train=tiny_batches((8,) * 5))
+    assert logs[5]["throughput/samples_per_s"] == pytest.approx(8 / 0.020)
+
+
+def test_windows_left_out_by_a_rewind_are_no_steps(clock: Clock, tmp_path: Path) -> None:
+    from forge_plugins import Checkpoint
+
+    class GoBack(forge.Plugin):
+        @forge.hookimpl
+        def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+            clock.spend(1000)
+            if step.index == 4 and not trainer.skipped_windows:
+                trainer.request_rewind("for a test", leave_out=[4])
+
+    stack = [Checkpoint(every="2 updates", background=False), GoBack()]
+    logs = logged(Slow(clock), *stack, train=make_batches(8, size=4), run_dir=tmp_path)
+    assert logs[8]["throughput/samples_per_s"] == pytest.approx(400)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Wide(MLP):
+    """Adam on 6-20-3 without biases."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 20, 3)
+        self.register_buffer("table", torch.zeros(100, dtype=torch.float64))
+        self.net[0].weight.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def test_memory_is_broken_down_into_known_bytes() -> None:
+    log = logged(Wide(), train=[torch.ones(5, 6)] * 4)[4]
+    parts = {
+        name: round(log[f"throughput/{name}_gb"] * 1e9) for name in ("parameters", "gradients", "optimizer", "peak")
+    }
+    assert parts["parameters"] == 4 * (6 * 20 + 20 * 3) + 8 * 100
+    assert parts["gradients"] == 4 * 20 * 3
+    assert parts["optimizer"] == 2 * 4 * 20 * 3 + 4  # two averages and a count
+    activations = 4 * (5 * 20 + 5 * 3)  # the inputs of the second layer, and of the square
+    assert round(log["throughput/activations_gb"] * 1e9) == activations
+    assert parts["peak"] == sum(parts[name] for name in ("parameters", "gradients", "optimizer")) + activations
+
+
+def test_activations_are_of_the_largest_micro_batch() -> None:
+    batches = [torch.ones(n, 6) for n in (5, 5, 5, 9, 5, 5, 5, 9)]
+    log = logged(Wide(), Accumulate(4), train=batches)[2]
+    assert round(log["throughput/activations_gb"] * 1e9) == 4 * 9 * (20 + 3)
+
+
+def test_what_backward_keeps_is_counted_once_and_counted_out() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)), torch.ones(3, 4)
+    with Saved(net) as saved:
+        out = net(x)
+        loss = (out * out).sum()
+        # x, the sigmoid's result, which two operations keep, and out; the second layer's weight is there anyway
+        assert saved.peak == 4 * 3 * (4 + 8 + 2)
+        loss.backward()
+        del loss, out
+        net(x).sum().backward()
+    assert saved.peak == 4 * 3 * (4 + 8 + 2)
+
+
+def test_a_task_that_uses_torch_func_runs_as_it_does_alone() -> None:
+    """torch.func refuses to run while saved tensors are looked at."""
+
+    class Penalised(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            slope = torch.func.grad(lambda x: self(x).sum())(batch[0])
+            return super().training_step(batch)["loss"] + slope.square().mean()
+
+    def trained(*plugins: forge.Plugin) -> Penalised:
+        torch.manual_seed(0)
+        task = Penalised()
+        fit(task, plugins=list(plugins))
+        return task
+
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+    assert_same_weights(trained(Throughput()), trained())
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+    assert "throughput/activations_gb" not in logged(Penalised())[4]
+
+
+def test_gradients_of_several_optimizers_are_not_there_at_once() -> None:
+    task = TinyGAN()
+    log = logged(task, train=tiny_batches())[5]
+    largest = max(sum(p.numel() for p in net.parameters()) for net in (task.generator, task.discriminator))
+    assert round(log["throughput/gradients_gb"] * 1e9) == 4 * largest
+
+
+def test_the_table_of_memory_is_published_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    published: list[forge.Text] = []
+
+    @forge.on("log")
+    def keep(metrics: dict[str, Any]) -> None:
+        if isinstance(metrics.get("memory"), forge.Text):
+            published.append(metrics["memory"])
+
+    logged(Wide(), keep, train=[torch.ones(5, 6)] * 9, log_every=3)
+    assert len(published) == 1
+    assert "| parameters | 1.48 KiB |" in published[0].text
+    assert caplog.text.count("at the peak on cpu: parameters 1.48 KiB, gradients 240 B, optimizer 484 B") == 1
+
+
+def test_memory_can_be_left_out() -> None:
+    assert not any(name.endswith("_gb") for name in logged(given={"memory": False})[4])
+
+
+def test_rates_and_durations_are_told_without_powers_of_ten() -> None:
+    assert [summary.rate(n) for n in (0.123, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
+    assert [summary.duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["0.123 ms", "45.6 ms", "14,000.0 s"]
+    assert [summary.scaled(n) for n in (12.0, 3.4e9, 5.6e16)] == ["12 ", "3.4 G", "56 P"]
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
+def test_it_keeps_the_contract() -> None:
+    check_plugin(Throughput)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_weights_and_random_numbers_are_the_same_to_the_bit(window: int) -> None:
+    ends: list[torch.Tensor] = []
+
+    @forge.on("end")
+    def end(trainer: forge.Trainer) -> None:
+        ends.append(torch.get_rng_state())
+
+    stack = [Clip(0.1), Accumulate(window), end]
+    watched, alone = fit_tiny([Throughput(), *stack])[0], fit_tiny(stack)[0]
+    assert_same_weights(watched, alone)
+    assert torch.equal(*ends)
+
+
+class Zoo(forge.TaskModule):
+    """Layers whose backward has ways of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.attend = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.conv = nn.Sequential(nn.Conv1d(8, 8, 3), nn.GroupNorm(2, 8), nn.MaxPool1d(2), nn.GELU())
+        self.head = nn.Linear(8, 11)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        h = self.attend(self.rnn(self.embed(x))[0])
+        h = self.conv(h.transpose(1, 2)).amax(2)
+        return F.cross_entropy(self.head(h), y[:, 0]) + torch.cdist(h, h).sort().values.mean() + h.cumsum(1).std()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_layers_of_all_kinds_give_the_same_bits_when_watched() -> None:
+    def trained(*plugins: forge.Plugin) -> Zoo:
+        torch.manual_seed(0)
+        task = Zoo()
+        fit(task, tokens(4), plugins=list(plugins), seed=1)
+        return task
+
+    assert_same_weights(trained(Throughput()), trained())
+
+
+def test_a_summary_is_logged_at_the_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logged(Slow(clock, lambda update: 20.0 if update == 5 else 10.0), train=make_batches(12, size=4))
+    assert (
+        "throughput: 364 samples/s in steps, without logs, validation and saves; 10 ms per step at the median (95% "
+        "within 20 ms, slowest 20 ms); 0.0% of the time waiting for data; " in caplog.text
+    )
+
+
+def test_a_run_that_fails_before_it_starts_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    class Refuses(forge.Plugin):
+        @forge.hookimpl
+        def forge_setup_env(self) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(plugins=[Throughput(), Refuses()])
+    assert "throughput" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peak": 0.0}, r"throughput\.peak is 0; it must be above 0, in TFLOP/s"),
+        ({"items": "my tokens"}, r"throughput\.items is 'my tokens'; write a word"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Throughput(**options)
+
+
+# -- steps of a device that works behind the host ---------------------------------------------------------------------
+
+
+class Device:
+    """A queue of work; the host adds to it, the device works it off in its own time."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.free_at = clock, 0.0
+
+    def launch(self, ms: float) -> None:
+        self.free_at = max(self.free_at, self.clock.now) + ms / 1e3
+
+    def event(self) -> Any:
+        return Event(self)
+
+
+class Event:
+    """What torch.cuda.Event does."""
+
+    def __init__(self, device: Device):
+        self.device, self.at = device, 0.0
+
+    def record(self, stream: Any) -> None:
+        self.at = max(self.device.free_at, self.device.clock.now)
+
+    def query(self) -> bool:
+        return self.at <= self.device.clock.now
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.query()
+        assert other.query()
+        return 1e3 * (other.at - self.at)
+
+
+def stepped(clock: Clock, *, host: float, device: float, wait: float = 0.0, pause: float = 0.0) -> list[float]:
+    """How many ms four of five steps took, given what host and device need for one; a pause is before the fourth."""
+    queue = Device(clock)
+    steps = DeviceSteps(queue.event)
+    for index in range(5):
+        if index == 3:
+            clock.spend(pause)
+        clock.spend(wait)
+        steps.begin(wait / 1e3)
+        queue.launch(device)
+        clock.spend(host)
+        steps.end(Done(0.0, wait / 1e3, 1, 0.0, None), counts=index > 0)
+    clock.spend(1e6)
+    return [round(1e3 * done.seconds, 3) for done in steps.take()]
+
+
+def test_a_step_takes_as_long_as_the_slower_of_host_and_device(clock: Clock) -> None:
+    assert stepped(clock, host=2, device=10) == [10] * 4
+    assert stepped(clock, host=10, device=2) == [10] * 4
+
+
+def test_waiting_for_data_counts_only_where_the_device_waits_too(clock: Clock) -> None:
+    assert stepped(clock, host=1, device=10, wait=5) == [10] * 4
+    assert stepped(clock, host=1, device=2, wait=50) == [51] * 4
+
+
+def test_what_comes_between_two_steps_of_a_device_is_in_none(clock: Clock) -> None:
+    assert stepped(clock, host=2, device=10, pause=5000) == [10] * 4
+    assert stepped(clock, host=10, device=2, wait=5, pause=5000) == [15] * 4
+
+
+def test_unfinished_steps_of_the_device_are_told_of_later(clock: Clock) -> None:
+    queue = Device(clock)
+    steps = DeviceSteps(queue.event)
+    for _ in range(3):
+        steps.begin(0.0)
+        queue.launch(10)
+        steps.end(Done(0.0, 0.0, 1, 0.0, None), counts=True)
+    assert steps.take() == []
+    clock.spend(25)
+    assert len(steps.take()) == 2
+    clock.spend(25)
+    assert len(steps.take()) == 1
+
+
+def test_events_are_used_again(clock: Clock) -> None:
+    queue, made = Device(clock), []
+
+    def make() -> Event:
+        made.append(queue.event())
+        return made[-1]
+
+    steps = DeviceSteps(make)
+    for _ in range(5000):
+        steps.begin(0.0)
+        queue.launch(1)
+        clock.spend(1)
+        steps.end(Done(0.0, 0.0, 1, 0.0, None), counts=True)
+    assert len(made) < 600
+    assert len(steps.take()) >= 4999
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1), st.floats(0.01, 1))
+def test_a_percentile_is_a_time_that_so_many_do_not_exceed(times: list[float], share: float) -> None:
+    found = percentile(sorted(times), share)
+    assert found in times
+    assert sum(time <= found for time in times) >= share * len(times)

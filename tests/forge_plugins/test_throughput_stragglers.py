@@ -1,0 +1,310 @@
+"""throughput: the rank that the others wait for is named; where none is slow, nothing is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.env import Env
+from forge.testing import TinyGAN, TinyTask, tiny_batches
+from forge_plugins import DDP, FSDP, Accumulate, Throughput, Zero
+from forge_plugins.throughput import RATES
+from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Summary
+from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers, warning
+from tests.forge_plugins.test_throughput import Device
+from tests.support import throughput_kit
+from tests.support.lasting_ranks import ranks
+from tests.support.throughput_kit import Clock, Sink
+
+clock = throughput_kit.clock
+HOST = socket.gethostname()
+NAMES = {"throughput/slowest_rank", "throughput/straggler_share", "throughput/waited_ms_rank0"}
+
+# -- two real ranks, over gloo ----------------------------------------------------------------------------------------
+
+
+class Sleeps(TinyTask):
+    """Each rank sleeps in its forward."""
+
+    def __init__(self, *seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def training_step(self, batch: Any) -> Any:
+        assert self.trainer is not None
+        time.sleep(self.seconds[self.trainer.env.rank])
+        return super().training_step(batch)
+
+
+class Slow(list[Any]):
+    """A loader that takes its time on each rank."""
+
+    def __init__(self, batches: Sequence[Any], *seconds: float):
+        super().__init__(batches)
+        self.seconds = seconds
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            time.sleep(self.seconds[int(os.environ["RANK"])])
+            yield batch
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def run(strategy: str, forward: tuple[float, float], load: tuple[float, float] = (0.0, 0.0)) -> Any:
+    """The logs of one rank and its warnings about stragglers."""
+    sink, messages = Sink(), Messages()
+    kind: Any = {"ddp": DDP, "fsdp": FSDP, "zero": Zero, "accumulate": DDP}[strategy]
+    plugins = [kind(), Throughput(), sink, *([Accumulate(2)] if strategy == "accumulate" else [])]
+    logging.getLogger("forge").addHandler(messages)
+    try:
+        trainer = forge.Trainer(
+            max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=3, plugins=plugins, allow_inexact=True
+        )
+        batches = tiny_batches([8] * (36 if strategy == "accumulate" else 18))
+        trainer.fit(Sleeps(*forward), Slow(batches, *load))
+    finally:
+        logging.getLogger("forge").removeHandler(messages)
+    return sink.logs, [text for text in messages.texts if "holds up" in text]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "accumulate"])
+def test_a_rank_that_sleeps_is_named_once(strategy: str) -> None:
+    (logs, told), (others, silent) = ranks(2)(run, strategy, (0.01, 0.06))
+    (text,) = told
+    assert silent == []
+    assert f"rank 1 on {HOST} holds up the others for " in text
+    assert "It computes more slowly" in text
+    last = logs[18]
+    assert last["throughput/slowest_rank"] == 1
+    assert last["throughput/straggler_share"] > SLOW
+    assert last["throughput/waited_ms_rank0"] > last["throughput/waited_ms_rank1"] == 0
+    assert logs[3].keys() >= NAMES
+    assert {name: others[18][name] for name in NAMES} == {name: last[name] for name in NAMES}
+
+
+def test_without_a_straggler_nothing_is_said() -> None:
+    (logs, told), _ = ranks(2)(run, "ddp", (0.1, 0.1))
+    assert told == []
+    assert logs[18].keys() >= NAMES
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> None:
+    (logs, told), _ = ranks(2)(run, strategy, (0.0, 0.0), (0.06, 0.0))
+    (text,) = told
+    assert f"rank 0 on {HOST}" in text
+    assert "It waits for data: look at its disk" in text
+    assert logs[18]["throughput/slowest_rank"] == 0
+
+
+class Behind(Throughput):
+    """On rank 1 no step of the first interval is finished at its log, and FLOPs, items and memory stay unknown."""
+
+    def _take(self) -> Summary:
+        done = super()._take()
+        if self._stragglers is None or self._stragglers._env.rank == 0:
+            return done
+        self._items.name = None
+        return Summary.of([]) if self._updates == 3 else dataclasses.replace(done, counted=0.0)
+
+    def _memory(self, trainer: forge.Run) -> dict[str, float]:
+        memory = super()._memory(trainer)
+        if trainer.env.rank == 1:
+            del memory["activations_gb"]
+        return memory
+
+
+def one_behind() -> dict[int, dict[str, Any]]:
+    sink = Sink()
+    forge.Trainer(
+        max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=3, plugins=[DDP(), Behind(peak=1.0), sink]
+    ).fit(Counts(), tiny_batches([8] * 6))
+    return sink.logs
+
+
+class Counts(TinyTask):
+    def num_items(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+def test_a_rank_without_a_value_leaves_it_to_the_others() -> None:
+    logs, others = ranks(2)(one_behind)
+    assert logs[3].keys() == others[3].keys()
+    assert not logs[3].keys() & NAMES  # one rank has nothing to compare
+    for names in (logs[3].keys(), logs[6].keys()):
+        assert names >= {f"throughput/{name}" for name in (*RATES, "items_per_s", "activations_gb", "peak_gb")}
+    assert logs[6].keys() >= NAMES
+    one_update = logs[3]["throughput/samples_per_s"] * logs[3]["throughput/step_ms_max"] / 1e3
+    assert one_update == pytest.approx(8)  # of rank 0 alone: a second rank with zeros would make it a quarter
+
+
+def bits(watched: bool) -> list[Any]:
+    task = TinyTask()
+    plugins = [DDP(), *([Throughput()] if watched else [])]
+    forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=2, plugins=plugins).fit(
+        task, tiny_batches([8] * 8)
+    )
+    assert not any(p._post_accumulate_grad_hooks for p in task.parameters())
+    return list(task.state_dict().values())
+
+
+def test_the_weights_of_ranks_are_the_same_to_the_bit() -> None:
+    for with_, without in zip(ranks(2)(bits, True), ranks(2)(bits, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(with_, without, strict=True))
+
+
+def two_optimizers() -> set[str]:
+    sink = Sink()
+    forge.Trainer(
+        max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=4, plugins=[DDP(), Throughput(), sink]
+    ).fit(TinyGAN(), tiny_batches([8] * 8))
+    return set(sink.logs[8])
+
+
+def test_several_optimizers_compare_the_time_before_a_step() -> None:
+    assert ranks(2)(two_optimizers)[0] >= NAMES
+
+
+# -- without ranks ----------------------------------------------------------------------------------------------------
+
+
+class Many(Env):
+    """One of several ranks, for which others' numbers are there already."""
+
+    def __init__(self, *others: int, rank: int = 0):
+        self.world, self.rank, self.asked = len(others) // 3, rank, 0
+        self._others = others
+
+    def all_max(self, numbers: Sequence[int]) -> list[int]:
+        return [max(pair) for pair in zip(numbers, self._others, strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        self.asked += 1
+        return [f"host{rank}" for rank in range(self.world)]
+
+
+def paced(*own: float) -> list[Pace]:
+    return [Pace(0.0, seconds, 1.0) for seconds in own]
+
+
+def judged(*logs: list[Pace], env: Env | None = None) -> tuple[int, list[dict[str, float]]]:
+    """How often hosts were asked for, which a warning does, and the metrics."""
+    env = env or Many(*[0] * 3 * len(logs[0]))
+    stragglers = Stragglers(env)
+    metrics = [stragglers.judge(paces) for paces in logs]
+    return env.asked, metrics  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_all_wait_for_the_data_of_one_before_they_compute() -> None:
+    """With buffers, ddp copies rank 0's at the beginning of forward: all of its ranks are late then."""
+    (metrics,) = judged([Pace(0.3, 0.5, 1.0), Pace(0.0, 0.5, 1.0)])[1]
+    assert metrics == {"slowest_rank": 0, "straggler_share": 0.3, "waited_ms_rank0": 0, "waited_ms_rank1": 300}
+
+
+def test_only_a_rank_that_stays_slow_is_warned_of() -> None:
+    slow, even, other = paced(0.2, 0.2, 0.5), paced(0.2, 0.2, 0.25), paced(0.5, 0.2, 0.2)
+    assert judged(*[slow] * LASTING)[0] == 1
+    assert judged(*[slow] * (5 * LASTING))[0] == 1
+    assert judged(*[slow] * (LASTING - 1), even, *[slow] * (LASTING - 1))[0] == 0
+    assert judged(*[slow, other] * LASTING)[0] == 0
+    assert judged(*[even] * 5 * LASTING)[0] == 0
+
+
+def test_the_metrics_are_against_the_slowest_and_the_median() -> None:
+    (metrics,) = judged(paced(0.2, 0.3, 0.5))[1]
+    assert metrics == pytest.approx(
+        {
+            "slowest_rank": 2,
+            "straggler_share": 0.2,
+            "waited_ms_rank0": 300,
+            "waited_ms_rank1": 200,
+            "waited_ms_rank2": 0,
+        }
+    )
+    (metrics,) = judged(paced(*[0.1] * 99, 0.6))[1]
+    assert metrics == pytest.approx({"slowest_rank": 99, "straggler_share": 0.5})
+
+
+def test_paces_are_exchanged_by_rank() -> None:
+    done = [Done(0.4, 0.1, 1, 0.0, None, 0.1, own=0.3), Done(0.6, 0.1, 1, 0.0, None, 0.1, own=0.3)]
+    env = Many(0, 0, 0, 5 * 10**8, 10**9, 2 * 10**9)
+    assert Stragglers(env).exchange(Summary.of(done))[0] == [Pace(0.1, 0.3, 0.5), Pace(0.5, 1.0, 2.0)]
+    done[1].own = None  # the model's gradients are not seen: what is known of all updates counts
+    assert Stragglers(env).exchange(Summary.of(done))[0] == [Pace(0.1, 0.1, 0.5), Pace(0.5, 1.0, 2.0)]
+    assert Stragglers(Many(*[0] * 6)).exchange(Summary.of(done))[0] is None
+    assert Stragglers(env).exchange(Summary.of([]))[0] is None
+
+
+def test_the_warning_says_what_to_look_at() -> None:
+    computes = warning([Pace(0.0, 0.1, 0.3), Pace(0.01, 0.2, 0.3)], 1, "node7", 1 / 3)
+    assert computes.startswith("throughput: rank 1 on node7 holds up the others for 33% of every update: it takes 200")
+    assert "until its gradients are there, the median rank 100 ms. It computes more slowly" in computes
+    waits = warning([Pace(0.0, 0.2, 0.3), Pace(0.09, 0.2, 0.3)], 1, "node7", 0.3)
+    assert "it takes 90 ms until it has its data, the median rank 0 ms. It waits for data" in waits
+
+
+def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
+    steps = HostSteps()
+    for signs in ((5, 3), ()):
+        clock.spend(2)
+        steps.begin(0.002)
+        steps.computes()
+        for ms in signs:
+            clock.spend(ms)
+            steps.ready()
+        clock.spend(10)
+        steps.end(Done(0.0, 0.002, 1, 0.0, None), counts=True)
+    first, second = steps.take()
+    assert (first.before, first.own) == pytest.approx((0.002, 0.010))
+    assert (second.before, second.own) == (pytest.approx(0.002), None)
+    assert second.seconds == pytest.approx(0.012)
+
+
+def test_own_time_of_a_device_is_the_devices(clock: Clock) -> None:
+    queue = Device(clock)
+    steps = DeviceSteps(queue.event)
+    for _ in range(3):
+        steps.begin(0.0)
+        steps.computes()
+        queue.launch(10)
+        steps.ready()
+        queue.launch(5)  # waits for other ranks
+        clock.spend(1)
+        steps.end(Done(0.0, 0.0, 1, 0.0, None), counts=True)
+    clock.spend(1e6)
+    told = [(done.before, done.own, done.seconds) for done in steps.take()]
+    assert told == [pytest.approx((0.0, 0.010, 0.015))] * 3  # the host ran ahead
+
+
+def test_the_last_gradient_is_learned_and_one_hook_stays() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    signs: list[int] = []
+    last = LastGradient(list(net.parameters()), lambda: signs.append(1))
+    last.learn()
+    net(torch.ones(1, 2)).sum().backward()
+    assert len(signs) == 6
+    last.settle()
+    hooked = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
+    assert len(hooked) == 1
+    assert hooked[0].startswith("0.")
+    net(torch.ones(1, 2)).sum().backward()
+    assert len(signs) == 7
+    last.remove()
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())

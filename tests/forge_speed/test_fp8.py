@@ -1,0 +1,270 @@
+"""fp8 without a GPU: the products are computed by a reference, everything else is the code that runs on one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forge_speed import fp8
+from forge_speed.fp8 import linear, linear_layers
+from torch import Tensor, nn
+
+import forge
+from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
+from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge_kernels.ops.mlp import swap
+from forge_plugins import (
+    AMP,
+    DDP,
+    EMA,
+    FP8,
+    FSDP,
+    QAT,
+    Accumulate,
+    Checkpoint,
+    Clip,
+    Compile,
+    Freeze,
+    Guard,
+    Kernels,
+    Remat,
+    TensorParallel,
+)
+from tests.forge.snapshot.test_resume import PowerCut, cut_at
+from tests.support import reference
+from tests.support.averages import loss_of
+from tests.support.float8 import emulate
+from tests.support.lasting_ranks import ranks
+from tests.support.plugin_kit import PLAINEST
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    """Compute in float8 on the CPU, in layers of any size and for any number of rows."""
+    with emulate(tile=1):
+        yield
+
+
+def by_hand(window: int = 1, **options: Any) -> TinyTask:
+    """Train a TinyTask with layers in float8 in a plain loop."""
+    task = TinyTask(**options)
+    for layer in linear_layers(task).values():
+        linear.install(layer, 1)
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9)
+    reference.train(task, loss_of, optimizer, tiny_batches(), 2, window=window, seed=0)
+    return task
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_fit_is_a_plain_loop_in_float8(window: int, emulated: None) -> None:
+    task, _ = fit_tiny([FP8("all"), Accumulate(window)])
+    assert_same_weights(task, by_hand(window))
+    plain, _ = fit_tiny([Accumulate(window)])
+    assert any(not torch.equal(a, b) for a, b in zip(task.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_compiled_fit_equals_an_eager_one(emulated: None) -> None:
+    torch._dynamo.reset()
+    ours, result = fit_tiny([FP8("all"), Compile(backend="aot_eager")], task=TinyTask(dropout=0.0), max_epochs=1)
+    assert result.metrics["compile/breaks"] == 0
+    eager, _ = fit_tiny([FP8("all")], task=TinyTask(dropout=0.0), max_epochs=1)
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("modules", ["Sequential", "Linear"])
+@pytest.mark.parametrize("first", [True, False])
+def test_recomputed_blocks_compute_the_same(modules: str, first: bool, emulated: None) -> None:
+    stack: list[Any] = [FP8("all"), Remat(modules)]
+    task, _ = fit_tiny(stack if first else stack[::-1])
+    assert_same_weights(task, by_hand())
+    assert not any("forward" in vars(module) for module in task.modules())
+
+
+def test_it_trains_beside_amp_clip_ema_and_freeze(emulated: None) -> None:
+    stack: list[Any] = [AMP("bf16"), Clip(0.5), EMA(0.5), Freeze("net.0"), Guard()]
+    ours, result = fit_tiny([FP8("all"), *stack])
+    plain, without = fit_tiny(stack)
+    assert result.metrics["train/loss"] == pytest.approx(without.metrics["train/loss"], abs=0.1)
+    assert result.metrics["val/loss"] != without.metrics["val/loss"]
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert a.dtype is torch.float32
+        assert torch.equal(a, b) == name.startswith("net.0.")
+
+
+def test_a_kernel_takes_no_layers_in_float8() -> None:
+    network = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    assert swap(network) is not None
+    linear.install(network[0])
+    assert swap(network) is None
+    order: list[str] = []
+    watch = forge.on("start")(lambda trainer: order.extend(plugin.name for plugin in trainer.stack))
+    fit_tiny([Kernels(), FP8(), watch], max_updates=1)
+    assert order.index("fp8") < order.index("kernels")
+
+
+def test_a_small_network_learns_as_well(emulated: None) -> None:
+    x = torch.randn(256, 6, generator=torch.Generator().manual_seed(1))
+    batches = [(part, (part[:, :3] * part[:, 3:]).argmax(1)) for part in x.split(32)]
+    losses = []
+    for plugins in ([FP8("all")], []):
+        _, result = fit_tiny([*plugins, AMP("bf16")], train=batches, val=batches, max_epochs=30)
+        losses.append(result.metrics["val/loss"])
+    assert losses[0] < 0.9
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+
+
+def test_a_guard_stops_at_an_infinite_input(emulated: None) -> None:
+    batches = tiny_batches()
+    batches[1][0][0, 0] = torch.inf
+    with pytest.raises(NonFiniteError):
+        fit_tiny([FP8("all"), Guard()], train=batches)
+
+
+def test_the_contract_of_plugins_is_kept(emulated: None) -> None:
+    check_plugin(lambda: FP8("all"), leave_out=[*PLAINEST, "order", "files", "graphs"])
+
+
+# -- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_task_is_itself_again_after_a_fit(emulated: None) -> None:
+    before = TinyTask()
+    task, _ = fit_tiny([FP8("all")])
+    assert task.state_dict().keys() == before.state_dict().keys()
+    for layer, plain in zip(task.modules(), before.modules(), strict=True):
+        assert vars(layer).keys() - {"trainer"} == vars(plain).keys() - {"trainer"}
+
+
+def test_the_task_is_itself_again_after_an_error(emulated: None) -> None:
+    task = TinyTask()
+    with pytest.raises(PowerCut):
+        fit_tiny([FP8("all"), cut_at(2)], task=task)
+    assert not any("forward" in vars(module) for module in task.modules())
+
+
+def test_a_resume_is_exact(tmp_path: Path, emulated: None) -> None:
+    def plugins() -> list[Any]:
+        return [FP8("all"), Checkpoint(every="2 updates")]
+
+    with pytest.raises(PowerCut):
+        fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
+    resumed, _ = fit_tiny(plugins(), run_dir=tmp_path, resume="auto")
+    assert_same_weights(resumed, by_hand())
+
+
+def test_a_run_can_go_on_without_it(tmp_path: Path, emulated: None) -> None:
+    fit_tiny([FP8("all"), Checkpoint()], run_dir=tmp_path, max_epochs=1)
+    saved = TinyTask.from_checkpoint(tmp_path / "checkpoints" / "latest")
+    assert saved.state_dict().keys() == TinyTask().state_dict().keys()
+    _, result = fit_tiny([Checkpoint()], run_dir=tmp_path / "more", resume=tmp_path / "checkpoints" / "latest")
+    assert result.updates == 10
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def fit_on_this_rank(strategy: str, float8: bool = True) -> dict[str, Tensor]:
+    """With fsdp each layer is a unit, whose gathered weight is freed between forward and backward."""
+    plugin = DDP() if strategy == "ddp" else FSDP("Linear")
+    with emulate(tile=1):
+        task, _ = fit_tiny([*([FP8("all")] if float8 else []), plugin], task=TinyTask(dropout=0.0), max_epochs=1)
+    return {name: value.detach().clone() for name, value in task.named_parameters()}
+
+
+def test_sharded_weights_train_as_whole_ones() -> None:
+    pair = ranks(2)
+    whole, _ = pair(fit_on_this_rank, "ddp")
+    plain, _ = pair(fit_on_this_rank, "ddp", False)
+    for sharded in pair(fit_on_this_rank, "fsdp"):
+        assert all(torch.equal(sharded[name], value) for name, value in whole.items())
+    assert not torch.equal(whole["net.0.weight"], plain["net.0.weight"])
+
+
+# -- which layers -----------------------------------------------------------------------------------------------------
+
+
+class Sizes(TinyTask):
+    """Layers of several sizes, without memory until they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.blocks = nn.ModuleList([nn.Linear(768, 3072), nn.Linear(2048, 2048), nn.Linear(2050, 2048)])
+            self.head = nn.Linear(768, 50304, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["blocks.1", "head"]),
+        ({"leave_out": "head"}, ["blocks.1"]),
+        ({"layers": "all"}, ["blocks.0", "blocks.1", "head"]),
+        ({"layers": "blocks.[01]"}, ["blocks.0", "blocks.1"]),
+        ({"layers": "blocks", "leave_out": ["blocks.0", "blocks.2"]}, ["blocks.1"]),
+    ],
+)
+def test_layers_are_chosen_by_size_or_by_name(options: dict[str, Any], expected: list[str]) -> None:
+    assert list(FP8(**options)._choose(Sizes())) == expected
+
+
+def test_wider_layers_gain_with_fewer_rows() -> None:
+    with torch.device("meta"):
+        rows = [fp8.least_rows(nn.Linear(width, 4 * width)) for width in (1024, 2048, 8192)]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] < 16 * 1024
+    assert rows[-1] >= fp8.ROWS
+
+
+def test_on_a_cpu_everything_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "forge"):
+        task, _ = fit_tiny([FP8()])
+    assert_same_weights(task, fit_tiny()[0])
+    assert "fp8: everything runs as written: float8 runs on CUDA, and this run is on cpu." in caplog.text
+
+
+def test_small_layers_run_as_written(emulated: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "forge"):
+        task, _ = fit_tiny([FP8()])
+    assert_same_weights(task, fit_tiny()[0])
+    assert "no linear layer of TinyTask is large enough to gain" in caplog.text
+
+
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    with pytest.raises(RecipeError, match=r"fp8: Old GPU has no float8 units: its compute capability is 8.0, and 8.9"):
+        fp8.acts_on(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layers": []}, RecipeError, "fp8.layers is an empty list"),
+        (
+            {"layers": "nat.*"},
+            RecipeError,
+            r"fp8.layers: 'nat.\*' matches no nn.Linear of TinyTask. They are net.0, net.4",
+        ),
+        ({"leave_out": "net.1"}, RecipeError, "fp8.leave_out: 'net.1' matches no nn.Linear"),
+        ({"layers": "net.4"}, RecipeError, "fp8.layers: net.4 is 8 × 3 in float32; float8 needs multiples of 16"),
+        ({"layers": "all"}, TaskError, "TinyTask has no nn.Linear whose sizes are multiples of 16"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit_tiny([FP8(**options)])
+
+
+@pytest.mark.parametrize("beside", [[QAT()], [AMP("fp16")], [FSDP(), TensorParallel(size=2, plan={"net.0": "column"})]])
+def test_what_replaces_or_splits_the_layers_is_refused(beside: list[forge.Plugin]) -> None:
+    with pytest.raises(StackError, match=r"(?s)'fp8'"):
+        fit_tiny([FP8(), *beside])

@@ -1,0 +1,231 @@
+"""speed_range on real tasks: fresh copies, equal bits, facts, refusals; nobody looks at the times."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forge_speed.speed import StepTrials, with_change
+from forge_speed.speed_plot import bars_of
+from forge_speed.speed_search import LeverFailed
+from forge_speed.time_limit import TrialTooLong, time_limit
+from torch import nn
+
+import forge
+from forge.data import TensorLoader
+from forge.errors import ForgeError
+from forge.testing import TinyTask, tiny_batches
+from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw_speed, speed_range, step_timer
+from forge.tuning.step_facts import repeated_classes
+from forge.util import peak_memory
+from forge_plugins import Clip
+from tests.forge_plugins.test_speed_switches import Pictures, pictures
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
+        monkeypatch.setattr(step_timer, name, value)
+    monkeypatch.setattr(peak_memory, "clean", lambda: None)
+
+
+def trials(make: Any = TinyTask, train: Any = None, **options: Any) -> StepTrials:
+    made = StepTrials(make, lambda: tiny_batches() if train is None else train, device="cpu", **options)
+    made.look()
+    return made
+
+
+def adding(name: str, numbers: Any = "rounding", **options: Any) -> Lever:
+    return Lever(name, Change({name: options}), numbers)
+
+
+def test_every_trial_begins_with_the_same_weights_and_data() -> None:
+    x = torch.randn(64, 6)
+    loader = TensorLoader(x, torch.randint(3, (64,)), batch_size=8, shuffle=True)
+    measure = trials(train=loader)
+    for _ in range(2):
+        reading = measure([])
+        assert reading.same
+        assert reading.ms > 0
+        assert reading.memory
+
+
+def test_a_change_of_the_bits_is_seen() -> None:
+    measure = trials()
+    assert measure([adding("prefetch", "bitwise")]).same
+    clipped = measure([adding("clip", max_norm=1e-3)])
+    assert clipped.same is False
+    assert clipped.difference > 0
+
+
+def test_weights_that_are_not_finite_are_a_failure() -> None:
+    class Breaks(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            assert self.trainer is not None
+            return {**out, "loss": out["loss"] * float("nan")} if "clip" in self.trainer.stack else out
+
+    with pytest.raises(LeverFailed, match="not finite"):
+        trials(Breaks)([adding("clip")])
+
+
+def test_a_conflict_with_a_plugin_that_trials_leave_out_is_found() -> None:
+    class Keeps(forge.Plugin):
+        observer = True
+        conflicts = {"clip": "Clipping is not for it."}
+
+    with pytest.raises(LeverFailed, match="Clipping is not for it"):
+        trials(plugins=[Keeps()])([adding("clip")])
+
+
+def test_an_error_of_the_start_is_the_users() -> None:
+    class Wrong(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        speed_range(Wrong, tiny_batches, device="cpu")
+
+
+def test_facts_are_learned_from_the_first_trial() -> None:
+    facts = trials(Pictures, pictures()).facts
+    assert facts.convolutions
+    assert not facts.batch_norm
+    assert facts.inputs == "float32[4, 3, 8, 8], int64[4]"
+    assert not facts.not_fused
+    assert facts.float32
+
+
+def test_attention_is_noticed_and_torchs_function_is_back() -> None:
+    class Attends(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            q = torch.randn(1, 1, 2, 4)
+            nn.functional.scaled_dot_product_attention(q, q, q)
+            return super().training_step(batch)
+
+    before = nn.functional.scaled_dot_product_attention
+    assert trials(Attends).facts.attention
+    assert not trials().facts.attention
+    assert nn.functional.scaled_dot_product_attention is before
+
+
+def test_repeated_blocks_are_found_by_their_class() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x)
+
+    assert repeated_classes(nn.ModuleList([Block(), Block(), nn.Linear(2, 2)])) == ("Block",)
+    assert repeated_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
+
+
+def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
+    told: list[str] = []
+    report = speed_range(
+        Pictures, pictures, numbers="rounding", leave_out=["compile"], device="cpu", plugins=[Clip()], tell=told.append
+    )
+    tried = {row.lever.name for row in report.rows if row.alone is not None}
+    assert tried == {"fused_optimizer", "channels_last"}
+    assert report.reproducible
+    assert report.best is None or report.best.ms < report.start.ms
+    assert any(line.startswith("channels_last: ") for line in told)
+    assert not list(empty_folder.iterdir())
+
+
+def test_the_recipes_own_plugins_are_the_users_choice() -> None:
+    report = speed_range(
+        Pictures, pictures, leave_out=["compile", "amp"], device="cpu", recipe="default", plugins={"channels_last": {}}
+    )
+    reasons = {row.lever.name: row.why_not for row in report.rows}
+    assert reasons["channels_last"] == "your stack has it"
+
+
+@pytest.mark.parametrize("options", [{"numbers": "some"}, {"limit": 0.0}, {"budget": -1.0}])
+def test_senseless_options_are_refused(options: Any) -> None:
+    with pytest.raises(ForgeError, match=next(iter(options))):
+        speed_range(TinyTask, tiny_batches, **options)
+
+
+def test_a_change_keeps_the_form_of_the_plugins() -> None:
+    change = Change({"clip": {"max_norm": 2.0}, "remat": None})
+    assert with_change({"clip": {"norm_type": 1.0}, "ema": {}}, change) == {
+        "clip": {"norm_type": 1.0, "max_norm": 2.0},
+        "ema": {},
+        "remat": None,
+    }
+    changed = with_change([Clip(1.0), "remat", "ema"], change)
+    assert isinstance(changed, Sequence)
+    assert [getattr(item, "name", item) for item in changed] == ["ema", "clip"]
+    assert changed[1].config.max_norm == 2.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_trial_that_takes_too_long_is_stopped() -> None:
+    def stuck() -> None:
+        while True:
+            time.sleep(0.005)
+
+    with pytest.raises(TrialTooLong), time_limit(0.02):
+        stuck()
+    with time_limit(60):
+        pass
+
+
+def test_a_compilation_that_is_cut_short_prints_no_traceback() -> None:
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+
+    def compile_for_long() -> None:
+        try:
+            begun = time.monotonic()
+            while time.monotonic() - begun < 10:
+                pass
+        except TrialTooLong:
+            logger.error("a long traceback")  # as torch 2.11 does on its way out
+            raise
+
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(TrialTooLong), time_limit(0.05):
+            compile_for_long()
+    finally:
+        logger.removeHandler(handler)
+    assert not heard
+    assert not logger.disabled
+
+
+def test_a_share_of_the_batch_is_trained_as_one_of_several_ranks() -> None:
+    sizes: list[int] = []
+
+    class Counts(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch)
+
+    whole = trials(Counts, tiny_batches())
+    full, sizes[:] = sizes[0], []
+    assert whole.facts.device == "cpu"
+    trials(Counts, tiny_batches(), share=2)
+    assert sizes[0] == full // 2
+
+
+def test_the_picture_has_a_bar_for_every_reading(tmp_path: Path) -> None:
+    start, fast, slow = StepReading(10.0, 10**9), StepReading(5.0, 2 * 10**9), StepReading(99.0)
+    rows = [
+        LeverRow(adding("a"), "", fast, fast, chosen=True),
+        LeverRow(adding("b"), "slower", slow),
+        LeverRow(adding("c"), "needs CUDA"),
+    ]
+    report = SpeedReport(start, rows, fast, [rows[0].lever])
+    assert [bar.name for bar in bars_of(report)] == ["start", "each lever alone", "a", "b", "together", "a"]
+    assert draw_speed(report, "A task", tmp_path / "new" / "speed.png").stat().st_size > 1000
+    assert draw_speed(SpeedReport(start, []), "Nothing", tmp_path / "none.png").is_file()
