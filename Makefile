@@ -5,14 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := bash
 
-# a stamp is as old as the last installation: it is redone when pyproject.toml changes
+# a stamp is as old as the last installation: it is redone when a pyproject.toml changes
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_DOCS := $(VENV)/.installed-docs
 INSTALLED_BROWSER := $(VENV)/.installed-browser
 
+# the packages around the core, each a distribution of its own
+PACKAGES := $(wildcard plugins/forge_*/pyproject.toml)
+PROJECTS := pyproject.toml $(PACKAGES)
+
 # one line per package while pip works; what goes wrong is shown in full
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(addprefix --editable ./,$(patsubst %/,%,$(dir $(PACKAGES)))) --editable
 SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  unpacking/p'
 
 # two workers, a file each: fixtures that build a wheel or install a package run once
@@ -71,20 +75,20 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("forge needs Python 3.11 or newer; $(PYTHON) is %d.%d. Say which one to use: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml | $(BIN)/pip
+$(INSTALLED): $(PROJECTS) | $(BIN)/pip
 	@echo "Installing forge into $(VENV): once, and a few minutes if PyTorch must be downloaded"
 	@set -o pipefail; $(PIP_INSTALL) . | $(SHOW_PACKAGES)
 	@touch $@
 
-$(INSTALLED_DEV): pyproject.toml | $(BIN)/pip
+$(INSTALLED_DEV): $(PROJECTS) | $(BIN)/pip
 	@echo "Installing forge and its development tools into $(VENV): once, and a few minutes if PyTorch must be downloaded"
 	@set -o pipefail; $(PIP_INSTALL) '.[dev]' | $(SHOW_PACKAGES)
 	@touch $(INSTALLED) $@
 
-$(INSTALLED_DOCS): pyproject.toml $(INSTALLED_DEV)
+$(INSTALLED_DOCS): $(PROJECTS) $(INSTALLED_DEV)
 	@set -o pipefail; $(PIP_INSTALL) '.[docs]' | $(SHOW_PACKAGES)
 	@touch $@
 
-$(INSTALLED_BROWSER): pyproject.toml $(INSTALLED_DEV)
+$(INSTALLED_BROWSER): $(PROJECTS) $(INSTALLED_DEV)
 	@set -o pipefail; $(PIP_INSTALL) '.[browser]' | $(SHOW_PACKAGES)
 	@touch $@

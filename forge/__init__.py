@@ -7,7 +7,8 @@
     trainer = forge.Trainer(max_epochs=10, seed=42)
     result = trainer.fit(Classifier(), train_loader, val_loader)
 
-Names load on first use, so that `import forge` (and `forge --help`) does not import torch.
+Names load on first use, so that `import forge` (and `forge --help`) does not import torch. Packages around the core add
+names of their own (`forge.NAME`) by the entry point `forge.names`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,6 @@ from typing import TYPE_CHECKING, Any
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from forge_doctor.doctor import doctor
-    from forge_doctor.layer_outputs import features
-    from forge_ship.export import export
-    from forge_sweep.sweep import sweep
-
     from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
@@ -49,7 +45,6 @@ if TYPE_CHECKING:
     from forge.progress import Interval
     from forge.rng import seed
     from forge.runs.trained_task import load
-    from forge_lightning import LightningAdapter
 
 
 _HOME = {
@@ -63,7 +58,6 @@ _HOME = {
     "Image": "forge.metrics.media",
     "Interrupted": "forge.errors",
     "Interval": "forge.progress",
-    "LightningAdapter": "forge_lightning",
     "NonFiniteError": "forge.errors",
     "Plugin": "forge.contract.plugin",
     "RecipeError": "forge.errors",
@@ -74,9 +68,6 @@ _HOME = {
     "TaskModule": "forge.contract.task",
     "Text": "forge.metrics.media",
     "Trainer": "forge.engine.trainer",
-    "doctor": "forge_doctor.doctor",
-    "export": "forge_ship.export",
-    "features": "forge_doctor.layer_outputs",
     "hookimpl": "forge.contract.hooks",
     "load": "forge.runs.trained_task",
     "load_recipe": "forge.config",
@@ -84,61 +75,31 @@ _HOME = {
     "on": "forge.contract.plugin",
     "positions": "forge.distributed.positions",
     "seed": "forge.rng",
-    "sweep": "forge_sweep.sweep",
 }
 
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "DeterminismError",
-    "Embedding",
-    "FitResult",
-    "ForgeError",
-    "Histogram",
-    "Image",
-    "Interrupted",
-    "Interval",
-    "LightningAdapter",
-    "NonFiniteError",
-    "Plugin",
-    "RecipeError",
-    "Run",
-    "StackError",
-    "Step",
-    "TaskError",
-    "TaskModule",
-    "Text",
-    "Trainer",
-    "data",
-    "doctor",
-    "export",
-    "features",
-    "hookimpl",
-    "load",
-    "load_recipe",
-    "load_weights",
-    "on",
-    "positions",
-    "seed",
-    "sweep",
-    "testing",
-    "tuning",
-]
+
+_ROOMS = ("data", "testing", "tuning")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
-    elif name in ("data", "testing", "tuning"):
+    elif name in _ROOMS:
         value = import_module(f"forge.{name}")
-    else:
+    elif name.startswith("_"):
         raise AttributeError(f"module 'forge' has no attribute {name!r}")
+    else:
+        value = import_module("forge.registry").public(name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    """The core's public names, and those that installed packages offer."""
+    offered = import_module("forge.registry").installed("name")
+    return sorted([*_HOME, *_ROOMS, *(name for name in offered if "." not in name)])
 
 
 if "torch" in sys.modules:

@@ -1,15 +1,18 @@
-"""Installed plugins, recipes, tasks, data sets, kernels and commands, found through entry points.
+"""What installed packages offer: plugins, recipes, tasks, commands, public names and more, found by entry points.
 
 Only package metadata is read; an entry is imported when it is loaded by name, so a broken third-party package breaks
-only runs that use it.
+only runs that use it. forge names none of the packages around it, except in `packages.toml`, which says what to install
+for a name that is missing.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,13 @@ GROUPS = {
     "data": "forge.data",
     "kernel": "forge.kernels",
     "command": "forge.commands",
+    "name": "forge.names",
+    "hint": "forge.hints",
+    "format": "forge.export_formats",
+    "probe": "forge.probes",
+    "lever": "forge.levers",
 }
+"""A kind of thing, and its group of entry points."""
 
 
 @cache
@@ -30,6 +39,8 @@ def installed(kind: str) -> dict[str, EntryPoint]:
     """Return every installed entry of a kind of `GROUPS` by name, without importing any."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUPS[kind]):
+        if not _exists(entry.module.partition(".")[0]):  # its metadata outlived it
+            continue
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ForgeError(
@@ -43,7 +54,7 @@ def load(kind: str, name: str) -> Any:
     """Import the entry `name`; raise ForgeError with similar names if it is missing, or its package if it fails."""
     entries = installed(kind)
     if name not in entries:
-        raise ForgeError(f"No {kind} is called {name!r}.{did_you_mean(name, entries)}")
+        raise ForgeError(to_install(kind, name) or f"No {kind} is called {name!r}.{did_you_mean(name, entries)}")
     entry = entries[name]
     try:
         return entry.load()
@@ -52,6 +63,52 @@ def load(kind: str, name: str) -> Any:
             f"The {kind} {name!r} of {origin(entry)} cannot be imported ({entry.value}): "
             f"{type(error).__name__}: {error}. Repair or uninstall that package."
         ) from error
+
+
+def to_install(kind: str, name: str) -> str:
+    """Return the line that says which package has a missing name; "" if none of those around the core has it."""
+    for package, offers in _packages().items():
+        if name in offers.get(kind, ()):
+            return f"The {kind} {name!r} is in the package {package}, which is not installed: pip install {package}."
+    return ""
+
+
+def public(name: str) -> Any:
+    """Return what an installed package offers under a public name (`forge.NAME`); raise AttributeError if none does."""
+    if name not in installed("name"):
+        room, _, last = f"forge.{name}".rpartition(".")
+        raise AttributeError(to_install("name", name) or f"module {room!r} has no attribute {last!r}")
+    return load("name", name)
+
+
+@cache
+def libraries() -> frozenset[str]:
+    """Return the packages whose code is machinery and no user's: forge, and those that offer more than tasks and data."""
+    kinds = GROUPS.keys() - {"recipe", "task", "data"}
+    return frozenset(
+        {"forge", *(entry.module.partition(".")[0] for kind in kinds for entry in installed(kind).values())}
+    )
+
+
+def hint(about: str, name: str) -> str:
+    """Return what installed packages say about a name that forge does not have; "" if they know none.
+
+    `about` says where it was used: "Trainer" (an argument), a verb ("fit"), or "task" (an attribute).
+    """
+    for source in installed("hint"):
+        if answer := load("hint", source)(about, name):
+            return answer
+    return ""
+
+
+@cache
+def _packages() -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads((Path(__file__).parent / "packages.toml").read_text())
+
+
+@cache
+def _exists(package: str) -> bool:
+    return package in sys.modules or find_spec(package) is not None
 
 
 def origin(entry: EntryPoint) -> str:

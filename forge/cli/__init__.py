@@ -22,21 +22,13 @@ VERBS = {
     "validate": "Measure weights on the validation split.",
     "test": "Measure weights on the test split.",
     "predict": "Write a task's predictions to a file.",
-    "export": "Write a trained task as a file that runs elsewhere, verified.",
-    "bench": "Time a trained task's inference in several engines.",
-    "serve": "Answer requests to a model over HTTP, computed in batches.",
     "board": "Show runs in TensorBoard, on this machine.",
     "verify-resume": "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run.",
     "determinism": "Run a recipe twice and name the first tensor that differs.",
-    "data": "Look at a batch: shapes, types, ranges, labels, and pictures or text.",
-    "doctor": "Examine a task and its data for mistakes that raise no error.",
-    "tune": "Measure a learning rate, the largest batch, the fastest step, or the data workers.",
-    "launch": "Write a job for SLURM, Kubernetes, Ray or ssh, and submit it.",
-    "sweep": "Try values of options in many runs, and report the best.",
+    "tune": "Measure a learning rate, the largest batch, or the data workers.",
     "runs": "List runs with their results, or compare some.",
     "report": "Write one or several runs as one HTML page.",
     "ckpt": "Show, verify, compare or export checkpoints.",
-    "replay": "Run the window of an anomaly report again.",
     "plan": "Show what a recipe runs: plugins by hook, every value and its origin.",
     "recipes": "List recipes, show one, or copy one to start from.",
     "plugins": "List installed plugins, or show one's options and hooks.",
@@ -128,6 +120,27 @@ def module_of(verb: str) -> Any:
     return import_module(f"forge.cli.{verb.replace('-', '_')}") if verb in VERBS else registry.load("command", verb)
 
 
+def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command that words ask for, and the rest of them.
+
+    A package may add to a verb: its command "VERB WORD" takes `forge VERB WORD ...`, its command "VERB --OPTION" every
+    `forge VERB ...` that has the option.
+    """
+    verb, *rest = words
+    for name in registry.installed("command"):
+        first, _, second = name.partition(" ")
+        if first != verb or not second:
+            continue
+        if second.startswith("-") and any(word.partition("=")[0] == second for word in rest):
+            return name, rest
+        if rest and rest[0] == second:
+            return name, rest[1:]
+    for word in rest:
+        if missing := registry.to_install("command", f"{verb} {word.partition('=')[0]}"):
+            raise ForgeError(missing)
+    return verb, rest
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {verb:<13} {text}" for verb, text in verbs().items())), end="")
@@ -135,10 +148,11 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version", "version"):
         print(f"forge {__version__}")
         return 0
-    verb, *rest = words
+    verb, rest = command_of(words)
     known = {*VERBS, *registry.installed("command")}
     if verb not in known:
-        raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, known)}")
+        missing = registry.to_install("command", verb)
+        raise ForgeError(missing or f"forge has no verb {verb!r}.{did_you_mean(verb, known)}")
     module = module_of(verb)
     # intermixed: overrides may come before, between and after the options
     args = module.parser().parse_intermixed_args(rest)

@@ -11,7 +11,6 @@ import json
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from forge_cluster.commands import plan_cluster
 from rich.text import Text
 
 from forge.cli import plan_costs, plan_memory, target
@@ -29,7 +28,6 @@ examples:
   forge plan my_task.py:MyTask --recipe fast --json
   forge plan quickstart --measure --updates 100
   forge plan quickstart --devices 8 --memory 80
-  forge plan gpt2_124m --cluster h100x2
 """
 STYLES = {"own": "bold yellow", "wrap": "cyan", "event": "green", "default": "dim"}
 VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
@@ -54,14 +52,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="memory of each device (default: that of this machine's GPU)"
     )
-    parser.add_argument(
-        "--cluster", metavar="FILE", help="compare all strategies on a cluster: a YAML file, or h100xN, a100xN, h200xN"
-    )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="with --cluster: time a few updates here, on such a GPU, and scale to it",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
@@ -71,11 +61,7 @@ def run(args: Namespace) -> int:
 
     if args.updates is not None and not args.measure:
         raise ForgeError("--updates is an option of --measure: add --measure.")
-    if args.calibrate and args.cluster is None:
-        raise ForgeError("--calibrate is an option of --cluster: add --cluster FILE.")
     recipe = target.load(args, to_train=True)
-    if args.cluster is not None:
-        return _plan_cluster(args, recipe)
     if args.devices is not None or args.memory is not None:
         return _plan_memory(args, recipe)
     stack = Stack(make_plugins(recipe.plugins))
@@ -107,17 +93,6 @@ def _plan_memory(args: Namespace, recipe: Recipe) -> int:
         print(json.dumps({"recipe": recipe.name, **plan_memory.as_json(found, args, recipe)}, indent=2))
     else:
         plan_memory.show_plan(found, args, recipe)
-    return 0
-
-
-def _plan_cluster(args: Namespace, recipe: Recipe) -> int:
-    if args.measure or args.devices is not None or args.memory is not None:
-        raise ForgeError("--cluster plans on its own: leave out --measure, --devices and --memory.")
-    found = plan_cluster.plan(args, recipe)
-    if args.json:
-        print(json.dumps({"recipe": recipe.name, **plan_cluster.as_json(found, args, recipe)}, indent=2))
-    else:
-        plan_cluster.show_plan(found, args, recipe)
     return 0
 
 

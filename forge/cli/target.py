@@ -60,6 +60,12 @@ def same_target(args: Namespace, changes: Mapping[str, Any] | None = None, **ins
     return [args.target, *kept, *(f"{key}={value}" for key, value in changes.items()), *options]
 
 
+def load_seeded(args: Namespace) -> Recipe:
+    """Load the recipe to train with, with a seed where it has none, so that a measurement can be repeated."""
+    recipe = load(args, to_train=True)
+    return recipe.with_trainer({"seed": 0}) if recipe.trainer.get("seed") is None else recipe
+
+
 def load(args: Namespace, to_train: bool = False) -> Recipe:
     """Load the recipe that the arguments describe, with the user's own task and data in it."""
     add = [name for name in args.plugins if not name.startswith("no:")]

@@ -1,4 +1,7 @@
-"""`forge tune`: measure a learning rate, the largest batch that fits, the fastest step, or the data workers."""
+"""`forge tune`: measure a learning rate, the largest batch that fits, or the data workers.
+
+A package adds a search of its own as the command "tune NAME".
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_speed.commands import tune_speed
 from rich.text import Text
 
+from forge import registry
 from forge.cli import target, tune_workers
 from forge.config import Recipe
 from forge.config.schema import options_of
@@ -29,15 +32,12 @@ examples:
   forge tune lr my_task.py:MyTask --min 1e-5 --max 1 --updates 300
   forge tune batch quickstart                                powers of two, with memory and speed of each
   forge tune batch my_task.py:MyTask --exact --limit 40      the largest size within 40 GB
-  forge tune speed quickstart --budget 5                     what makes a step faster, within 5 minutes
-  forge tune speed my_task.py:MyTask --same-precision        without bf16 and TF32
   forge tune workers my_task.py:MyTask                       samples/s by workers, against the step's need
 """
 LR_NAMES = ("lr", "learning_rate")
 DEFAULTS = {
     "lr": {"min": 1e-7, "max": 10.0, "updates": 100},
     "batch": {"max": 8192, "updates": 6},
-    "speed": {},
     "workers": {},
 }
 GO_WITH = {
@@ -45,18 +45,19 @@ GO_WITH = {
     "max": ("lr", "batch", "workers"),
     "updates": ("lr", "batch"),
     "exact": ("batch",),
-    "limit": ("batch", "speed"),
-    "out": ("lr", "speed"),
-    **dict.fromkeys(("bitwise", "same_precision", "any_precision", "budget", "without"), ("speed",)),
+    "limit": ("batch",),
+    "out": ("lr",),
 }
 """The kinds of search that an option belongs to."""
 
 
 def parser() -> ArgumentParser:
     parser = show.new_parser(
-        "tune", "Measure a learning rate, the largest batch that fits, the fastest step, or the data workers.", EXAMPLES
+        "tune", "Measure a learning rate, the largest batch that fits, or the data workers.", EXAMPLES
     )
-    parser.add_argument("what", choices=list(DEFAULTS), help="what to search for")
+    others = [name.removeprefix("tune ") for name in registry.installed("command") if name.startswith("tune ")]
+    more = "".join(f"; {name}, which has options of its own: forge tune {name} --help" for name in others)
+    parser.add_argument("what", metavar="WHAT", type=_search, help=f"what to search for: {', '.join(DEFAULTS)}{more}")
     target.add_arguments(parser)
     parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")
     parser.add_argument(
@@ -72,16 +73,21 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="lr: file of the plot (default: runs/tune/RECIPE-lr.png); speed: of the recipe (RECIPE-speed.yaml)",
+        help="lr: file of the plot (default: runs/tune/RECIPE-lr.png)",
     )
     parser.add_argument(
         "--exact", action="store_true", default=None, help="batch: search between powers of two as well"
     )
-    parser.add_argument(
-        "--limit", type=float, metavar="GB", help="batch and speed: memory budget; the only limit of a batch on a CPU"
-    )
-    tune_speed.add_arguments(parser)
+    parser.add_argument("--limit", type=float, metavar="GB", help="batch: memory budget; the only limit on a CPU")
     return parser
+
+
+def _search(name: str) -> str:
+    if name not in DEFAULTS:
+        known = [*DEFAULTS, *(n.removeprefix("tune ") for n in registry.installed("command") if n.startswith("tune "))]
+        missing = registry.to_install("command", f"tune {name}")
+        raise ForgeError(missing or f"forge tune searches for {', '.join(known)}, not {name!r}.")
+    return name
 
 
 def run(args: Namespace) -> int:
@@ -92,11 +98,7 @@ def run(args: Namespace) -> int:
     for name, value in DEFAULTS[args.what].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    recipe = target.load(args, to_train=True)
-    if recipe.trainer.get("seed") is None:
-        recipe = recipe.with_trainer({"seed": 0})  # so that the result can be repeated
-    if args.what == "speed":
-        return tune_speed.run(args, recipe, target.name_of(recipe))
+    recipe = target.load_seeded(args)
     if args.what == "workers":
         return tune_workers.run(args, recipe, target.name_of(recipe))
     return _lr(args, recipe) if args.what == "lr" else _batch(args, recipe)
@@ -186,7 +188,7 @@ def _batch(args: Namespace, recipe: Recipe) -> int:
         )
     report = batch_range(
         recipe.make_task,
-        lambda size: tune_speed.with_data(recipe, {"batch_size": size}).make_data().train,
+        lambda size: recipe.with_data({"batch_size": size}).make_data().train,
         start=own,
         highest=int(args.max),
         exact=bool(args.exact),

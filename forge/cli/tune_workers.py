@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from forge_speed.commands import tune_speed
 from rich.text import Text
 
 from forge.cli import target
@@ -62,15 +61,13 @@ def run(args: Namespace, recipe: Recipe, name: str) -> int:
 
 def _maker(recipe: Recipe, name: str) -> tuple[str | None, Callable[[int], Any], bool]:
     """Return the data's option for workers, what makes the train loader with some, and whether it takes any."""
-    from forge_speed.levers import WORKERS
-
     from forge.data import Loader
-    from forge.tuning.workers import with_workers
+    from forge.tuning.workers import OPTIONS, with_workers
 
     known = options_of("data", recipe.config, recipe.local, recipe.origin) or ()
-    option = next((option.name for option in known if option.name in WORKERS), None)
+    option = next((option.name for option in known if option.name in OPTIONS), None)
     if option is not None:
-        return option, lambda count: _train(tune_speed.with_data(recipe, {option: count}), name), True
+        return option, lambda count: _train(recipe.with_data({option: count}), name), True
     own = _train(recipe, name)
     if with_workers(own, 0) is not None:
         return None, lambda count: with_workers(_train(recipe, name), count), True

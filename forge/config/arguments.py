@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from forge import registry
 from forge.config.build import make_plugin, make_plugins
 from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
 from forge.config.trainer_defaults import FOLDERS, SMOKE, SWITCHES, Settings
 from forge.contract.plugin import Plugin, plugin_options
 from forge.errors import StackError, did_you_mean
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Options = Mapping[str, Mapping[str, Any] | None]
 Plugins = Iterable[Plugin | type[Plugin] | str] | Options
 """A list of plugins, classes or names, or a mapping of name to options."""
@@ -38,6 +43,24 @@ def resolve(
         return None, *_switched(settings, own if isinstance(own, list) else make_plugins(own))
     recipe = recipe.with_trainer({key: value for key, value in given.items() if key not in FOLDERS})
     return recipe, *_switched(Settings.of({**recipe.trainer, **given}), _merged(recipe, own))
+
+
+def answers_foreign_arguments(verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Make a verb of the Trainer say what an argument of another trainer is called here."""
+    known = inspect.signature(verb).parameters
+
+    @functools.wraps(verb)
+    def call(trainer: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known and (answer := registry.hint(verb.__name__, name)):
+                raise TypeError(f"Trainer.{verb.__name__} takes no argument {name!r}.{answer}")
+        try:
+            return verb(trainer, *args, **kwargs)
+        except BaseException as error:  # this frame says nothing to the user
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raise
+
+    return call
 
 
 def _switched(settings: Settings, plugins: list[Plugin]) -> tuple[Settings, list[Plugin]]:

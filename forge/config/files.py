@@ -107,9 +107,26 @@ def read(path: Path) -> SourceFile:
         values, lines = deepcopy(_parsed(path, path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, lib.errors.OmegaConfBaseException, UnicodeDecodeError) as error:
         raise RecipeError(f"{path.name} cannot be read as YAML: {error}") from error
+    _settle_optional(values, lines)
     file = SourceFile(path, values, lines)
     check_shape(values, file.where)
     return file
+
+
+def _settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
+    """Take in the plugins that a recipe writes as `NAME?` where they are installed; leave out the others."""
+    plugins = values.get("plugins")
+    if not isinstance(plugins, dict) or not any(str(name).endswith("?") for name in plugins):
+        return
+    settled: dict[Any, Any] = {}
+    for name, options in plugins.items():
+        plain = str(name).removesuffix("?")
+        if plain == str(name):
+            settled[name] = options
+        elif plain.partition("@")[0] in registry.installed("plugin"):
+            settled[plain] = options
+            lines[f"plugins.{plain}"] = lines.get(f"plugins.{name}", 0)
+    values["plugins"] = settled
 
 
 @lru_cache(maxsize=32)

@@ -64,6 +64,12 @@ class Recipe:
         trainer = {**self.trainer, **settings}
         return replace(self, config={**self.config, "trainer": trainer}, origin=origin)
 
+    def with_data(self, changed: Mapping[str, Any]) -> Recipe:
+        """Return this recipe with other options of its data."""
+        if not changed:
+            return self
+        return replace(self, config={**self.config, "data": {**self.config.get("data", {}), **changed}}, built={})
+
     def make_plugins(self, names: Iterable[str]) -> list[Plugin]:
         """Return these plugins of the recipe, built with its options."""
         return [self.built.pop(name, None) or make_plugin(name, self.plugins[name]) for name in names]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
+from forge import registry
 from forge.errors import ForgeError, did_you_mean
 from forge.progress import Interval
-from forge_lightning.peer_hints import trainer_hint
 
 SWITCHES = {
     "max_time": ("duration", "max_time"),
@@ -99,7 +99,7 @@ class Settings:
         """Check names and values, and build the settings."""
         known = [field.name for field in fields(cls)]
         for name in (name for name in given if name not in known):
-            hint = trainer_hint(name) or did_you_mean(name, [*known, "recipe", "plugins"])
+            hint = registry.hint("Trainer", name) or did_you_mean(name, [*known, "recipe", "plugins"])
             raise TypeError(f"forge.Trainer takes no argument {name!r}.{hint}")
         return cls(**given)
 

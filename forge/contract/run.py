@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import nn
 
 from forge.contract.dispatch import Hooks, Instrument
-from forge.contract.plugin import plugin_options
+from forge.contract.plugin import Plugin, plugin_options
 from forge.contract.requests import Requests
 from forge.contract.stack import Stack
 from forge.contract.step import Step
@@ -148,6 +148,8 @@ class Run:
     "Batches evaluated so far."
     stop_reason: str | None
     "Why a stop was granted, if one was."
+    said: set[str]
+    "Findings that were warned of in this run, and those that the task expects."
 
     def reset(self) -> None:
         """Forget the last run; every verb begins so."""
@@ -158,7 +160,7 @@ class Run:
         self.metrics, self.given_loaders, self.loaders, self.logged = {}, {}, {}, set()
         self.resumed_from, self.restores, self.saved_at, self.skipped_windows = None, 0, -1, set()
         self.at_boundary, self.agreed_time, self.evaluated, self.stop_reason = False, None, 0, None
-        self.mesh_axes, self.padding = {}, []
+        self.mesh_axes, self.padding, self.said = {}, [], set()
         self._skip_next: set[int] = set()
 
     @property
@@ -192,6 +194,13 @@ class Run:
     def replace_model(self, model: nn.Module) -> None:
         """Call another module from the next update on: for a strategy that rebuilds its wrapper."""
         self.model = model
+
+    def switch_hooks(self, plugin: Plugin, *hooks: str, on: bool) -> None:
+        """Call these hooks of a plugin no more from here on, or again: what has done its work costs nothing."""
+        self.stack.switch(plugin.name, hooks, on)
+        fresh = self.stack.freeze(self.trace, self.instrument)
+        for name in Hooks.__slots__:
+            setattr(self.hooks, name, getattr(fresh, name))
 
     def mark_restored(self, metrics: Mapping[str, float], skipped_windows: Iterable[int]) -> None:
         """Note that the state of a checkpoint is in place."""

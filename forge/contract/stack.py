@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -59,6 +59,8 @@ class Stack:
         self.plugins: list[Plugin] = []
         self._frozen = False
         self._manager = _NO_PLUGINS
+        self._off: set[tuple[str, str]] = set()
+        "Hooks that are switched off for now, by plugin."
         for plugin in plugins:
             self.add(plugin)
 
@@ -90,15 +92,25 @@ class Stack:
         """Return a pluggy manager that holds core, the task (where it implements hooks) and the stack."""
         if task is not None:
             check_hooks(task, f"the task {type(task).__name__}")
-        manager = _Manager()
+        self._off.clear()
+        self._manager = self._registered(core, task)
+        _refuse_two_owners(self._manager)
+        return self._manager
+
+    def _registered(self, core: Any, task: Any | None) -> pluggy.PluginManager:
+        manager = _Manager(self._off)
         manager.register(core, CORE)
         if task is not None:
             manager.register(task, TASK)
         for plugin in reversed(self.plugins):  # pluggy calls the last registered first
             manager.register(plugin, plugin.name)
-        _refuse_two_owners(manager)
-        self._manager = manager
         return manager
+
+    def switch(self, name: str, hooks: Iterable[str], on: bool) -> None:
+        """Leave out hooks of a plugin from the next `freeze` on, or take them in again."""
+        asked = {(name, hook) for hook in hooks}
+        self._off = self._off - asked if on else self._off | asked
+        self._manager = self._registered(self._manager.get_plugin(CORE), self._manager.get_plugin(TASK))
 
     def freeze(self, trace: Callable[[str], Any] | None = None, instrument: Instrument | None = None) -> Hooks:
         """Freeze every hook of the registered stack; with `trace`, go through pluggy and print each call to it."""
@@ -253,13 +265,16 @@ def _check_hook(name: str, method: Any, who: str) -> None:
 
 
 class _Manager(pluggy.PluginManager):
-    def __init__(self):
+    def __init__(self, off: Collection[tuple[str, str]] = ()):
         super().__init__(contract.PROJECT)
         self.add_hookspecs(contract)
+        self._off = off
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         # only hooks are looked at: a task's properties must not run because it was registered
-        return super().parse_hookimpl_opts(plugin, name) if name in SPECS else None
+        if name not in SPECS or (isinstance(plugin, Plugin) and (plugin.name, name) in self._off):
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
 
 
 _NO_PLUGINS = _Manager()

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from forge import registry
 from forge.data.accumulation_windows import batch_size
 from forge.errors import DataError, TaskError
 from forge.metrics.means import scalars_of
 from forge.options import bound_arguments, saved_arguments
 from forge.rng import RNGState
-from forge_lightning.lightning_hints import hint_for
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -43,8 +43,7 @@ class _TaskMeta(ABCMeta):
         except AttributeError as error:
             if "Module.__init__() call" in str(error):  # torch: "cannot assign module before Module.__init__() call"
                 raise _forgotten_init(cls) from error
-            if hint := hint_for(error, TaskModule):
-                error.add_note(f"forge: {hint}")
+            add_hint(error)
             raise
         if "_parameters" not in task.__dict__:
             raise _forgotten_init(cls)
@@ -181,6 +180,13 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
 def defines(task: TaskModule, method: str) -> bool:
     """Whether the task, rather than the base class, defines a method."""
     return getattr(type(task), method) is not getattr(TaskModule, method) or method in vars(task)
+
+
+def add_hint(error: BaseException) -> None:
+    """Add what packages know about an attribute that a task lacks, as those that Lightning's modules have."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, TaskModule) and error.name:
+        if answer := registry.hint("task", error.name):
+            error.add_note(f"forge: A TaskModule has no self.{error.name}: {answer}")
 
 
 def _forgotten_init(cls: type) -> TaskError:

@@ -10,13 +10,12 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.stack import CORE, TASK
-from forge.contract.task import STAGE_METHODS, TaskModule
+from forge.contract.task import STAGE_METHODS, add_hint
 from forge.diagnose import nondeterminism
 from forge.diagnose.again import is_in_backward
 from forge.diagnose.cures import cures
 from forge.errors import DeterminismError, ForgeError, TaskError
 from forge.util.tracebacks import as_text, shorten, shows_all
-from forge_lightning.lightning_hints import hint_for
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -75,8 +74,7 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
     for symptom, hint in HINTS.items():
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
-    if hint := hint_for(error, TaskModule):
-        error.add_note(f"forge: {hint}")
+    add_hint(error)
     error.__forge_where__ = where.replace(_rank(trainer), "")  # pyright: ignore[reportAttributeAccessIssue]
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
     _leave_out_frames(trainer, error)

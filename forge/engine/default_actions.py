@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_doctor.first_look import FirstLook
 from torch import Tensor
 
 from forge.checkpoint import save_weights
@@ -32,7 +31,8 @@ class Core(Plugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first_look = FirstLook()
+        self.checked: set[str | None] = set()
+        "Optimizers whose first batch was checked."
 
     @default
     def forge_setup_env(self, trainer: Run) -> Env:
@@ -78,8 +78,9 @@ class Core(Plugin):
     @default
     def forge_micro_step(self, step: Step, batch: Any) -> bool:
         trainer, plugged = step.trainer, step.trainer.hooks.plugged
-        if step.name not in self.first_look.done:
-            output = self.first_look(step, batch)
+        if step.name not in self.checked:
+            self.checked.add(step.name)
+            output = checks.first_forward(step, batch)
         elif plugged.forward is None:
             output = trainer.model(batch, step.stage, step.name)
         else:

@@ -64,7 +64,7 @@ def forward_batches(trainer: Run, stage: str, name: str | None, loader: Any) -> 
                 raw, step.is_padding = raw.batch, raw.samples == 0
             batch = hooks.forge_prepare_batch(step, raw)
             with torchmetrics.restored_after(trainer.task) if step.is_padding else nullcontext():
-                output = hooks.forge_forward(step, batch) if given else trainer.core.first_look.evaluate(step, batch)
+                output = hooks.forge_forward(step, batch) if given else checks.first_forward(step, batch)
             given += 1
             yield step, raw, output
     except BaseException as error:

@@ -59,6 +59,7 @@ class Session:
         self.cleanup = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
+        trainer.said |= set(task.expected)
 
     def __enter__(self) -> None:
         self.trainer.task.trainer = self.trainer

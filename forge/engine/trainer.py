@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from forge.checkpoint import check_savable, wait_until_written
-from forge.config.arguments import Plugins, resolve
+from forge.config.arguments import Plugins, answers_foreign_arguments, resolve
 from forge.config.recipe import Recipe
 from forge.config.trainer_defaults import GivenSettings, signature
 from forge.contract.requests import SIGNAL
@@ -51,7 +51,6 @@ from forge.rng import seed
 from forge.runs import choose
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import load_for, restore
-from forge_lightning.peer_hints import answers_foreign_arguments
 
 logger = logging.getLogger("forge")
 
@@ -191,8 +190,6 @@ class Trainer(Run):
                 hooks.forge_train_step(step)
             for parameter in optimizers.orphans:
                 parameter.grad = None
-            if self.core.first_look.waiting:
-                self.core.first_look.judge(step)
 
             progress.update += 1
             progress.micro += len(step.window)

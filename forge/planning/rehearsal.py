@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,9 +29,6 @@ from forge.planning.tracker import ROUNDING, Tracker
 from forge.snapshot.left_out import is_left_out
 from forge.tuning.trial import quiet
 
-if TYPE_CHECKING:
-    from forge_cluster.planning.counting import OpCounter
-
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""
 PLANNED_APART = ("compile", "schedule", "strategy")
@@ -43,12 +40,28 @@ Schedules are left out: rates take no memory.
 MakeTask = Callable[[], TaskModule]
 
 
+class StepCounter(Protocol):
+    """What counts the operations of a rehearsed step, while it is entered."""
+
+    phase: str
+    '"forward", "backward" or "optimizer": where the step is.'
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def watch(self, task: nn.Module, tracker: Tracker) -> None:
+        """Look at a task before its step runs."""
+
+    def forget(self) -> None:
+        """Drop what was counted so far."""
+
+
 def rehearse(
     make_task: MakeTask,
     batch: Any,
     plugins: Mapping[str, Mapping[str, Any]] | None = None,
     ahead: int = 0,
-    counter: OpCounter | None = None,
+    counter: StepCounter | None = None,
 ) -> Footprint:
     """Return the memory of a training step on `batch` on a CUDA device, with this stack; nothing is computed.
 
@@ -90,7 +103,7 @@ class FakeCudaEnv(Env):
 class Rehearsal(Plugin):
     """Counts while a stack trains on fake tensors."""
 
-    def __init__(self, batch: Any, ahead: int, counter: OpCounter | None = None):
+    def __init__(self, batch: Any, ahead: int, counter: StepCounter | None = None):
         super().__init__()
         self.batch, self.ahead, self.counter = batch, ahead, counter
         self.tracker = Tracker()

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_ship.engine import ExportError
-
 from forge import registry
 from forge.checkpoint import StoredCheckpoint
 from forge.checkpoint.checkpoint import NAME, averages
@@ -63,7 +61,7 @@ def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | N
     """Find the task of a run and fill it with the weights that are asked for."""
     path, weights = split_best(run, weights)
     if not path.exists():
-        raise ExportError(f"There is no run at {run}. `forge runs` lists those below runs/.")
+        raise ForgeError(f"There is no run at {run}. `forge runs` lists those below runs/.")
     folder = folder_of(path)
     kind = task or _class_of(folder, path)
     file, average, chosen = _choose(path, folder, weights)
@@ -88,7 +86,7 @@ def data_of(folder: Path, data: Callable[..., Any] | None = None) -> Splits:
         return splits if isinstance(splits, Splits) else Splits(val=splits)
     recipe = _recipe(folder)
     if recipe is None or "name" not in recipe.config.get("data", {}):
-        raise ExportError(
+        raise ForgeError(
             f"{folder} does not name its data, or they are not installed by name: add --data FILE.py:function "
             "(data=... in Python), a function that returns forge.data.Splits."
         )
@@ -110,7 +108,7 @@ def _class_of(folder: Path | None, path: Path) -> type[TaskModule]:
         return found[0]
     several = " and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in found)
     why = f"is {several}" if several else "is neither installed by name nor imported here"
-    raise ExportError(
+    raise ForgeError(
         f"The task {saved or '(unnamed)'} of {path} {why}: pass the class, forge.load(RUN, task={saved or 'Task'}), "
         "or add --task FILE.py:Task on the command line."
     )
@@ -140,7 +138,7 @@ def _recipe(folder: Path) -> Recipe | None:
         plugins = list(read(file).values.get("plugins") or {})
         return load_recipe(file, remove=plugins)
     except ForgeError as error:
-        raise ExportError(f"{file}: {error}") from error
+        raise ForgeError(f"{file}: {error}") from error
 
 
 def _saved_class(path: Path) -> str:
@@ -156,7 +154,7 @@ def _choose(path: Path, folder: Path | None, weights: str | None) -> tuple[Path,
     is_run = folder is not None and path.resolve() == folder.resolve()
     best = best_of(folder) if is_run and folder is not None and weights in (None, BEST) else None
     if weights == BEST and best is None and is_run:
-        raise ExportError(
+        raise ForgeError(
             f"{path} has no best checkpoint: the plugin checkpoint keeps one with "
             "checkpoint.best={monitor: val/accuracy, mode: max}."
         )

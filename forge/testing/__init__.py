@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.testing.weights import assert_same_weights, first_difference
-    from forge_kernels.testing import check_against_reference, check_compiles_whole, mend_interpreter, poisoned_memory
 
 _HOME = {
     "EventTrace": "forge.testing.events",
@@ -48,14 +47,10 @@ _HOME = {
     "TinyRun": "forge.testing.runs",
     "TinyTask": "forge.testing.tiny",
     "assert_same_weights": "forge.testing.weights",
-    "check_against_reference": "forge_kernels.testing",
-    "check_compiles_whole": "forge_kernels.testing",
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.testing.weights",
     "fit_tiny": "forge.testing.tiny",
     "gradcheck": "forge.testing.gradients",
-    "mend_interpreter": "forge_kernels.testing",
-    "poisoned_memory": "forge_kernels.testing",
     "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
 }
@@ -67,23 +62,24 @@ __all__ = [
     "TinyRun",
     "TinyTask",
     "assert_same_weights",
-    "check_against_reference",
-    "check_compiles_whole",
     "check_plugin",
     "first_difference",
     "fit_tiny",
     "gradcheck",
-    "mend_interpreter",
-    "poisoned_memory",
     "run_tiny",
     "tiny_batches",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name.startswith("_"):
         raise AttributeError(f"module 'forge.testing' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    offered = name not in _HOME
+    value = (
+        import_module("forge.registry").public(f"testing.{name}")
+        if offered
+        else getattr(import_module(_HOME[name]), name)
+    )
     globals()[name] = value
     return value
 

@@ -1,44 +1,42 @@
-"""Tuning: measure a learning rate, the largest batch, the fastest step, or the data workers, on fresh tasks.
+"""Tuning: measure a learning rate, the largest batch, or the data workers, on fresh tasks.
 
 ::
 
-    from forge.tuning import batch_range, draw_lr, lr_range, speed_range
+    from forge.tuning import batch_range, draw_lr, lr_range
 
-    curve = lr_range(MyTask, train, plugins=["amp"])
+    curve = lr_range(MyTask, train)
     draw_lr(curve, "MyTask", "lr.png")
     print(curve.suggestion)
-    print(speed_range(MyTask, lambda: train).change.plugins)
 
-`forge tune lr RECIPE`, and `batch`, `speed` and `workers` in place of `lr`, do the same from the command line.
+`forge tune lr RECIPE`, and `batch` and `workers` in place of `lr`, do the same from the command line. Packages around the
+core add other searches, by the entry points `forge.names` ("tuning.NAME") and `forge.commands` ("tune NAME").
 """
 
 from __future__ import annotations
 
-from forge_speed.levers import Change, Lever
-from forge_speed.speed import speed_range
-from forge_speed.speed_plot import draw_speed
-from forge_speed.speed_report import LeverRow, SpeedReport, StepReading
+from typing import Any
 
+from forge import registry
 from forge.tuning.batch import BatchReport, Probe, batch_range
 from forge.tuning.lr import LRCurve, lr_range
 from forge.tuning.plot import draw_lr
+from forge.tuning.step_reading import StepReading
 from forge.tuning.workers import WorkersProbe, WorkersReport, workers_range
 
 __all__ = [
     "BatchReport",
-    "Change",
     "LRCurve",
-    "Lever",
-    "LeverRow",
     "Probe",
-    "SpeedReport",
     "StepReading",
     "WorkersProbe",
     "WorkersReport",
     "batch_range",
     "draw_lr",
-    "draw_speed",
     "lr_range",
-    "speed_range",
     "workers_range",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A name that a package around the core offers."""
+    return registry.public(f"tuning.{name}")

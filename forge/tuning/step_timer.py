@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from forge_speed.speed_report import StepReading
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -21,6 +20,7 @@ from forge.engine.trainer import Trainer
 from forge.env import Env
 from forge.errors import ForgeError
 from forge.tuning.step_facts import StepFacts
+from forge.tuning.step_reading import StepReading
 from forge.tuning.trial import TuningTrial
 from forge.util import peak_memory
 

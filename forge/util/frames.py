@@ -6,7 +6,7 @@ import functools
 import os
 from importlib.util import find_spec
 
-LIBRARIES = ("forge", "forge_kernels", "forge_lightning", "forge_plugins", "pluggy", "torch")
+from forge import registry
 
 
 @functools.cache
@@ -17,6 +17,13 @@ def folder_of(package: str) -> str:
     return os.path.dirname(os.path.abspath(origin)) + os.sep if origin else f"<{package} is not installed>"
 
 
-def is_library(file: str, packages: tuple[str, ...] = LIBRARIES) -> bool:
+@functools.cache
+def libraries() -> tuple[str, ...]:
+    """Return the packages that no message about the user's code should name: torch, pluggy, forge and its packages."""
+    return ("torch", "pluggy", *sorted(registry.libraries()))
+
+
+def is_library(file: str, packages: tuple[str, ...] | None = None) -> bool:
     """Return whether a source file belongs to one of these packages, or is generated code such as "<string>"."""
+    packages = libraries() if packages is None else packages
     return file.startswith("<") or any(file.startswith(folder_of(package)) for package in packages)

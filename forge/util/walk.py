@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forge import registry
+
 MAX_DEPTH = 12
 MAX_VALUES = 20_000
 MAX_ITEMS = 1_000
@@ -27,7 +29,7 @@ _LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type
 _CLOSED = (
     *("torch.", "numpy", "logging", "threading", "_thread", "_io", "io", "multiprocessing", "concurrent", "asyncio"),
     *("socket", "weakref", "inspect", "typing", "pathlib", "datetime", "time", "torchmetrics", "matplotlib", "wandb"),
-    *("forge.contract", "forge.engine", "forge.metrics", "forge.optim", "forge.testing", "forge_plugins", "pluggy"),
+    *("forge.contract", "forge.engine", "forge.metrics", "forge.optim", "forge.testing", "pluggy"),
 )
 """Packages whose objects are not looked into: machinery, or state that is saved otherwise."""
 _OPEN = ("torch.utils.data",)
@@ -63,6 +65,8 @@ def _is_closed(value: Any) -> bool:
     if isinstance(value, (nn.Module, FunctionType, MethodType, functools.partial)):
         return type(value).__module__.startswith("torchmetrics")
     name = type(value).__module__ + "."
+    if name.partition(".")[0] in registry.libraries() - {"forge"}:  # a plugin saves what it has itself
+        return True
     return name.startswith(_CLOSED) and not name.startswith(_OPEN)
 
 

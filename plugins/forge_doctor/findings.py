@@ -32,14 +32,6 @@ class Finding:
         object.__setattr__(self, "cure", self.cure or cure)
 
 
-class FindingWarning(UserWarning):
-    """A warning of a fit that is a finding."""
-
-    def __init__(self, message: str, finding: str = ""):
-        super().__init__(message)
-        self.finding = finding
-
-
 FINDINGS = {
     # the graph of the first losses
     "refused": ("error", "Change what the message names: a fit stops there too."),

@@ -1,15 +1,11 @@
-"""FirstLook: watch the first updates of a fit as they run, and warn of what the probes find in them.
-
-No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at. The modules
-of a small task run a few more times, on a copy, with every generator restored.
-"""
+"""The plugin `first_look`: watch the first updates of a fit as they run, and warn of what the probes find in them."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,9 +16,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
-from forge.diagnose.checks.first_batch import first_forward, is_compiled
+from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge_doctor.findings import Finding
 from forge_doctor.outside import reaches_outside
@@ -141,35 +139,57 @@ class Look:
     activations: list[Any]
 
 
-class FirstLook:
-    """Runs the forward of the first micro-batches and notes what they do; `judge` looks at it once the update is over.
+class FirstLook(Plugin):
+    """Look at the first updates of a fit, and warn of mistakes that raise no error.
 
-    So nothing is computed inside a step that others measure.
+    No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at, and judged
+    once an update is over. The modules of a small task run a few more times, on a copy without anybody's hooks, with
+    every generator restored. After the first updates, and the first batch of the first validation, nothing is left of it.
+    `forge doctor` looks at more, and takes longer::
+
+        forge fit quickstart -p first_look
     """
 
+    observer = True
+
     def __init__(self) -> None:
+        super().__init__()
+        self._begin()
+
+    def _begin(self) -> None:
         self.done: set[str | None] = set()
         "Optimizers whose micro-batches need no more looks."
         self.waiting: list[Look] = []
         self._counts: dict[str | None, int] = {}
-        self._has_evaluated = False
-        self._said: set[str] = set()
-        "Findings that were named, or need not be."
         self._patient: Observed | None = None
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
         self._activations: list[Any] = []
         self._graphs: graph.Graphs | None = None
         self._losses: list[weakref.ref[Tensor]] = []
+        self._looks = self._evaluates = False
 
-    def __call__(self, step: Step, batch: Any) -> Any:
-        """Run the forward of a training batch, and look at it; in one function, to add one frame to it."""
-        forward, is_left_out = self._forward_of(step)
-        with saying(self._said):
-            if is_left_out:
-                return forward(step, batch)
-            task, is_first = step.trainer.task, self._patient is None and not self.waiting
+    @hookimpl
+    def forge_start(self, trainer: Run) -> None:
+        self._begin()
+        self._looks = self._evaluates = trainer.verb == "fit"
+        if not self._looks:
+            trainer.switch_hooks(self, "forge_forward", "forge_step_end", "forge_evaluate", on=False)
+
+    def due(self, step: Step) -> bool:
+        return self._looks
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Step, batch: Any) -> Generator[None, Any, Any]:
+        """Note what a forward does; in one function, to add one frame to it."""
+        if step.stage != "train":
+            return (yield from self._evaluated(step, batch))
+        if step.name in self.done or not step.recording or self._is_left_out(step):
+            return (yield)
+        trainer, task = step.trainer, step.trainer.task
+        is_first = self._patient is None and not self.waiting
+        with saying(trainer.said):
             graphs = self._graphs = self._graphs or graph.Graphs(task)
-            small = is_small(step.trainer, batch)
+            small = is_small(trainer, batch)
             traces = graph.Traces(task, batch, cheaply=True) if is_first else None
             watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
             with ExitStack() as looks:
@@ -178,7 +198,7 @@ class FirstLook:
                 looks.enter_context(graphs.watching())
                 for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
                     looks.enter_context(mode)
-                output = forward(step, batch)
+                output = yield
             loss = loss_of(output)
             if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
                 attempt(lambda: graphs.add(loss, batch))
@@ -189,23 +209,42 @@ class FirstLook:
                     self.judge(step)
             return output
 
-    def _forward_of(self, step: Step) -> tuple[Callable[[Step, Any], Any], bool]:
-        """Return the forward to call, and whether it is not looked at."""
+    def _is_left_out(self, step: Step) -> bool:
+        """Count a micro-batch, and return whether it is not looked at."""
         count = self._counts[step.name] = self._counts.get(step.name, 0) + 1
         reason = why_not(step)
         if count == LOOKS or (reason and reason != LAZY):
             self.done.add(step.name)
         if reason:
             logger.debug("The first look at the steps is left out: %s.", reason)
-        self._said |= set(step.trainer.task.expected)
-        return first_forward if count == 1 else step.trainer.hooks.forge_forward, bool(reason)
+        return bool(reason)
+
+    @hookimpl
+    def forge_step_end(self, step: Step) -> None:
+        if self.waiting:
+            self.judge(step)
+        if not self.waiting and self.done >= set(step.trainer.optimizers):
+            self._looks = False
+            step.trainer.switch_hooks(self, "forge_forward", "forge_step_end", on=False)
+
+    @hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
+        """Look at the first evaluation of a fit, and then no more."""
+        if not self._looks:
+            trainer.switch_hooks(self, "forge_forward", on=True)
+        try:
+            return (yield)
+        finally:
+            self._evaluates = False
+            off = ("forge_evaluate",) if self._looks else ("forge_evaluate", "forge_forward")
+            trainer.switch_hooks(self, *off, on=False)
 
     def judge(self, step: Step) -> None:
         """Look at what the steps of an update did, and warn of what is found; later, if torch's profiler records it."""
         if torch.autograd.profiler._is_profiler_enabled:
             return
         on_host = is_on_host(step.trainer)
-        with saying(self._said):
+        with saying(step.trainer.said):
             while self.waiting:
                 look = self.waiting.pop(0)
                 small = is_small(step.trainer, look.batch)
@@ -245,16 +284,16 @@ class FirstLook:
             if not patient.in_memory and look.name == patient.names[0]:
                 patient.samples.extend(rows(look.batch))
 
-    def evaluate(self, step: Step, batch: Any) -> Any:
-        """Run the forward of the first batch of an evaluation, and look at the first evaluation of a fit."""
+    def _evaluated(self, step: Step, batch: Any) -> Generator[None, Any, Any]:
+        """Look at the first batch of the first evaluation."""
         trainer, task = step.trainer, step.trainer.task
-        if self._has_evaluated or trainer.verb != "fit" or why_not(step):
-            return first_forward(step, batch)
-        self._has_evaluated = True
+        if not self._evaluates or why_not(step):
+            return (yield)
+        self._evaluates = False
         traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
-        with saying(self._said):
+        with saying(trainer.said):
             with watch, graph.modes_noted(task, at_any_call=True) as off:
-                output = first_forward(step, batch)
+                output = yield
             seen = [traces.found] if attempt(traces.look_again) else []
             modes = functools.partial(graph.on_in_validation, task, off)
             self._tell(step, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])

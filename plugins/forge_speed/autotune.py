@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from forge_speed.answers import Answer, AnswerCache, answer_key, as_answer, cache_folder, resumed_answer
-from forge_speed.levers import Numbers
-from forge_speed.speed import reason, speed_range
-from forge_speed.speed_report import SpeedReport, in_ms
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils import _pytree as pytree
@@ -32,6 +28,10 @@ from forge.errors import RecipeError
 from forge.options import plain
 from forge.rng import RNGState
 from forge.util.generators import find_generators, generator_state, set_generator_state
+from forge_speed.answers import Answer, AnswerCache, answer_key, as_answer, cache_folder, resumed_answer
+from forge_speed.levers import Numbers
+from forge_speed.speed import reason, speed_range
+from forge_speed.speed_report import SpeedReport, in_ms
 
 logger = logging.getLogger("forge")
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge.tuning.step_facts import StepFacts
+from forge.tuning.workers import OPTIONS as WORKER_OPTIONS
 
 Numbers = Literal["bitwise", "rounding", "precision"]
 NUMBERS: tuple[Numbers, ...] = ("bitwise", "rounding", "precision")
 """What a change does to the numbers: the same bits, other last bits, another precision. Each permits those before."""
-WORKERS = ("workers", "num_workers")
-"""Names of the option of a data function that sets the number of worker processes."""
 YOURS = "your stack has it"
 
 
@@ -187,7 +186,7 @@ def prefetch(s: LeverSituation) -> Iterator[Lever]:
 
 def workers(s: LeverSituation) -> Iterator[Lever]:
     """Other numbers of data workers, never more than the cores."""
-    for name in [name for name in WORKERS if name in s.data]:
+    for name in [name for name in WORKER_OPTIONS if name in s.data]:
         now = s.data[name]
         for count in sorted({0, 1, 2, 4, 8, s.cores}):
             if count <= min(s.cores, 16) and count != now:

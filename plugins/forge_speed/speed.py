@@ -15,11 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from forge_speed.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
-from forge_speed.speed_report import SpeedReport, StepReading, in_ms
-from forge_speed.speed_search import LeverFailed, SpeedSearch
-from forge_speed.time_limit import TrialTooLong, stop_compilers, time_limit
-
 from forge import registry
 from forge.config.arguments import Plugins
 from forge.config.build import make_plugin
@@ -33,6 +28,10 @@ from forge.tuning.step_timer import StepTimer, Weights
 from forge.tuning.trial import run_trial
 from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
+from forge_speed.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
+from forge_speed.speed_report import SpeedReport, StepReading, in_ms
+from forge_speed.speed_search import LeverFailed, SpeedSearch
+from forge_speed.time_limit import TrialTooLong, stop_compilers, time_limit
 
 BUDGET = 10.0
 """Minutes of a search, unless told otherwise."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_speed.speed_report import SpeedReport, StepReading, in_ms
-
 from forge.report.ticks import nice_ticks
 from forge.tuning.plot import (
     GRID,
@@ -24,6 +22,7 @@ from forge.tuning.plot import (
     PlotCanvas,
     write_png,
 )
+from forge_speed.speed_report import SpeedReport, StepReading, in_ms
 
 FASTER, SLOWER, START = "#2458b8", "#b9c7dd", "#8a94a3"
 ROW, BAR, HEAD, FOOT = 40, 22, 104, 76

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from forge_doctor.doctor import Examination
-from forge_doctor.findings import Finding, FindingWarning
+from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 from forge_doctor.report import DoctorReport
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import forge
+from forge.diagnose.checks.user_line import FindingWarning
 from forge.engine.trainer import Trainer
 
 Probe = Callable[[Patient], Iterator[Finding]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forge.contract.task import STAGE_METHODS, TaskModule
 from forge.diagnose.checks.draws import noted_draws
 from forge.diagnose.checks.losses import LossWatch
-from forge.diagnose.checks.user_line import warn_of
+from forge.diagnose.checks.user_line import saying, warn_of
 from forge.errors import TaskError
 from forge.metrics.means import check_scalars
 
@@ -26,7 +26,7 @@ def first_forward(step: Step, batch: Any) -> Any:
     where = f"{type(task).__name__}.{STAGE_METHODS[step.stage]}"
     before = dict(task.named_parameters()) if step.stage == "train" else {}
     look = task.check_first_batch and not is_compiled(step.trainer.model)
-    with noted_draws(step, by_call=look), LossWatch() if look else nullcontext():
+    with saying(step.trainer.said), noted_draws(step, by_call=look), LossWatch() if look else nullcontext():
         output = hooks.forge_forward(step, batch)
     if step.stage == "train":
         check_training_output(output, task)

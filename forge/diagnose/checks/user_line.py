@@ -10,12 +10,18 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-from forge_doctor.findings import FindingWarning
-
 from forge.errors import TaskError
-from forge.util.frames import LIBRARIES
+from forge.util.frames import libraries
 
 _said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+
+
+class FindingWarning(UserWarning):
+    """A warning of a fit that is a finding."""
+
+    def __init__(self, message: str, finding: str = ""):
+        super().__init__(message)
+        self.finding = finding
 
 
 @contextmanager
@@ -38,7 +44,7 @@ def _is_said(finding: str) -> bool:
 
 
 def refuse(message: str, finding: str = "") -> None:
-    """Raise a TaskError that begins with the user's current line; `finding` is its name in FINDINGS."""
+    """Raise a TaskError that begins with the user's current line; `finding` is the name of what was found."""
     frame = users_frame()
     error = TaskError(f"{frame.f_code.co_filename}:{frame.f_lineno}: {message}" if frame is not None else message)
     error.finding = finding
@@ -75,7 +81,7 @@ def users_frame() -> FrameType | None:
     """Return the innermost frame outside torch and forge."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in libraries():
             return frame
         frame = frame.f_back
     return None

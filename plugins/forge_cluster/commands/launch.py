@@ -17,9 +17,8 @@ from forge.util import show
 from forge.util.files import absolute, atomic_write
 
 if TYPE_CHECKING:
-    from forge_cluster.launching import LaunchJob
-
     from forge.config import Recipe
+    from forge_cluster.launching import LaunchJob
 
 SYSTEMS = {"slurm": ".sbatch", "kubernetes": ".yaml", "ray": ".py", "ssh": ".sh"}
 EXAMPLES = """\

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -13,9 +14,40 @@ from forge.cli import target
 from forge.util import show
 
 if TYPE_CHECKING:
+    from forge.config import Recipe
     from forge_cluster.planning import ClusterPlan, Layout, Prediction
 
-    from forge.config import Recipe
+
+EXAMPLES = """\
+Compares all strategies on a cluster, by memory and time. Trains nothing, unless --calibrate asks for it.
+
+examples:
+  forge plan gpt2_124m --cluster h100x2
+  forge plan my_task.py:MyTask --cluster cluster.yaml --calibrate
+"""
+
+
+def parser() -> ArgumentParser:
+    parser = show.new_parser("plan", "Compare all strategies on a cluster, by memory and time.", EXAMPLES)
+    target.add_arguments(parser)
+    parser.add_argument(
+        "--cluster", required=True, metavar="FILE", help="the cluster: a YAML file, or h100xN, a100xN, h200xN"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="time a few updates here, on such a GPU, and scale to it"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    recipe = target.load(args, to_train=True)
+    found = plan(args, recipe)
+    if args.json:
+        print(json.dumps({"recipe": recipe.name, **as_json(found, args, recipe)}, indent=2))
+    else:
+        show_plan(found, args, recipe)
+    return 0
 
 
 def plan(args: Namespace, recipe: Recipe) -> ClusterPlan:

@@ -9,10 +9,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
-from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
-from forge_cluster.context_parallel.ring import Method, Ring
-from forge_cluster.context_parallel.slices import Slicing
 from torch import Tensor, nn
 
 import forge
@@ -20,6 +16,10 @@ from forge.contract.task import Build, defines
 from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.snapshot.sandbox import uncompiled, without_side_effects
+from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
+from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
+from forge_cluster.context_parallel.ring import Method, Ring
+from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins.common.replicated import Replicated
 
 logger = logging.getLogger("forge")

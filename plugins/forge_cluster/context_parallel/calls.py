@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from forge_cluster.context_parallel.ring import Ring
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from forge.distributed.positions import set_slice
 from forge.errors import TaskError
+from forge_cluster.context_parallel.ring import Ring
 
 F = TypeVar("F", bound=Callable[..., Any])
 DROPOUTS = {

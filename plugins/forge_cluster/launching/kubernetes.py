@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from forge_cluster.launching.job import PORT, LaunchJob
-
 from forge.errors import ForgeError
+from forge_cluster.launching.job import PORT, LaunchJob
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 CONTAINER = "pytorch"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 
-from forge_cluster.launching.job import LaunchJob
-
 from forge.errors import ForgeError, Interrupted
+from forge_cluster.launching.job import LaunchJob
 
 MARK = "@ENDPOINT@"
 DRIVER = '''\

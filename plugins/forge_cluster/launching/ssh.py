@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from forge_cluster.launching.job import LaunchJob
-
 from forge.errors import ForgeError, Interrupted
+from forge_cluster.launching.job import LaunchJob
 
 SCRIPT = """\
 #!/bin/bash

@@ -11,6 +11,17 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+import forge
+from forge.contract.task import Build
+from forge.data.accumulation_windows import exact, weigh_loss
+from forge.distributed import DistributedEnv
+from forge.errors import ForgeError, RecipeError, StackError, TaskError
+from forge.metrics.torchmetrics import restored_after
+from forge.rng import RNGState, combine_seeds
+from forge.snapshot.sandbox import without_side_effects
 from forge_cluster.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_cluster.pipeline.microbatches import cut_batch, shapes_of
 from forge_cluster.pipeline.running import BlockCalls, StageEnded
@@ -24,17 +35,6 @@ from forge_cluster.pipeline.staging import (
     with_metrics,
     with_names,
 )
-from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
-import forge
-from forge.contract.task import Build
-from forge.data.accumulation_windows import exact, weigh_loss
-from forge.distributed import DistributedEnv
-from forge.errors import ForgeError, RecipeError, StackError, TaskError
-from forge.metrics.torchmetrics import restored_after
-from forge.rng import RNGState, combine_seeds
-from forge.snapshot.sandbox import without_side_effects
 from forge_plugins.common.batch_statistics import dividing_norms
 from forge_plugins.common.blocks import is_tied
 from forge_plugins.common.patterns import MANY, listed

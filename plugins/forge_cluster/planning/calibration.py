@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from forge_cluster.planning.hardware import Cluster, MeasuredStep
-from forge_cluster.planning.workload import APART, _part
 
 from forge.config import Recipe
 from forge.config.build import make_plugins
@@ -22,6 +20,8 @@ from forge.contract.step import Step
 from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.planning.plan import AMP, REMAT, first_batch
+from forge_cluster.planning.hardware import Cluster, MeasuredStep
+from forge_cluster.planning.workload import APART, _part
 
 UPDATES, WARM_UP = 12, 4
 

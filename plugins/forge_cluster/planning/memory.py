@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from forge_cluster.planning.layouts import Layout
-from forge_cluster.planning.workload import Workload
-
 from forge.planning.footprint import WORKSPACE
 from forge.planning.strategies import PREFETCHED
+from forge_cluster.planning.layouts import Layout
+from forge_cluster.planning.workload import Workload
 
 DIVIDED = 24 / 34
 """Share of a transformer block's activations that tensor parallelism divides (Korthikanti et al., 2022); with norms by

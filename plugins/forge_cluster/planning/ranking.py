@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forge.planning.advice import COMFORT
 from forge_cluster.planning.failures import Goodput, goodput
 from forge_cluster.planning.hardware import Cluster
 from forge_cluster.planning.layouts import Layout, layouts
@@ -12,8 +13,6 @@ from forge_cluster.planning.memory import memory_of
 from forge_cluster.planning.stragglers import slowdown
 from forge_cluster.planning.timing import Model, UpdateTiming
 from forge_cluster.planning.workload import Workload
-
-from forge.planning.advice import COMFORT
 
 SHOWN, BEST, FINALISTS = 12, 3, 24
 WORTH = 0.01

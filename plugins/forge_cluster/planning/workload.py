@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from forge_cluster.planning.counting import OpCounter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -26,6 +25,7 @@ from forge.planning.blocks import repeated
 from forge.planning.footprint import Footprint
 from forge.planning.plan import AMP, REMAT, STRATEGIES, first_batch
 from forge.planning.rehearsal import rehearse
+from forge_cluster.planning.counting import OpCounter
 
 FEW, MORE = 2, 3
 """Blocks of the short versions. remat and fsdp find blocks by their repetition, so there are at least two."""

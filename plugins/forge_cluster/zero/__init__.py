@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from forge_cluster.zero.division import owners_of
-from forge_cluster.zero.gradients import OwnedGradients
 from torch import nn
 
 import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError
+from forge_cluster.zero.division import owners_of
+from forge_cluster.zero.gradients import OwnedGradients
 from forge_plugins.common.replicated import Replicated
 from forge_plugins.common.sparse import refuse_sparse
 

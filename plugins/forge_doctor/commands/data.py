@@ -18,9 +18,8 @@ from forge.util import show
 from forge.util.files import atomic_write
 
 if TYPE_CHECKING:
-    from forge_doctor.batch_look import Leaf
-
     from forge.config import Recipe
+    from forge_doctor.batch_look import Leaf
 
 SPLITS = ("train", "val", "test", "predict")
 EXAMPLES = """\
@@ -53,9 +52,8 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    from forge_doctor.batch_look import look_at
-
     from forge.rng import seed_all
+    from forge_doctor.batch_look import look_at
 
     if args.batches < 1:
         raise ForgeError(f"--batches {args.batches}: look at 1 batch or more.")

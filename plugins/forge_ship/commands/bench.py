@@ -6,12 +6,12 @@ import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from forge_ship.commands.export import add_source_arguments, source_arguments
 from rich.text import Text
 
 from forge.util import show
 from forge.util.files import make_folder
 from forge.util.text import format_bytes, short_path
+from forge_ship.commands.export import add_source_arguments, source_arguments
 
 EXAMPLES = """\
 examples:
@@ -49,10 +49,10 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def run(args: Namespace) -> int:
     import torch
-    from forge_ship.bench import DEFAULT, BenchResult, bench
-    from forge_ship.export import loader_of
 
     from forge.runs.trained_task import find
+    from forge_ship.bench import DEFAULT, BenchResult, bench
+    from forge_ship.export import loader_of
 
     if args.threads:
         torch.set_num_threads(args.threads)

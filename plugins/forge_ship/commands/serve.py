@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forge_ship.allocator import keep_freed_memory
-
 from forge.cli import target
 from forge.errors import ForgeError
 from forge.util import show
+from forge_ship.allocator import keep_freed_memory
 
 EXAMPLES = """\
 examples:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from forge.cli import target
 from forge.config import Recipe
 from forge.config.recipe import DEFAULT
 from forge.config.schema import options_of
@@ -21,6 +21,13 @@ from forge.util.files import atomic_write
 if TYPE_CHECKING:
     from forge.tuning import Change, LeverRow, SpeedReport, StepReading
 
+EXAMPLES = """\
+Trains fresh copies of the task for a few updates at a time, and writes no run.
+
+examples:
+  forge tune speed quickstart --budget 5                     what makes a step faster, within 5 minutes
+  forge tune speed my_task.py:MyTask --same-precision        without bf16 and TF32
+"""
 BUDGET = 10.0
 WORDS = {"bitwise": "same bits", "rounding": "rounding", "precision": "precision"}
 NOISY = 0.15
@@ -29,27 +36,33 @@ FILLED = (DEFAULT, "code")
 """Origins of settings that the command line has filled in for the trials."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this search alone."""
+def parser() -> ArgumentParser:
+    parser = show.new_parser(
+        "tune speed", "Measure what makes a step faster, and write the recipe that is best.", EXAMPLES
+    )
+    target.add_arguments(parser)
     numbers = parser.add_mutually_exclusive_group()
+    numbers.add_argument("--bitwise", action="store_true", default=None, help="only what keeps every bit, verified")
     numbers.add_argument(
-        "--bitwise", action="store_true", default=None, help="speed: only what keeps every bit, verified"
+        "--same-precision", action="store_true", default=None, help="no bf16 or TF32; the default on a CPU"
     )
-    numbers.add_argument(
-        "--same-precision", action="store_true", default=None, help="speed: no bf16 or TF32; the default on a CPU"
-    )
-    numbers.add_argument("--any-precision", action="store_true", default=None, help="speed: bf16 on a CPU too")
-    parser.add_argument("--budget", type=float, metavar="MIN", help="speed: minutes for the search (default: 10)")
+    numbers.add_argument("--any-precision", action="store_true", default=None, help="bf16 on a CPU too")
+    parser.add_argument("--budget", type=float, metavar="MIN", help="minutes for the search (default: 10)")
     parser.add_argument(
-        "--without", metavar="NAME", action="append", help="speed: do not try this plugin or lever; may be repeated"
+        "--without", metavar="NAME", action="append", help="do not try this plugin or lever; may be repeated"
     )
+    parser.add_argument("--limit", type=float, metavar="GB", help="memory budget")
+    parser.add_argument("--out", metavar="FILE", help="file of the recipe (default: runs/tune/RECIPE-speed.yaml)")
+    return parser
 
 
-def run(args: Namespace, recipe: Recipe, name: str) -> int:
+def run(args: Namespace) -> int:
     """Search, print the table, draw the picture and write the recipe."""
     from forge.env import pick_device
     from forge.tuning import draw_speed, speed_range
 
+    recipe = target.load_seeded(args)
+    name = target.name_of(recipe)
     device = pick_device(recipe.trainer.get("device", "auto"))
     numbers = _numbers(args, device.type)
     budget = BUDGET if args.budget is None else args.budget
@@ -59,7 +72,7 @@ def run(args: Namespace, recipe: Recipe, name: str) -> int:
     show.message(f"Up to {budget:g} minutes of trials on {device}; {_permitted(numbers, args.limit)} ...", "dim")
     report = speed_range(
         recipe.make_task,
-        lambda **changed: with_data(recipe, changed).make_data().train,
+        lambda **changed: recipe.with_data(changed).make_data().train,
         numbers=numbers,
         limit=args.limit,
         budget=budget,
@@ -101,15 +114,6 @@ def _permitted(numbers: str, limit: float | None) -> str:
 # -- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def with_data(recipe: Recipe, changed: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with other options of its data."""
-    if not changed:
-        return recipe
-    return dataclasses.replace(
-        recipe, config={**recipe.config, "data": {**recipe.config.get("data", {}), **changed}}, built={}
-    )
-
-
 def changed_recipe(recipe: Recipe, change: Change) -> Recipe:
     """Return the recipe with a change in it. Settings that the command line filled in stay out."""
     plugins: dict[str, Any] = dict(recipe.plugins)
@@ -119,7 +123,7 @@ def changed_recipe(recipe: Recipe, change: Change) -> Recipe:
         else:
             plugins[name] = {**plugins.get(name, {}), **options}
     trainer = {key: value for key, value in recipe.trainer.items() if recipe.origin.get(f"trainer.{key}") not in FILLED}
-    config = {**with_data(recipe, change.data).config, "plugins": plugins, "trainer": trainer}
+    config = {**recipe.with_data(change.data).config, "plugins": plugins, "trainer": trainer}
     return dataclasses.replace(recipe, config={key: value for key, value in config.items() if value != {}}, built={})
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from forge_speed.fp8.linear import TILE, install, remove
 from torch import nn
 
 import forge
 from forge.errors import RecipeError, TaskError
 from forge_plugins.common.patterns import MANY, as_list, covers, listed
+from forge_speed.fp8.linear import TILE, install, remove
 
 logger = logging.getLogger("forge")
 

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forge_speed.kernels.choice_table import table
-from forge_speed.kernels.judgement import StepTrial, StepVerdict, judge
-from forge_speed.kernels.observation import ObservedCalls, observe_calls
-from forge_speed.kernels.variants import StepVariants, rewriting_graphs
 
 import forge
 from forge.contract.task import Build
@@ -28,6 +24,10 @@ from forge_kernels.patch import StandIns, SwappedModules
 from forge_kernels.selection import Candidate, KernelChoice, choose, without_counting
 from forge_kernels.timing import Stopwatch
 from forge_plugins.common.patterns import MANY, as_list, listed
+from forge_speed.kernels.choice_table import table
+from forge_speed.kernels.judgement import StepTrial, StepVerdict, judge
+from forge_speed.kernels.observation import ObservedCalls, observe_calls
+from forge_speed.kernels.variants import StepVariants, rewriting_graphs
 
 logger = logging.getLogger("forge")
 

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from forge_speed.kernels.judgement import Context, StepTrial
-
 import forge
 from forge_kernels import patch
 from forge_kernels.call_pattern import pattern_of
@@ -17,6 +15,7 @@ from forge_kernels.contract import Functional, Module, Subgraph
 from forge_kernels.graph_rewriting import GraphRewriting
 from forge_kernels.patch import StandIns, SwappedModules
 from forge_kernels.selection import Candidate, KernelChoice
+from forge_speed.kernels.judgement import Context, StepTrial
 
 logger = logging.getLogger("forge")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 
-from forge_sweep.runners import SweepChannel, TrialResult, train
-
 from forge.cli import fit, target
 from forge.errors import ForgeError, Interrupted
+from forge_sweep.runners import SweepChannel, TrialResult, train
 
 
 def main() -> int:

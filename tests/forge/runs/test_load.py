@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge_ship.engine import ExportError
 
 import forge
 from forge.runs.trained_task import find
@@ -70,7 +69,7 @@ def test_a_task_that_is_unknown_here_must_be_named(tmp_path: Path) -> None:
         """No module holds it."""
 
     trained_run(tmp_path / "run", task=Local())
-    with pytest.raises(ExportError, match=r"The task Local .* task=Local\), or add --task FILE.py:Task"):
+    with pytest.raises(forge.ForgeError, match=r"The task Local .* task=Local\), or add --task FILE.py:Task"):
         forge.load(tmp_path / "run")
     assert isinstance(forge.load(tmp_path / "run", task=Local), Local)
 
@@ -93,7 +92,7 @@ def test_two_classes_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch:
     other.Unique = type("Unique", (Classifier,), {"__module__": other.__name__})  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, other.__name__, other)
     with pytest.raises(
-        ExportError, match=r"tests.forge_ship.test_load.Unique and another_module.Unique: pass the class"
+        forge.ForgeError, match=r"tests.forge.runs.test_load.Unique and another_module.Unique: pass the class"
     ):
         forge.load(tmp_path / "run")
 
@@ -115,7 +114,7 @@ def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:
     for file in ("card.json", "weights.safetensors"):
         path = tmp_path / "run" / file
         path.write_bytes(path.read_bytes().replace(b"Unique", b"os.sys"))
-    with pytest.raises(ExportError, match=r"The task os.sys"):
+    with pytest.raises(forge.ForgeError, match=r"The task os.sys"):
         forge.load(tmp_path / "run")
 
 

@@ -14,8 +14,7 @@ import forge
 from forge import options, registry
 from forge.config.trainer_defaults import Settings
 from forge.testing import TinyTask, tiny_batches
-from forge_lightning.lightning_hints import INSTEAD
-from forge_lightning.peer_hints import TRAINER, VERBS
+from forge_lightning.hints import INSTEAD, TRAINER, VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {field.name for field in dataclasses.fields(Settings)} | {"recipe", "plugins"}

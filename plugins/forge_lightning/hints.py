@@ -1,16 +1,9 @@
-"""Answers for arguments that people bring from Lightning, Hugging Face's Trainer and accelerate.
+"""Hints for people who come from Lightning, Hugging Face's Trainer and accelerate.
 
-Each names what does the same here, and the page about it. An argument of forge's own is never looked up.
+Each names what does the same here, and the page about it. forge asks only for names that it does not have.
 """
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 FLAGS = "docs/from-lightning.md"
 _OPTIMIZER = ("set it in the task's configure_optimizers", "docs/task.md")
@@ -179,29 +172,38 @@ VERBS: dict[str, tuple[str, str]] = {
 """Arguments of fit, validate, test and predict elsewhere."""
 
 
-def trainer_hint(name: str) -> str:
-    """Return what does the same as an argument of another Trainer; "" for an unknown one."""
-    answer, page = TRAINER.get(name, ("", ""))
-    return f" Use {answer} ({page})." if answer else ""
+_RETURN = 'return {"loss": loss, "name": value} from the step, and forge logs it under the stage\'s name'
+INSTEAD = {
+    "log": _RETURN,
+    "log_dict": _RETURN,
+    "device": "the batch is on the right device already; new tensors go by `x.device`, or `torch.zeros_like(x)`",
+    "current_epoch": "ask `self.trainer.progress.epoch`",
+    "global_step": "ask `self.trainer.progress.update`",
+    "manual_backward": "return the loss, and forge calls backward and steps",
+    "optimizers": "return the loss, and forge steps; several optimizers are a dict, and the step gets the name",
+    "lr_schedulers": "return (optimizer, schedule) from configure_optimizers, and forge steps it",
+    "toggle_optimizer": "not needed: each optimizer trains its own parameters alone",
+    "untoggle_optimizer": "not needed: each optimizer trains its own parameters alone",
+    "clip_gradients": "use the plugin `clip`",
+    "logger": 'publish what is no number with `self.trainer.publish({"name": forge.Image(...)})`',
+    "global_rank": "ask `self.trainer.env.rank`",
+    "local_rank": "ask `self.trainer.env.device`",
+    "all_gather": "use `self.trainer.env.gather(value)` for plain data",
+    "print": "use `print`; `self.trainer.env.is_main` is true on one rank",
+    "freeze": "use the plugin `freeze`, or `requires_grad_(False)`",
+    "unfreeze": "use the plugin `freeze` with `thaw`",
+    "to_onnx": "use `forge export --format onnx`",
+    "to_torchscript": "use `forge export --format torchscript`",
+    "load_from_checkpoint": "use `from_checkpoint`",
+    "hparams": "`self.init_args` has the arguments of `__init__`",
+    "save_hyperparameters": "leave it out: `self.init_args` has the arguments of `__init__`, and they are saved",
+}
+"""Attributes that only a LightningModule has."""
 
 
-def answers_foreign_arguments(verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Make a verb of the Trainer answer arguments of other Trainers; all others reach it unchanged."""
-
-    @functools.wraps(verb)
-    def call(trainer: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name in VERBS:
-                answer, page = VERBS[name]
-                raise TypeError(
-                    f"Trainer.{verb.__name__} takes no argument {name!r}. Use {answer} ({page}).".replace(
-                        "{verb}", verb.__name__
-                    )
-                )
-        try:
-            return verb(trainer, *args, **kwargs)
-        except BaseException as error:  # this frame says nothing to the user
-            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            raise
-
-    return call
+def hint(about: str, name: str) -> str:
+    """Answer forge's question about a name: an argument of the Trainer or of a verb, or an attribute of a task."""
+    if about == "task":
+        return f"{INSTEAD[name]} (docs/from-lightning.md)." if name in INSTEAD else ""
+    answer, page = (TRAINER if about == "Trainer" else VERBS).get(name, ("", ""))
+    return f" Use {answer.replace('{verb}', about)} ({page})." if answer else ""
