@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from forge.config.recipe import load_recipe
 from forge_cluster.planning import (
     Cluster,
     Layout,
@@ -32,8 +33,6 @@ from forge_cluster.planning import (
     load_cluster,
     reserved_of,
 )
-
-from forge.config.recipe import load_recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from forge_cluster.planning import Cluster, Layout, Link, Model, Variant, count_workload, memory_of
-from forge_cluster.planning.calibration import UpdateClock, measured_step
-from forge_cluster.planning.hardware import Efficiency
 
 import forge
 from benchmarks.levers import GPT
@@ -38,6 +35,9 @@ from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.planning.footprint import WORKSPACE
+from forge_cluster.planning import Cluster, Layout, Link, Model, Variant, count_workload, memory_of
+from forge_cluster.planning.calibration import UpdateClock, measured_step
+from forge_cluster.planning.hardware import Efficiency
 
 TIME_BAR, MEMORY_BAR = 0.2, 0.1
 UPDATES = 14

@@ -35,17 +35,17 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 
 import torch
-from forge_ship.allocator import keep_freed_memory
-from forge_ship.engine import Engine, Port
-from forge_ship.serving.batcher import Batcher
-from forge_ship.serving.limits import ServeLimits
-from forge_ship.serving.protocol import JSON, RAW, dtype_of
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from benchmarks import machine
+from forge_ship.allocator import keep_freed_memory
+from forge_ship.engine import Engine, Port
+from forge_ship.serving.batcher import Batcher
+from forge_ship.serving.limits import ServeLimits
+from forge_ship.serving.protocol import JSON, RAW, dtype_of
 
 ARMS = {"micro-batching": 32, "one by one": 1}
 """Name → --max-batch; the last is the base."""

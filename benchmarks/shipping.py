@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import torch
-from forge_ship.open_engine import open_engine
-from forge_ship.verify import ExportMismatch
 
 import forge
 from benchmarks.shipping_models import SMALL, STRANGERS, made
 from forge.errors import ForgeError
+from forge_ship.open_engine import open_engine
+from forge_ship.verify import ExportMismatch
 
 FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch")
 BATCHES = 4

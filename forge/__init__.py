@@ -78,12 +78,43 @@ _HOME = {
 }
 
 
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "DeterminismError",
+    "Embedding",
+    "FitResult",
+    "ForgeError",
+    "Histogram",
+    "Image",
+    "Interrupted",
+    "Interval",
+    "NonFiniteError",
+    "Plugin",
+    "RecipeError",
+    "Run",
+    "StackError",
+    "Step",
+    "TaskError",
+    "TaskModule",
+    "Text",
+    "Trainer",
+    "data",
+    "hookimpl",
+    "load",
+    "load_recipe",
+    "load_weights",
+    "on",
+    "positions",
+    "seed",
+    "testing",
+    "tuning",
+]
+"""The core's public names; `dir(forge)` has those of installed packages too."""
 _ROOMS = ("data", "testing", "tuning")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return __dir__()
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
     elif name in _ROOMS:
@@ -99,7 +130,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """The core's public names, and those that installed packages offer."""
     offered = import_module("forge.registry").installed("name")
-    return sorted([*_HOME, *_ROOMS, *(name for name in offered if "." not in name)])
+    return sorted([*__all__, *(name for name in offered if "." not in name)])
 
 
 if "torch" in sys.modules:

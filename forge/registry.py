@@ -83,7 +83,7 @@ def public(name: str) -> Any:
 
 @cache
 def libraries() -> frozenset[str]:
-    """Return the packages whose code is machinery and no user's: forge, and those that offer more than tasks and data."""
+    """Return the packages of machinery, which no user wrote: forge, and those that offer more than tasks and data."""
     kinds = GROUPS.keys() - {"recipe", "task", "data"}
     return frozenset(
         {"forge", *(entry.module.partition(".")[0] for kind in kinds for entry in installed(kind).values())}

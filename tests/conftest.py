@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
-from forge_doctor import first_look
 from hypothesis import HealthCheck, settings
 
 import forge
 import forge.env
+from forge_doctor import first_look
 from tests.support import forked
 from tests.support.small_data import write_small_data
 

@@ -10,7 +10,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.stack import CORE, TASK
-from forge.contract.task import STAGE_METHODS, add_hint
+from forge.contract.task import STAGE_METHODS, TaskModule, add_hint
 from forge.diagnose import nondeterminism
 from forge.diagnose.again import is_in_backward
 from forge.diagnose.cures import cures

@@ -8,8 +8,8 @@
     draw_lr(curve, "MyTask", "lr.png")
     print(curve.suggestion)
 
-`forge tune lr RECIPE`, and `batch` and `workers` in place of `lr`, do the same from the command line. Packages around the
-core add other searches, by the entry points `forge.names` ("tuning.NAME") and `forge.commands` ("tune NAME").
+`forge tune lr RECIPE`, and `batch` and `workers` in place of `lr`, do the same from the command line. Packages around
+the core add other searches, by the entry points `forge.names` ("tuning.NAME") and `forge.commands` ("tune NAME").
 """
 
 from __future__ import annotations

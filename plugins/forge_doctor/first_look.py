@@ -142,10 +142,10 @@ class Look:
 class FirstLook(Plugin):
     """Look at the first updates of a fit, and warn of mistakes that raise no error.
 
-    No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at, and judged
-    once an update is over. The modules of a small task run a few more times, on a copy without anybody's hooks, with
-    every generator restored. After the first updates, and the first batch of the first validation, nothing is left of it.
-    `forge doctor` looks at more, and takes longer::
+    No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at, and
+    judged once an update is over. The modules of a small task run a few more times, on a copy without anybody's hooks,
+    with every generator restored. After the first updates, and the first batch of the first validation, nothing is
+    left of it. `forge doctor` looks at more, and takes longer::
 
         forge fit quickstart -p first_look
     """

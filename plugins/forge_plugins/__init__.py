@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from forge_cluster.pipeline import Pipeline
     from forge_cluster.torchft import Torchft
     from forge_cluster.zero import Zero
-    from forge_ship.qat import QAT
-    from forge_speed.fp8 import FP8
-    from forge_speed.kernels import Kernels
-
     from forge_plugins.accumulate import Accumulate
     from forge_plugins.amp import AMP
     from forge_plugins.anomaly import Anomaly
@@ -54,6 +50,9 @@ if TYPE_CHECKING:
     from forge_plugins.throughput import Throughput
     from forge_plugins.validate_first import ValidateFirst
     from forge_plugins.wandb import Wandb
+    from forge_ship.qat import QAT
+    from forge_speed.fp8 import FP8
+    from forge_speed.kernels import Kernels
 
 __all__ = [
     "AMP",

@@ -27,11 +27,12 @@ from forge.env import pick_device
 from forge.errors import RecipeError
 from forge.options import plain
 from forge.rng import RNGState
+from forge.tuning.step_reading import in_ms
 from forge.util.generators import find_generators, generator_state, set_generator_state
 from forge_speed.answers import Answer, AnswerCache, answer_key, as_answer, cache_folder, resumed_answer
 from forge_speed.levers import Numbers
 from forge_speed.speed import reason, speed_range
-from forge_speed.speed_report import SpeedReport, in_ms
+from forge_speed.speed_report import SpeedReport
 
 logger = logging.getLogger("forge")
 

@@ -24,12 +24,13 @@ from forge.engine.default_actions import Core
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
 from forge.tuning.step_facts import StepFacts
+from forge.tuning.step_reading import StepReading, in_ms
 from forge.tuning.step_timer import StepTimer, Weights
 from forge.tuning.trial import run_trial
 from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
 from forge_speed.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
-from forge_speed.speed_report import SpeedReport, StepReading, in_ms
+from forge_speed.speed_report import SpeedReport
 from forge_speed.speed_search import LeverFailed, SpeedSearch
 from forge_speed.time_limit import TrialTooLong, stop_compilers, time_limit
 

@@ -22,7 +22,8 @@ from forge.tuning.plot import (
     PlotCanvas,
     write_png,
 )
-from forge_speed.speed_report import SpeedReport, StepReading, in_ms
+from forge.tuning.step_reading import StepReading, in_ms
+from forge_speed.speed_report import SpeedReport
 
 FASTER, SLOWER, START = "#2458b8", "#b9c7dd", "#8a94a3"
 ROW, BAR, HEAD, FOOT = 40, 22, 104, 76

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from forge.tuning.step_reading import StepReading, in_ms
 from forge_speed.levers import NUMBERS, Change, Lever, Numbers
-from forge_speed.speed_report import LeverRow, SpeedReport, StepReading, in_ms
+from forge_speed.speed_report import LeverRow, SpeedReport
 
 LEAST = 0.02
 """A lever is added if the whole step becomes faster by at least this share."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forge_sweep.sweep_page import sweep_page
 
+from forge_sweep.sweep_page import sweep_page
 from tests.forge_sweep.test_sweep_page import line, summary
 
 pytest.importorskip("playwright")

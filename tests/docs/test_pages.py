@@ -15,8 +15,8 @@ from tests.conftest import REPO
 from tests.support.docs_pages import ALL_PAGES, DOCS, PAGES, all_blocks, blocks, load_script, parts, prose, read
 
 LANGUAGES = {"python", "py", "bash", "yaml", "text", "console", "toml", "json", "cpp", "cmake"}
-"""python and bash are run, py where its packages are installed (tests/forge/data/test_known_streams.py), yaml is loaded, toml
-and json are parsed; text and console show what cannot be."""
+"""python and bash are run, py where its packages are installed (test_known_streams.py), yaml is loaded,
+toml and json are parsed; text and console show what cannot be."""
 
 
 @pytest.mark.parametrize("page", ALL_PAGES)

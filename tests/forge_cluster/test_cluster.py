@@ -11,6 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import forge
+from forge import registry
+from forge.cli import main
+from forge.config.recipe import load_recipe
+from forge.data import Splits
+from forge.errors import ForgeError
+from forge.planning import rehearse
+from forge.planning.strategies import Levers, ddp, fsdp
 from forge_cluster.commands.plan_cluster import _plugins
 from forge_cluster.planning import (
     Layout,
@@ -27,18 +39,6 @@ from forge_cluster.planning.failures import daly, expected_share, goodput, simul
 from forge_cluster.planning.pipeline_events import SCHEDULES, Action, closed_form, simulate
 from forge_cluster.planning.stragglers import simulate_stragglers, slowdown
 from forge_cluster.planning.workload import Workload
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-
-import forge
-from forge import registry
-from forge.cli import main
-from forge.config.recipe import load_recipe
-from forge.data import Splits
-from forge.errors import ForgeError
-from forge.planning import rehearse
-from forge.planning.strategies import Levers, ddp, fsdp
 
 BLOCKS, WIDTH, LENGTH = 8, 32, 16
 PLAIN = Variant("fp32", remat=False)

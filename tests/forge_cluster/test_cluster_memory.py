@@ -6,6 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from benchmarks import planned_ranks
+from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
+from forge.config.recipe import load_recipe
+from forge.planning import WORKSPACE, rehearse
 from forge_cluster.planning import (
     Layout,
     Model,
@@ -19,11 +24,6 @@ from forge_cluster.planning import (
 from forge_cluster.planning.counting import OpCounter
 from forge_cluster.planning.memory import in_flight
 from forge_cluster.planning.pipeline_events import orders, simulate
-
-from benchmarks import planned_ranks
-from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
-from forge.config.recipe import load_recipe
-from forge.planning import WORKSPACE, rehearse
 
 LENGTH, SAMPLES = 512, 4
 PLAIN, SHORT = Variant("fp32", False), Variant("bf16", False)

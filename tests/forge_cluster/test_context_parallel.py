@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
-from forge_cluster.context_parallel.slices import Slicing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +20,8 @@ from torch.nn import functional
 
 import forge
 from forge.errors import DataError, RecipeError, StackError, TaskError
+from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
+from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins import (
     AMP,
     DDP,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
 from forge_cluster.context_parallel.ring import Ring
 
 pytestmark = pytest.mark.gpu

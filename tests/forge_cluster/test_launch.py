@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from forge_cluster.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
-from forge_cluster.launching.job import parse_sweep
 
 from forge.cli import main
 from forge.errors import ForgeError
+from forge_cluster.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
+from forge_cluster.launching.job import parse_sweep
 
 JOB = LaunchJob(
     name="first",

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forge_cluster.pipeline import SCHEDULES, Pipeline
-from forge_cluster.pipeline.cutting import blocks_of, bounds_of
-from forge_cluster.pipeline.split_backward import SPLITTING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,6 +18,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
+from forge_cluster.pipeline import SCHEDULES, Pipeline
+from forge_cluster.pipeline.cutting import blocks_of, bounds_of
+from forge_cluster.pipeline.split_backward import SPLITTING
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Schedule
 from forge_plugins.common.sharded import local
 from tests.support.fsdp_kit import Block, Deep, Tied, close, deep, wide

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from forge_cluster.pipeline import Pipeline
 
 import forge
+from forge_cluster.pipeline import Pipeline
 from forge_plugins import JSONL, Monitor
 from tests.forge_cluster.test_pipeline import Deeper
 from tests.support.fsdp_kit import deep, wide

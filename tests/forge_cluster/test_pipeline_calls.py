@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_cluster.pipeline.running import BlockCalls, StageEnded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forge.errors import TaskError
+from forge_cluster.pipeline.running import BlockCalls, StageEnded
 
 CPU = torch.device("cpu")
 WIDTH = 3

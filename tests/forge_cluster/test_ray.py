@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from forge_cluster.launching import LaunchJob, ray_driver
 
 pytestmark = pytest.mark.slow

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forge_cluster.zero import Zero
-from forge_cluster.zero.division import owners_of
 from torch import Tensor
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
+from forge_cluster.zero import Zero
+from forge_cluster.zero.division import owners_of
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Freeze, Guard, Schedule
 from tests.support.fsdp_kit import Deep, Tied, close, deep, wide
 from tests.support.lasting_ranks import ranks

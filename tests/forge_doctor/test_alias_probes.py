@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor.probes import aliases, data, gradients, graph, losses, order
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
+from forge_doctor.probes import aliases, data, gradients, graph, losses, order
 from tests.support.patients import Healthy, found, loader, numbers, said
 
 

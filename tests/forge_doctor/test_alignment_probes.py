@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor.probes import alignment, optimum
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_doctor.probes import alignment, optimum
 from tests.support.patients import Healthy, found, loader
 
 

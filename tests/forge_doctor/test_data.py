@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forge_doctor.batch_look import as_pictures, look_at
 
 from forge.cli import main
+from forge_doctor.batch_look import as_pictures, look_at
 
 TASK = """
 from dataclasses import dataclass

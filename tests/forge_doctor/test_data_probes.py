@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forge_doctor.probes import data, preparation, serving, splits, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import forge
 from forge.data import TensorLoader
+from forge_doctor.probes import data, preparation, serving, splits, start
 from tests.support.patients import Healthy, found, loader, numbers
 
 

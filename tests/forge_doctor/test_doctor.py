@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from forge_doctor.areas import AREAS, by_area
-from forge_doctor.commands.doctor import print_page
-from forge_doctor.doctor import AFTER, BEFORE
-from forge_doctor.report import DoctorReport
 from rich.console import Console
 from torch.nn import functional as F
 
 import forge
 from forge import cli
 from forge.errors import TaskError
+from forge_doctor.areas import AREAS, by_area
+from forge_doctor.commands.doctor import print_page
+from forge_doctor.doctor import AFTER, BEFORE
+from forge_doctor.report import DoctorReport
 from tests.support.patients import Healthy, splits
 
 FILE = """

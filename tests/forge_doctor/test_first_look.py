@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor import first_look
-from forge_doctor.first_look import LOOKS, samples
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
+from forge_doctor import first_look
+from forge_doctor.first_look import LOOKS, samples
 from tests.support.patients import Healthy, loader, numbers, said
 
 

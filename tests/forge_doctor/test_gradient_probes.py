@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from forge_doctor.probes import gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_doctor.probes import gradients
 from tests.support.patients import Healthy, found, loader, numbers
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor.probes import independence, losses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_doctor.probes import independence, losses
 from tests.support.patients import Healthy, found, loader, numbers, splits
 from tests.support.probes_kit import task_with
 

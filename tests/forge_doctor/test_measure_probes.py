@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor.probes import measures
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from forge_doctor.probes import measures
 from tests.support.patients import Healthy, found
 
 

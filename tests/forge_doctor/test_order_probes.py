@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from forge_doctor.probes import order
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_doctor.probes import order
 from tests.support.patients import Healthy, found, loader
 
 IDS = torch.randint(3, 20, (48, 8), generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_doctor.outside import reaches_outside
 from torch import Tensor, nn
+
+from forge_doctor.outside import reaches_outside
 
 CALLS: list[int] = []
 COUNT = 0

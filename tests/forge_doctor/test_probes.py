@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor.doctor import AFTER, BEFORE
-from forge_doctor.findings import FINDINGS, LEVELS
-from forge_doctor.probes import class_labels, data, graph, independence, motion, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_doctor.doctor import AFTER, BEFORE
+from forge_doctor.findings import FINDINGS, LEVELS
+from forge_doctor.probes import class_labels, data, graph, independence, motion, start
 from tests.support.patients import Healthy, found, loader, numbers, said, splits
 from tests.support.probes_kit import task_with
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_doctor.probes import motion
 from torch import nn
 
 import forge
 from forge.config.build import make_plugins
+from forge_doctor.probes import motion
 from tests.support.patients import Healthy, found, loader, numbers, splits
 
 

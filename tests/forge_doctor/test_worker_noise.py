@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forge_doctor.patient import NotApplicable
-from forge_doctor.probes import worker_noise
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import forge
 from forge.data.adapt import adopt
+from forge_doctor.patient import NotApplicable
+from forge_doctor.probes import worker_noise
 from tests.support.patients import Healthy, found, loader, numbers
 from tests.support.profiles import some
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from forge_doctor.readiness import planned, readiness
-from forge_doctor.worst import picture, shown
 from torch import Tensor, nn
 
 import forge
 from forge.config.build import make_plugins
+from forge_doctor.readiness import planned, readiness
+from forge_doctor.worst import picture, shown
 from tests.support.patients import Healthy, loader, numbers
 
 

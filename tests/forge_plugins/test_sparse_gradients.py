@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_cluster.pipeline import Pipeline
-from forge_cluster.zero import Zero
 from torch import Tensor, nn
 
 import forge
+from forge_cluster.pipeline import Pipeline
+from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP
 from tests.support.fsdp_kit import Deep, close, deep, wide
 from tests.support.lasting_ranks import ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import types
 
 import pytest
-from forge_ship import runner
 
+from forge_ship import runner
 from tests.support import forked
 
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from forge_ship.bench import BenchResult, EngineTiming, bench
-from forge_ship.engine import ExportError
 
 from forge.cli import main
 from forge.runs.trained_task import Source
+from forge_ship.bench import BenchResult, EngineTiming, bench
+from forge_ship.engine import ExportError
 from tests.support.ships import Classifier, batches, trained_run
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge_ship.open_engine import open_engine
 
 from forge.cli import main
 from forge_plugins import Checkpoint
+from forge_ship.open_engine import open_engine
 from tests.conftest import PLAIN, REPO
 from tests.support.ships import Classifier, batches, trained_run
 

@@ -8,13 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship import card
-from forge_ship import export_formats as formats
-from forge_ship.engine import ExportError
-from forge_ship.export import prepare
-from forge_ship.export_formats import aoti, onnx, pt2, torchscript
-from forge_ship.open_engine import open_engine
-from forge_ship.verify import ExportMismatch
 from torch import Tensor, nn
 
 import forge
@@ -22,6 +15,13 @@ from forge.cli import main
 from forge.errors import ForgeError
 from forge.runs.trained_task import Source
 from forge_plugins import EMA, Checkpoint
+from forge_ship import card
+from forge_ship import export_formats as formats
+from forge_ship.engine import ExportError
+from forge_ship.export import prepare
+from forge_ship.export_formats import aoti, onnx, pt2, torchscript
+from forge_ship.open_engine import open_engine
+from forge_ship.verify import ExportMismatch
 from tests.support.ships import Classifier, batches, trained_run
 
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("aoti", "executorch", "triton-repository")]
@@ -280,9 +280,8 @@ def test_an_operator_that_onnx_lacks_is_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 def _plan() -> Any:
-    from forge_ship.export import prepare
-
     from forge.runs.trained_task import Source
+    from forge_ship.export import prepare
 
     return prepare(Source(Classifier().eval()), batches(), "cpu").plan()
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship.engine import ExportError
-from forge_ship.interface import SeenCall, dynamic_axes, observe
-from forge_ship.open_engine import open_engine
-from forge_ship.structure import outputs_of, take_apart
-from forge_ship.verify import ExportMismatch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
 from forge.data.collate import Padded
+from forge_ship.engine import ExportError
+from forge_ship.interface import SeenCall, dynamic_axes, observe
+from forge_ship.open_engine import open_engine
+from forge_ship.structure import outputs_of, take_apart
+from forge_ship.verify import ExportMismatch
 from tests.support.ships import Classifier, batches
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forge_ship.qat import Rounding, install
 from torch import nn
 
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
 from forge_plugins import QAT, CudaGraph
+from forge_ship.qat import Rounding, install
 
 pytestmark = pytest.mark.gpu
 

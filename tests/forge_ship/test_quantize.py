@@ -11,6 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from forge.checkpoint.folder import find
+from forge.errors import ForgeError
+from forge.testing import fit_tiny
+from forge_plugins import QAT, Checkpoint
 from forge_ship import quantize as module
 from forge_ship.engine import ExportError
 from forge_ship.int8 import activation_grid, weight_scale
@@ -27,13 +34,6 @@ from forge_ship.quantize import (
     refusal,
     weight_bytes,
 )
-from torch import Tensor, nn
-from torch.export import Dim
-
-from forge.checkpoint.folder import find
-from forge.errors import ForgeError
-from forge.testing import fit_tiny
-from forge_plugins import QAT, Checkpoint
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship.engine import ExportError
-from forge_ship.quantize import KINDS, quantize, refusal, weight_bytes
 from torch import Tensor, nn
 from torch.export import Dim
+
+from forge_ship.engine import ExportError
+from forge_ship.quantize import KINDS, quantize, refusal, weight_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from forge_ship.engine import ExportError
 from forge_ship.recurrent import looped
-from torch import nn
 
 KINDS = [nn.LSTM, nn.GRU, nn.RNN]
 SHAPES = list(itertools.product([1, 2], [False, True], [False, True], [True, False]))

@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship.engine import Port
-from forge_ship.serving.http_answers import ModelService, make_app
-from forge_ship.serving.limits import ServeLimits
-from forge_ship.serving.protocol import JSON, RAW
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -23,6 +19,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive
 
+from forge_ship.engine import Port
+from forge_ship.serving.http_answers import ModelService, make_app
+from forge_ship.serving.limits import ServeLimits
+from forge_ship.serving.protocol import JSON, RAW
 from tests.support import serving_kit
 from tests.support.serving_kit import FAST, Body, X, check_refusal, client_of, expected, post, service_of
 from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine, TokensEngine

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship.engine import Engine, Port
-from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, QueuedRequest, WaitingRequests, can_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from forge_ship.engine import Engine, Port
+from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, QueuedRequest, WaitingRequests, can_batch
 from tests.support.small_engines import GatedEngine, LinearEngine, MeanEngine, PickyEngine, TokensEngine
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from forge_ship.serving.http_answers import make_app
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from forge_ship.serving.http_answers import make_app
 from tests.support import serving_kit
 from tests.support.serving_kit import FAST, X, check_refusal, client_of, post, service_of
 from tests.support.small_engines import GatedEngine, LinearEngine

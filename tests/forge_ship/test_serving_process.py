@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship.commands.serve import parser
-from forge_ship.serving import server_process
 
 from forge import cli
+from forge_ship.commands.serve import parser
+from forge_ship.serving import server_process
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
 from tests.support.small_engines import LinearEngine

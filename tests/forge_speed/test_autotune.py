@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forge_speed import autotune
-from forge_speed.answers import AnswerCache, resumed_answer
-from forge_speed.autotune import Autotune
 
 import forge
 from forge.checkpoint import StoredCheckpoint
@@ -21,6 +18,9 @@ from forge.testing import TinyTask, assert_same_weights, check_plugin, tiny_batc
 from forge.tuning import Change, Lever, SpeedReport, StepReading, step_timer
 from forge.util import peak_memory
 from forge_plugins import Checkpoint, Clip, FusedOptimizer
+from forge_speed import autotune
+from forge_speed.answers import AnswerCache, resumed_answer
+from forge_speed.autotune import Autotune
 from tests.support.lasting_ranks import ranks
 from tests.support.plugin_kit import LEFT_OUT
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from forge_speed import fp8
-from forge_speed.fp8 import linear, linear_layers
 from torch import Tensor, nn
 
 import forge
@@ -34,6 +32,8 @@ from forge_plugins import (
     Remat,
     TensorParallel,
 )
+from forge_speed import fp8
+from forge_speed.fp8 import linear, linear_layers
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from forge_speed.fp8 import linear
 from torch import Tensor, nn
 
+from forge_speed.fp8 import linear
 from tests.support.float8 import emulate, reference_product
 from tests.support.profiles import some
 

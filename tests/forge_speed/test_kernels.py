@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_speed.kernels import Kernels
 
 import forge
 from forge import registry
@@ -17,6 +16,7 @@ from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny,
 from forge_kernels import patch as swapping
 from forge_kernels.call_pattern import RecordedCall
 from forge_plugins import Compile, Remat
+from forge_speed.kernels import Kernels
 from tests.conftest import PROFILE
 from tests.support import kernels_plugin_kit, toy_kernels
 from tests.support.kernels_plugin_kit import FOUR, LAYER_NORM_ITSELF, RELU_ITSELF, Clock, net, ran

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_speed.kernels import Kernels
-from forge_speed.kernels.judgement import StepTrial
 
 import forge
 from forge import registry
 from forge.errors import StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import DDP, Checkpoint, Compile, Remat
+from forge_speed.kernels import Kernels
+from forge_speed.kernels.judgement import StepTrial
 from tests.support import kernels_plugin_kit
 from tests.support.kernels_plugin_kit import FOUR, Clock, measure_steps, net, ran
 from tests.support.lasting_ranks import ranks

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_speed.kernels import Kernels
 from torch import Tensor, nn
 
 import forge
@@ -17,6 +16,7 @@ from forge import registry
 from forge_kernels import bench
 from forge_kernels.discovery import load
 from forge_plugins import AMP, Compile
+from forge_speed.kernels import Kernels
 from tests.support.toy_kernels import entries
 
 pytestmark = pytest.mark.gpu

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+
 from forge_speed.kernels.judgement import StepCost, StepVerdict, judge
 
 WRITTEN = frozenset[str]()

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from forge_speed.autotune import Autotune
 from torch.backends import cudnn
 
 import forge
 from forge.testing import TinyTask, tiny_batches
 from forge.tuning import speed_range, step_timer
 from forge_plugins import Backends
+from forge_speed.autotune import Autotune
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from forge_speed.levers import Change, Lever, LeverSituation, levers
-from forge_speed.speed_report import SpeedReport, StepReading
-from forge_speed.speed_search import LeverFailed, SpeedSearch
 
 from forge.tuning.step_facts import StepFacts
+from forge.tuning.step_reading import StepReading
+from forge_speed.levers import Change, Lever, LeverSituation, levers
+from forge_speed.speed_report import SpeedReport
+from forge_speed.speed_search import LeverFailed, SpeedSearch
 
 GB = 10**9
 

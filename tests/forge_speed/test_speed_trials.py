@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from forge_speed.speed import StepTrials, with_change
-from forge_speed.speed_plot import bars_of
-from forge_speed.speed_search import LeverFailed
-from forge_speed.time_limit import TrialTooLong, time_limit
 from torch import nn
 
 import forge
@@ -24,6 +20,10 @@ from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw
 from forge.tuning.step_facts import repeated_classes
 from forge.util import peak_memory
 from forge_plugins import Clip
+from forge_speed.speed import StepTrials, with_change
+from forge_speed.speed_plot import bars_of
+from forge_speed.speed_search import LeverFailed
+from forge_speed.time_limit import TrialTooLong, time_limit
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
 
 

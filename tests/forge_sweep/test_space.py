@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from forge_sweep.space import combinations, is_space, parse_space, parse_spaces
-from forge_sweep.study import SweepPlan
 
 from forge.errors import ForgeError, RecipeError
+from forge_sweep.space import combinations, is_space, parse_space, parse_spaces
+from forge_sweep.study import SweepPlan
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forge_sweep.space import parse_spaces
-from forge_sweep.study import SweepPlan, SweepStudy
-from forge_sweep.sweep import SweepResult
 
 import forge
 from forge.data import Splits
 from forge.errors import ForgeError, RecipeError
 from forge.runs.find import runs_in
+from forge_sweep.space import parse_spaces
+from forge_sweep.study import SweepPlan, SweepStudy
+from forge_sweep.sweep import SweepResult
 from tests.conftest import REPO
 from tests.support import forked
 from tests.support.logger_runs import bytes_below

@@ -7,6 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
 from forge_sweep.parallel import parallel_coordinates
 from forge_sweep.sweep_page import SweepSummary, TrialLine, sweep_page
 

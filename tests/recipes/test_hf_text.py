@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from forge_ship.engine import ExportError
 from torch import Tensor, nn
 
 import forge
 from forge_plugins import Accumulate
 from forge_recipes.hf_text import END, IGNORED, HFText, decoded, padded, speeches
+from forge_ship.engine import ExportError
 from tests.support.profiles import some
 
 transformers: Any = pytest.importorskip("transformers")

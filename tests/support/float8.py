@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
+
 from forge_speed import fp8
 from forge_speed.fp8 import linear
-from torch import Tensor
 
 
 def reference_product(

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_speed.kernels import Kernels
-from forge_speed.kernels.judgement import StepCost, StepTrial
 
 from forge import registry
 from forge.testing import tiny_batches
 from forge_kernels.timing import Timing
+from forge_speed.kernels import Kernels
+from forge_speed.kernels.judgement import StepCost, StepTrial
 from tests.support.toy_kernels import CALLS, entries
 
 RELU_ITSELF, LAYER_NORM_ITSELF = F.relu, F.layer_norm

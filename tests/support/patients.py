@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from forge_doctor.doctor import Examination
-from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
-from forge_doctor.report import DoctorReport
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import forge
 from forge.diagnose.checks.user_line import FindingWarning
 from forge.engine.trainer import Trainer
+from forge_doctor.doctor import Examination
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient
+from forge_doctor.report import DoctorReport
 
 Probe = Callable[[Patient], Iterator[Finding]]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.testclient import TestClient
+
 from forge_ship.engine import Engine
 from forge_ship.serving.http_answers import ModelService, make_app
 from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.protocol import JSON
-from starlette.testclient import TestClient
-
 from tests.support.small_engines import LinearEngine, TokensEngine
 
 X = [[1.0, 2.0, 3.0, 4.0]]

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
-from forge_ship.engine import Port
 from torch import Tensor, nn
+
+from forge_ship.engine import Port
 
 
 class LinearEngine:

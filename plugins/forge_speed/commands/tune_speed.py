@@ -135,7 +135,7 @@ def _data_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def _header(report: SpeedReport, device: str) -> str:
-    from forge_speed.speed_report import in_ms
+    from forge.tuning.step_reading import in_ms
 
     best = report.best or report.start
     names = " + ".join(lever.name for lever in report.chosen) or "nothing was faster than the start"
@@ -193,7 +193,7 @@ def _line(row: LeverRow, report: SpeedReport) -> list[str]:
 
 
 def _cells(reading: StepReading | None) -> list[str]:
-    from forge_speed.speed_report import in_ms
+    from forge.tuning.step_reading import in_ms
 
     if reading is None:
         return ["", ""]
@@ -202,7 +202,7 @@ def _cells(reading: StepReading | None) -> list[str]:
 
 def verdict(report: SpeedReport) -> list[str]:
     """Summarise the search in sentences."""
-    from forge_speed.speed_report import in_ms
+    from forge.tuning.step_reading import in_ms
 
     lines, best, start = [], report.best, report.start
     if best is not None:

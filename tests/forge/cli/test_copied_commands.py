@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from forge_doctor.commands import doctor
-from forge_doctor.findings import Finding
 
 from forge.cli import main
 from forge.tuning import batch, step_timer
 from forge.util import show
+from forge_doctor.commands import doctor
+from forge_doctor.findings import Finding
 
 NAME = "a_task_with_a_name_that_is_much_longer_than_people_usually_choose_for_a_file"
 TASK = """

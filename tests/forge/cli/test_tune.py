@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forge_speed.commands import tune_speed
 
 from forge.cli import main, tune
 from forge.config import load_recipe
 from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, SpeedReport, StepReading, batch, step_timer
 from forge.util import peak_memory
+from forge_speed.commands import tune_speed
 
 TASK = """
 import torch

@@ -49,8 +49,8 @@ def small_heap_for_each() -> None:
 
 
 NOT_ALONE = {"tensor_parallel", "torchft"}
-"""What needs another plugin beside it and a plan for its task, or a server: tests/forge_plugins/test_tensor_parallel.py and
-test_torchft.py have them."""
+"""What needs another plugin beside it and a plan for its task, or a server: tests/forge_plugins/test_tensor_parallel.py
+and tests/forge_cluster/test_torchft.py have them."""
 
 
 THOROUGH = {"amp", "clip", "ema", "freeze"}
