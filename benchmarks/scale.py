@@ -84,7 +84,10 @@ from benchmarks.scale_by_hand import (
     make_network,
     pipeline_by_hand,
 )
-from forge_plugins import DDP, FSDP, Accumulate, Clip, ContextParallel, Pipeline, Zero
+from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.pipeline import Pipeline
+from forge_cluster.zero import Zero
+from forge_plugins import DDP, FSDP, Accumulate, Clip
 
 LOOPS: dict[str, Callable[[Batches], Hand]] = {
     "ddp": ddp_by_hand,

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forge import registry
 from forge.contract.plugin import snake_case
 
 if TYPE_CHECKING:
-    from forge_cluster.context_parallel import ContextParallel
-    from forge_cluster.pipeline import Pipeline
-    from forge_cluster.torchft import Torchft
-    from forge_cluster.zero import Zero
     from forge_plugins.accumulate import Accumulate
     from forge_plugins.amp import AMP
     from forge_plugins.anomaly import Anomaly
@@ -50,19 +48,14 @@ if TYPE_CHECKING:
     from forge_plugins.throughput import Throughput
     from forge_plugins.validate_first import ValidateFirst
     from forge_plugins.wandb import Wandb
-    from forge_ship.qat import QAT
-    from forge_speed.fp8 import FP8
-    from forge_speed.kernels import Kernels
 
 __all__ = [
     "AMP",
     "CSV",
     "DDP",
     "EMA",
-    "FP8",
     "FSDP",
     "JSONL",
-    "QAT",
     "SAM",
     "SWA",
     "Accumulate",
@@ -72,19 +65,16 @@ __all__ = [
     "Checkpoint",
     "Clip",
     "Compile",
-    "ContextParallel",
     "CudaGraph",
     "Duration",
     "EarlyStop",
     "Freeze",
     "FusedOptimizer",
     "Guard",
-    "Kernels",
     "Ledger",
     "Limit",
     "Mlflow",
     "Monitor",
-    "Pipeline",
     "Prefetch",
     "Profiler",
     "Progress",
@@ -93,14 +83,16 @@ __all__ = [
     "TensorParallel",
     "Tensorboard",
     "Throughput",
-    "Torchft",
     "ValidateFirst",
     "Wandb",
-    "Zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'forge_plugins' has no attribute {name!r}")
-    return getattr(import_module(f"forge_plugins.{snake_case(name)}"), name)
+    if name in __all__:
+        return getattr(import_module(f"forge_plugins.{snake_case(name)}"), name)
+    if name.startswith("_") or snake_case(name) not in registry.installed("plugin"):
+        raise AttributeError(registry.to_install("plugin", snake_case(name)) or f"forge_plugins has no {name!r}")
+    plugin = registry.load("plugin", snake_case(name))
+    warnings.warn(f"{name} moved: from {plugin.__module__} import {name}", DeprecationWarning, stacklevel=2)
+    return plugin

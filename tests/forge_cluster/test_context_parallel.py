@@ -20,25 +20,11 @@ from torch.nn import functional
 
 import forge
 from forge.errors import DataError, RecipeError, StackError, TaskError
+from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
 from forge_cluster.context_parallel.slices import Slicing
-from forge_plugins import (
-    AMP,
-    DDP,
-    EMA,
-    FSDP,
-    SAM,
-    Accumulate,
-    Clip,
-    Compile,
-    ContextParallel,
-    CudaGraph,
-    Freeze,
-    Guard,
-    Kernels,
-    Remat,
-    Schedule,
-)
+from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
+from forge_speed.kernels import Kernels
 from tests.support import context_kit as kit
 from tests.support.fsdp_kit import close
 from tests.support.lasting_ranks import ranks

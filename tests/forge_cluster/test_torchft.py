@@ -16,7 +16,7 @@ import torch
 
 import forge
 from forge.testing import TinyTask, tiny_batches
-from forge_plugins import Torchft
+from forge_cluster.torchft import Torchft
 from tests.conftest import REPO
 
 Start = Callable[..., subprocess.Popen[bytes]]

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import forge
-from forge_plugins import DDP, FSDP, Zero
+from forge_cluster.zero import Zero
+from forge_plugins import DDP, FSDP
 from tests.support.lasting_ranks import ranks
 
 L = pytest.importorskip("lightning.pytorch")

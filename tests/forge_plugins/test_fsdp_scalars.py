@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.testing import tiny_batches
-from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Guard, Pipeline, Remat, Schedule, TensorParallel
+from forge_cluster.pipeline import Pipeline
+from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Guard, Remat, Schedule, TensorParallel
 from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
 from forge_plugins.fsdp.blocks import blocks_of
 from tests.support.fsdp_kit import Block, Deep, close, deep, peep, train, wide

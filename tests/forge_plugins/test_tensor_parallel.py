@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge_plugins import EMA, Accumulate, Checkpoint, Clip, ContextParallel, Freeze, Pipeline, Remat, Schedule, Zero
+from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.pipeline import Pipeline
+from forge_cluster.zero import Zero
+from forge_plugins import EMA, Accumulate, Checkpoint, Clip, Freeze, Remat, Schedule
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.lasting_ranks import ranks

@@ -16,7 +16,8 @@ import torch
 import forge
 from forge.env import Env
 from forge.testing import TinyGAN, TinyTask, tiny_batches
-from forge_plugins import DDP, FSDP, Accumulate, Throughput, Zero
+from forge_cluster.zero import Zero
+from forge_plugins import DDP, FSDP, Accumulate, Throughput
 from forge_plugins.throughput import RATES
 from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Summary
 from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers, warning

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import AMP, DDP, EMA, FSDP, QAT, Accumulate, Checkpoint, Compile, Guard, Remat, TensorParallel
-from forge_ship.qat import RANGE, install
+from forge_plugins import AMP, DDP, EMA, FSDP, Accumulate, Checkpoint, Compile, Guard, Remat, TensorParallel
+from forge_ship.qat import QAT, RANGE, install
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
-from forge_plugins import QAT, CudaGraph
-from forge_ship.qat import Rounding, install
+from forge_plugins import CudaGraph
+from forge_ship.qat import QAT, Rounding, install
 
 pytestmark = pytest.mark.gpu
 

@@ -17,11 +17,11 @@ from torch.export import Dim
 from forge.checkpoint.folder import find
 from forge.errors import ForgeError
 from forge.testing import fit_tiny
-from forge_plugins import QAT, Checkpoint
+from forge_plugins import Checkpoint
 from forge_ship import quantize as module
 from forge_ship.engine import ExportError
 from forge_ship.int8 import activation_grid, weight_scale
-from forge_ship.qat import install, remove, round_weight
+from forge_ship.qat import QAT, install, remove, round_weight
 from forge_ship.quantize import (
     DOES_NOT_WORK,
     KINDS,

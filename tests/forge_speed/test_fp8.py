@@ -19,21 +19,20 @@ from forge_plugins import (
     AMP,
     DDP,
     EMA,
-    FP8,
     FSDP,
-    QAT,
     Accumulate,
     Checkpoint,
     Clip,
     Compile,
     Freeze,
     Guard,
-    Kernels,
     Remat,
     TensorParallel,
 )
+from forge_ship.qat import QAT
 from forge_speed import fp8
-from forge_speed.fp8 import linear, linear_layers
+from forge_speed.fp8 import FP8, linear, linear_layers
+from forge_speed.kernels import Kernels
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of

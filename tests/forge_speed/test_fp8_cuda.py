@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
-from forge_plugins import AMP, FP8, Clip, Compile, CudaGraph, Guard, Remat
-from forge_speed.fp8 import CAPABILITY, linear
+from forge_plugins import AMP, Clip, Compile, CudaGraph, Guard, Remat
+from forge_speed.fp8 import CAPABILITY, FP8, linear
 from tests.support.float8 import reference_product
 
 pytestmark = pytest.mark.gpu

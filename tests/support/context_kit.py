@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import forge
-from forge_plugins import ContextParallel
+from forge_cluster.context_parallel import ContextParallel
 
 VOCABULARY, LENGTH, WIDTH = 11, 16, 8
 SIZES = (4, 4, 3, 1)

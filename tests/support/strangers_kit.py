@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge_plugins import DDP, FSDP, ContextParallel, Pipeline, Remat, TensorParallel, Zero
+from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.pipeline import Pipeline
+from forge_cluster.zero import Zero
+from forge_plugins import DDP, FSDP, Remat, TensorParallel
 
 WORDS, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 32, 8, 16, 32, 4, 4
 SIZES = (4, 4, 3)

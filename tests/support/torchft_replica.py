@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import forge
 from forge.data import TensorLoader
-from forge_plugins import Clip, Torchft
+from forge_cluster.torchft import Torchft
+from forge_plugins import Clip
 
 
 class Wide(forge.TaskModule):

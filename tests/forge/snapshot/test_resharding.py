@@ -17,7 +17,10 @@ import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader
 from forge.testing import TinyTask
-from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, ContextParallel, Pipeline, Schedule, Zero
+from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.pipeline import Pipeline
+from forge_cluster.zero import Zero
+from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule
 from tests.support.lasting_ranks import ranks
 
 EXACT = 1e-11
