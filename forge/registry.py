@@ -39,8 +39,8 @@ def installed(kind: str) -> dict[str, EntryPoint]:
     """Return every installed entry of a kind of `GROUPS` by name, without importing any."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUPS[kind]):
-        if not _exists(entry.module.partition(".")[0]):  # its metadata outlived it
-            continue
+        if to_install(kind, entry.name) and not _exists(entry.module.partition(".")[0]):
+            continue  # the metadata of a package around the core outlived it
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ForgeError(

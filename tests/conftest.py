@@ -25,18 +25,11 @@ from hypothesis import HealthCheck, settings
 
 import forge
 import forge.env
-from forge_doctor import first_look
 from tests.support import forked
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")
-WATCHED = {
-    *("diagnose", "engine", "examine", "recipes"),
-    *("test_clear_errors.py", "test_cli.py", "test_conformance.py", "test_findings.py", "test_refusals.py"),
-}
-"""Folders and files of tests whose fits get the first look in the quick profile too: it is a quarter of a small fit.
-Every plugin and every recipe is among them, and all commands that run in a process of their own."""
 PLAIN = {"COLUMNS": "160", "NO_COLOR": "1"}
 """What processes print is 160 characters wide, without colours."""
 
@@ -123,8 +116,6 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """
     if PROFILE == "quick":
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
-        if not WATCHED & {request.node.path.parent.name, request.node.path.name}:
-            monkeypatch.setattr(first_look, "why_not", lambda step: "the quick profile looks at others")
     on_a_gpu = request.node.get_closest_marker("gpu") is not None
     if on_a_gpu:
         gc.collect()

@@ -38,8 +38,8 @@ LEVELS = [
     ["forge_plugins", "forge_kernels"],
     ["forge_cluster", "forge_doctor", "forge_lightning", "forge_ship", "forge_speed", "forge_sweep"],
 ]
-"""From the ground up: the core, then the packages around it. A package imports the core and `forge_plugins`, and no other
-package, except that `forge_speed` imports `forge_kernels`."""
+"""From the ground up: the core, then the packages around it. A package imports the core and `forge_plugins`, and no
+other package, except that `forge_speed` imports `forge_kernels`."""
 
 TEST = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
 

@@ -16,6 +16,7 @@ from forge.diagnose.checks.user_line import FindingWarning
 from forge.engine.trainer import Trainer
 from forge_doctor.doctor import Examination
 from forge_doctor.findings import Finding
+from forge_doctor.first_look import FirstLook
 from forge_doctor.patient import Patient
 from forge_doctor.report import DoctorReport
 
@@ -84,7 +85,8 @@ def said(task: forge.TaskModule, train: Any = None, val: Any = None, **options: 
     """The names of the findings that a fit warns of."""
     if train is None:
         train, val = splits()
-    options = {"max_epochs": 1, "plugins": [], "run_dir": False, "device": "cpu", "seed": 0} | options
+    options = {"max_epochs": 1, "run_dir": False, "device": "cpu", "seed": 0} | options
+    options["plugins"] = [FirstLook(), *options.get("plugins", ())]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forge.Trainer(**options).fit(task, train, val)
