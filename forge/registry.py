@@ -8,6 +8,7 @@ for a name that is missing.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from functools import cache
@@ -137,6 +138,13 @@ def summary(entry: EntryPoint) -> str:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == entry.attr:
             return (ast.get_docstring(node) or "").strip().partition("\n")[0]
     return ""
+
+
+def constant(entry: EntryPoint, name: str) -> str:
+    """Return a text that a module gives a name to at its top, read from its source without importing it."""
+    source = _source_file(entry.module)
+    found = re.search(rf'^{name} = "(.*)"$', source.read_text(encoding="utf-8"), re.MULTILINE) if source else None
+    return found[1] if found else ""
 
 
 def _source_file(module: str) -> Path | None:

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from forge import registry
-from forge.cli import ranks
+from forge.cli import ranks, target
 from forge.distributed.worker_exit import exit_code, is_first_to_fail
-from forge.errors import ForgeError, Interrupted, NegativeVerdict, did_you_mean
+from forge.errors import ForgeError, Interrupted, NegativeVerdict
 from forge.util import show, tracebacks
 from forge.util.files import absolute
 from forge.version import __version__
 
+GROUPS = ("train", "look", "check", "ship", "scale", "extend")
+"""The groups of verbs in `forge --help`; a verb of a package says its own: GROUP = "ship" in its module."""
 VERBS = {
-    "fit": "Train a recipe, or a task from your own file.",
-    "validate": "Measure weights on the validation split.",
-    "test": "Measure weights on the test split.",
-    "predict": "Write a task's predictions to a file.",
-    "board": "Show runs in TensorBoard, on this machine.",
-    "verify-resume": "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run.",
-    "determinism": "Run a recipe twice and name the first tensor that differs.",
-    "tune": "Measure a learning rate, the largest batch, or the data workers.",
-    "runs": "List runs with their results, or compare some.",
-    "report": "Write one or several runs as one HTML page.",
-    "ckpt": "Show, verify, compare or export checkpoints.",
-    "plan": "Show what a recipe runs: plugins by hook, every value and its origin.",
-    "recipes": "List recipes, show one, or copy one to start from.",
-    "plugins": "List installed plugins, or show one's options and hooks.",
-    "new": "Start a task or a plugin package from a working template.",
+    "fit": ("train", "Train a recipe, or a task from your own file."),
+    "validate": ("train", "Evaluate weights on the validation split."),
+    "test": ("train", "Evaluate weights on the test split."),
+    "predict": ("train", "Write a task's predictions to a file."),
+    "tune": ("train", "Measure a learning rate, the largest batch, or the data workers."),
+    "runs": ("look", "List runs with their results, or compare some."),
+    "report": ("look", "Write one or several runs as one HTML page."),
+    "board": ("look", "Show runs in TensorBoard, on this machine."),
+    "ckpt": ("look", "Show, verify, compare or export checkpoints."),
+    "plan": ("check", "Show what a recipe runs: plugins by hook, every value and its origin."),
+    "verify-resume": ("check", "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run."),
+    "determinism": ("check", "Run a recipe twice and name the first tensor that differs."),
+    "recipes": ("extend", "List recipes, show one, or copy one to start from."),
+    "plugins": ("extend", "List installed plugins, or show one's options and hooks."),
+    "new": ("extend", "Start a task or a plugin package from a working template."),
 }
 
 HELP = f"""\
@@ -110,9 +114,20 @@ def _is_reported(error: BaseException) -> bool:
 
 
 def verbs() -> dict[str, str]:
-    """Return every verb with its one-line description: forge's own, and those of installed packages."""
-    offered = {name: registry.summary(entry) for name, entry in registry.installed("command").items()}
-    return {**VERBS, **{name: text for name, text in offered.items() if name not in VERBS}}
+    """Return every verb with its one-line description, by group: forge's own, and those of installed packages."""
+    return {verb: text for group in GROUPS for verb, text in by_group()[group].items()}
+
+
+def by_group() -> dict[str, dict[str, str]]:
+    """Return the verbs of each group with their descriptions."""
+    found: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
+    for verb, (group, text) in VERBS.items():
+        found[group][verb] = text
+    for verb, entry in registry.installed("command").items():
+        group = registry.constant(entry, "GROUP")
+        text = re.sub(r"^`.*?`: ", "", registry.summary(entry))  # a module may begin with its own command
+        found[group if group in GROUPS else GROUPS[-1]].setdefault(verb, text[:1].upper() + text[1:])
+    return found
 
 
 def module_of(verb: str) -> Any:
@@ -141,9 +156,24 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
     return verb, rest
 
 
+def _nearest(word: str) -> str:
+    """Suggest the verbs that are spelt alike, or that say the word in their description: `train` is said by `fit`."""
+    stem = re.escape(re.sub(r"(ing|ed|e|s)$", "", word.lower()))
+    whole, begun = rf"\b{re.escape(word.lower())}\b", rf"\b{stem}" if len(stem) > 2 else "$^"
+    texts = {verb: text.lower() for verb, text in verbs().items()}
+    said = [verb for verb in texts if re.search(whole, texts[verb])]
+    said = said or [verb for verb in texts if re.search(begun, texts[verb])]
+    near = get_close_matches(word, verbs(), n=1, cutoff=0.6)
+    if not (said or near):
+        return " `forge --help` lists all verbs."
+    return f" Did you mean {' or '.join(f'`forge {verb}`' for verb in dict.fromkeys([*near, *said[:2]]))}?"
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(f"  {verb:<13} {text}" for verb, text in verbs().items())), end="")
+        groups = {group: there for group, there in by_group().items() if there}
+        lines = [[group, *(f"  {verb:<14} {text}" for verb, text in there.items())] for group, there in groups.items()]
+        print(HELP.format(verbs="\n".join(line for group in lines for line in group)), end="")
         return 0
     if words[0] in ("-V", "--version", "version"):
         print(f"forge {__version__}")
@@ -151,11 +181,13 @@ def _run(words: list[str]) -> int:
     verb, rest = command_of(words)
     known = {*VERBS, *registry.installed("command")}
     if verb not in known:
-        missing = registry.to_install("command", verb)
-        raise ForgeError(missing or f"forge has no verb {verb!r}.{did_you_mean(verb, known)}")
+        raise ForgeError(registry.to_install("command", verb) or f"forge has no verb {verb!r}.{_nearest(verb)}")
     module = module_of(verb)
     # intermixed: overrides may come before, between and after the options
-    args = module.parser().parse_intermixed_args(rest)
+    parser = module.parser()
+    args, unknown = parser.parse_known_intermixed_args(rest)
+    if unknown:
+        target.refuse_options(verb, args, unknown, parser)
     absolute(".")  # refuses a working directory that was deleted
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):
         return module.run(args)

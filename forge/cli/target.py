@@ -11,6 +11,7 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge.config import Recipe, list_recipes, load_recipe
 from forge.config.recipe import DEFAULT
+from forge.config.schema import options_of
+from forge.config.trainer_defaults import Settings
 from forge.errors import ForgeError, did_you_mean
 from forge.util import show
 from forge.util.frames import is_library
@@ -49,6 +52,38 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[],
         help="add a plugin with its defaults; no:NAME removes one; may be repeated",
     )
+
+
+def refuse_options(verb: str, args: Namespace, unknown: list[str], parser: ArgumentParser) -> None:
+    """Refuse options that a verb does not have; one that the task, the data or a plugin has is shown as an override."""
+    name, equals, value = unknown[0].partition("=")
+    value = value if equals else next((word for word in unknown[1:2] if not word.startswith("-")), "VALUE")
+    name = name.lstrip("-").replace("-", "_")
+    if hasattr(args, "target") and not unknown[0].startswith("--"):
+        meant = f" An override is key=value, as in task.{name}={value}."
+    elif hasattr(args, "target"):
+        places = _sections_with(name, args)
+        shown = " or ".join(f"{place}.{name}={value}" for place in places or ["task"])
+        meant = f" Options of the task, the data, the Trainer and plugins are overrides: {shown}."
+    else:
+        meant = did_you_mean(unknown[0], [flag for action in parser._actions for flag in action.option_strings])
+    raise ForgeError(f"forge {verb} has no option {unknown[0]!r}.{meant}")
+
+
+def _sections_with(name: str, args: Namespace) -> list[str]:
+    """Return the sections of the recipe that have an option of this name."""
+    try:
+        recipe = load(args)
+        found = [
+            section
+            for section in ("task", "data")
+            for option in options_of(section, recipe.config, recipe.local, recipe.origin) or ()
+            if option.name == name
+        ]
+        found += [plugin for plugin, options in recipe.resolved.get("plugins", {}).items() if name in options]
+    except ForgeError:
+        found = []
+    return [*found, *(["trainer"] if name in {field.name for field in fields(Settings)} else [])]
 
 
 def same_target(args: Namespace, changes: Mapping[str, Any] | None = None, **instead: Any) -> list[str]:

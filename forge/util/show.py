@@ -10,7 +10,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.measure import Measurement
@@ -25,9 +25,20 @@ from forge.util.text import visible
 
 def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
     """Return the parser of a verb; examples go into the epilog."""
-    return ArgumentParser(
+    return _VerbParser(
         prog=f"forge {verb}", description=description, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
     )
+
+
+class _VerbParser(ArgumentParser):
+    """Says in one line what a verb wants, without its optional arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            wanted = [action for action in self._actions if not action.option_strings and action.nargs != "*"]
+            wants = "; ".join(f"{action.metavar or action.dest}, {action.help}" for action in wanted)
+            message = f"it wants {wants}. `{self.prog} --help` shows all options"
+        self.exit(2, f"{self.prog}: {message}.\n".replace("..", "."))
 
 
 def console(stderr: bool = False) -> Console:

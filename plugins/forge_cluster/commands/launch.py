@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from forge_cluster.launching import LaunchJob
 
 SYSTEMS = {"slurm": ".sbatch", "kubernetes": ".yaml", "ray": ".py", "ssh": ".sh"}
+GROUP = "scale"
 EXAMPLES = """\
 The job is `forge fit RECIPE … --run-dir DIR --resume`: preempted and started again, it goes on where it was. DIR must
 be on a file system that all nodes share.

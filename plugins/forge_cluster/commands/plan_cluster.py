@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forge_cluster.planning import ClusterPlan, Layout, Prediction
 
 
+GROUP = "scale"
 EXAMPLES = """\
 Compares all strategies on a cluster, by memory and time. Trains nothing, unless --calibrate asks for it.
 

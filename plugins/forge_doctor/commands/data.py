@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_doctor.batch_look import Leaf
 
 SPLITS = ("train", "val", "test", "predict")
+GROUP = "look"
 EXAMPLES = """\
 Nothing is trained, and no run is written.
 

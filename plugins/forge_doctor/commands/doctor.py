@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forge_doctor import DoctorReport
     from forge_doctor.findings import Finding
 
+GROUP = "check"
 EXAMPLES = """\
 Works on copies for about a minute, and writes no run. Exits with 1 if there are errors.
 

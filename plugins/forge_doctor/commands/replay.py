@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forge.contract.plugin import Plugin
     from forge.contract.task import TaskModule
 
+GROUP = "check"
 EXAMPLES = """\
 examples:
   forge replay runs/quickstart/RUN/anomaly/update-00000123

@@ -13,6 +13,7 @@ from forge.util.files import make_folder
 from forge.util.text import format_bytes, short_path
 from forge_ship.commands.export import add_source_arguments, source_arguments
 
+GROUP = "ship"
 EXAMPLES = """\
 examples:
   forge bench runs/quickstart/RUN

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch", "safetensors", "pt", "pretrained", "triton-repository")
 QUANTIZE = ("int8-dynamic", "int8-static", "int8-weights", "int4-weights", "fp8")
+GROUP = "ship"
 EXAMPLES = """\
 examples:
   forge export runs/quickstart/RUN --to onnx

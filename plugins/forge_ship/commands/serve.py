@@ -12,6 +12,7 @@ from forge.errors import ForgeError
 from forge.util import show
 from forge_ship.allocator import keep_freed_memory
 
+GROUP = "ship"
 EXAMPLES = """\
 examples:
   forge serve runs/quickstart/A                       the best weights of a run

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STORAGE = "FORGE_SWEEP_STORAGE"
 """The environment variable with the URL of a database, which may have a password in it."""
+GROUP = "train"
 EXAMPLES = f"""\
 Ranges: log(LOW,HIGH), uniform(LOW,HIGH), int(LOW,HIGH[,STEP]), logint(LOW,HIGH), choice(A,B,...). Other overrides hold
 for every trial. The same command again continues a sweep that was interrupted; with more --trials it grows. On several
