@@ -47,7 +47,10 @@ def main() -> None:
 
 
 def record_surface() -> None:
-    lines = {line for kind in surface.collect().values() for line in kind}
+    kinds, errors = surface.collect()
+    if errors:
+        raise SystemExit("Install everything first; these could not be looked at:\n" + "\n".join(errors))
+    lines = set().union(*kinds.values())
     for line in surface.documented_imports(HERE.parents[1]):
         try:
             surface.import_line(line)

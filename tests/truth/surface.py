@@ -29,15 +29,16 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import forge
 from forge import cli, options, registry
+from forge.config import list_recipes
 from forge.contract import hooks
 
 MODULES = ("forge", "forge.data", "forge.kernels", "forge.testing", "forge.tuning")
@@ -47,31 +48,54 @@ FIXTURES = ("event_trace", "forge_run", "tiny_task")
 Lines = Iterator[str]
 
 
-def collect() -> dict[str, set[str]]:
-    """Return all lines by kind; those of imports come from `documented_imports`."""
+def collect(known: Iterable[str] = ()) -> tuple[dict[str, set[str]], list[str]]:
+    """Return all lines by kind, and what could not be looked at, with its error. Those of imports come from
+    `documented_imports`. Public names and verbs of `known` lines are looked for even where no list has them."""
     found: dict[str, set[str]] = {}
-    for source in (_names, _verbs, _plugins, _tasks_and_data, _kernels, _recipes, _hooks, _groups):
-        for line in source():
-            found.setdefault(line.partition(" ")[0], set()).add(line)
-    return found
+    errors: list[str] = []
+    for things, describe in _sources(list(known)):
+        for thing in things:
+            try:
+                for line in describe(thing):
+                    found.setdefault(line.partition(" ")[0], set()).add(line)
+            except Exception as error:
+                errors.append(f"{getattr(thing, 'name', thing)}: {type(error).__name__}: {error}")
+    return found, errors
+
+
+def _sources(known: list[str]) -> Iterator[tuple[Iterable[Any], Callable[[Any], Lines]]]:
+    """Things, and how each is described."""
+    names = {f"{path}.{name}" for path in MODULES for name in import_module(path).__all__}
+    yield sorted(names | {line.split()[1] for line in known if line.startswith("name ")}), _name
+    verbs = {
+        verb.split()[0]
+        for verb in (*cli.verbs(), *(line.removeprefix("verb ") for line in known if line.startswith("verb ")))
+    }
+    choices = {tuple(line.split()[1:]) for line in known if line.startswith("choice ")}
+    yield sorted(verbs), lambda verb: _verb(verb, choices)
+    yield entry_points(group="forge.plugins"), _plugin
+    yield entry_points(group="forge.tasks"), lambda entry: _maker("task", entry)
+    yield entry_points(group="forge.data"), lambda entry: _maker("data", entry)
+    yield entry_points(group="forge.kernels"), _kernel
+    yield list_recipes(), _recipe
+    yield [name for name in vars(hooks) if name.startswith("forge_")], _hook
+    yield set(GROUPS) & set(registry.GROUPS.values()), lambda group: iter([f"group {group}"])
+    yield FIXTURES, lambda name: iter([f"fixture {name}"])
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------
 
 
-def _names() -> Lines:
-    for path in MODULES:
-        module = import_module(path)
-        for name in module.__all__:
-            value = getattr(module, name)
-            yield f"name {path}.{name}"
-            if inspect.ismodule(value):
-                continue
-            is_error = inspect.isclass(value) and issubclass(value, BaseException)
-            if callable(value) and not is_error:
-                yield from (f"argument {path}.{name} {text}" for text in _arguments(value))
-            if inspect.isclass(value) and not is_error:
-                yield from (f"member {path}.{name}.{member}" for member in _members(value))
+def _name(path: str) -> Lines:
+    module, _, name = path.rpartition(".")
+    value = getattr(import_module(module), name)
+    yield f"name {path}"
+    if inspect.ismodule(value) or (inspect.isclass(value) and issubclass(value, BaseException)):
+        return
+    if callable(value):
+        yield from (f"argument {path} {text}" for text in _arguments(value))
+    if inspect.isclass(value):
+        yield from (f"member {path}.{member}" for member in _members(value))
 
 
 def _arguments(function: Callable[..., Any]) -> Lines:
@@ -124,11 +148,10 @@ def _described_attributes(kind: type) -> set[str]:
     return found
 
 
-def _hooks() -> Lines:
-    for name, function in vars(hooks).items():
-        if name.startswith("forge_"):
-            kind = "action" if function.forge_spec["firstresult"] else "event"
-            yield f"hook {name}({', '.join(inspect.signature(function).parameters)}) {kind}"
+def _hook(name: str) -> Lines:
+    function = getattr(hooks, name)
+    kind = "action" if function.forge_spec["firstresult"] else "event"
+    yield f"hook {name}({', '.join(inspect.signature(function).parameters)}) {kind}"
 
 
 def _shown(value: Any) -> str:
@@ -145,21 +168,51 @@ def _shown(value: Any) -> str:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def _verbs() -> Lines:
-    for verb in cli.verbs():
-        yield f"verb {verb}"
-        yield from _of_parser(verb, parser_of(verb))
+def _verb(verb: str, choices: set[tuple[str, ...]]) -> Lines:
+    """A verb with what packages add to it: the command `tune speed` is a choice of `tune`, and its flags are flags of
+    it; so are those of `plan --cluster`."""
+    parser = parser_of(verb)
+    yield f"verb {verb}"
+    yield from _of_parser(verb, parser)
+    for action in parser._actions:
+        label = action.option_strings[-1] if action.option_strings else action.dest
+        yield from (
+            f"choice {' '.join(words)}"
+            for words in choices
+            if words[:-1] == (verb, label) and _takes(action, words[-1])
+        )
+    for command in entry_points(group="forge.commands"):
+        first, *more = command.name.split()
+        if first == verb and more:
+            added = parser_of(f"{command.name} VALUE" if more[-1].startswith("-") else command.name)
+            yield from (line for line in _of_parser(verb, added) if line.startswith("flag "))
+            yield from (f"choice {' '.join(words)}" for words in choices if words[0] == verb and [words[-1]] == more)
 
 
-def parser_of(verb: str) -> argparse.ArgumentParser:
-    """The parser that prints `forge VERB --help`, wherever it comes from."""
+def _takes(action: argparse.Action, word: str) -> bool:
+    """Whether a word is a choice of an argument that checks it by a function: it is taken, and nonsense is not."""
+    if not callable(action.type):
+        return False
+    try:
+        action.type(word)
+    except Exception:
+        return False
+    try:
+        action.type("no such choice")
+    except Exception:
+        return True
+    return False
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser that prints `forge COMMAND --help`, wherever it comes from."""
     seen: list[argparse.ArgumentParser] = []
     see = mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: seen.append(self))
     errors = io.StringIO()
     with see, contextlib.redirect_stderr(errors):
-        code = cli.main([verb, "--help"])
+        code = cli.main([*command.split(), "--help"])
     if code or not seen:
-        raise AssertionError(f"forge {verb} --help ended with {code} and said: {errors.getvalue() or 'nothing'}")
+        raise AssertionError(f"forge {command} --help ended with {code} and said: {errors.getvalue() or 'nothing'}")
     return seen[0]
 
 
@@ -185,10 +238,10 @@ def _of_parser(words: str, parser: argparse.ArgumentParser) -> Lines:
 # -- what is installed ------------------------------------------------------------------------------------------------
 
 
-def _plugins() -> Lines:
-    for entry in entry_points(group="forge.plugins"):
-        yield f"plugin {entry.name}"
-        yield from _options(entry.name, options.of_config(entry.load().Config))
+def _plugin(entry: EntryPoint) -> Lines:
+    kind = entry.load()
+    yield f"plugin {entry.name}"
+    yield from _options(entry.name, options.of_config(kind.Config))
 
 
 def _options(owner: str, known: Any) -> Lines:
@@ -197,25 +250,21 @@ def _options(owner: str, known: Any) -> Lines:
         yield f"option {owner}.{option.name}: {options.type_name(option.type)}{default}"
 
 
-def _tasks_and_data() -> Lines:
-    for kind in ("task", "data"):
-        for entry in entry_points(group=registry.GROUPS[kind]):
-            yield f"{kind} {entry.name}"
-            yield from _options(f"{kind}:{entry.name}", options.of_callable(entry.load()))
+def _maker(kind: str, entry: EntryPoint) -> Lines:
+    maker = entry.load()
+    yield f"{kind} {entry.name}"
+    yield from _options(f"{kind}:{entry.name}", options.of_callable(maker))
 
 
-def _kernels() -> Lines:
-    for entry in entry_points(group="forge.kernels"):
-        entry.load()
-        yield f"kernel {entry.name}"
+def _kernel(entry: EntryPoint) -> Lines:
+    entry.load()
+    yield f"kernel {entry.name}"
 
 
-def _recipes() -> Lines:
-    from forge.config import list_recipes
-
-    for name in list_recipes():
-        yield f"recipe {name}"
-        yield from (f"setting {name} {text}" for text in _settings(forge.load_recipe(name).config))
+def _recipe(name: str) -> Lines:
+    config = forge.load_recipe(name).config
+    yield f"recipe {name}"
+    yield from (f"setting {name} {text}" for text in _settings(config))
 
 
 def _settings(values: dict[str, Any], above: str = "") -> Lines:
@@ -225,11 +274,6 @@ def _settings(values: dict[str, Any], above: str = "") -> Lines:
             yield from _settings(value, f"{above}{key}.")
         elif f"{above}{key}" != "description":  # may be said better
             yield f"{above}{key} = {_shown(value)}"
-
-
-def _groups() -> Lines:
-    yield from (f"group {group}" for group in GROUPS if group in registry.GROUPS.values())
-    yield from (f"fixture {name}" for name in FIXTURES)
 
 
 # -- imports in documentation -----------------------------------------------------------------------------------------

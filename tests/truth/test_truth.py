@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def recorded() -> dict[str, set[str]]:
 
 
 @cache
-def collected() -> dict[str, set[str]]:
-    return surface.collect()
+def collected() -> tuple[dict[str, set[str]], list[str]]:
+    return surface.collect(set().union(*recorded().values()) - dropped().keys())
 
 
 def dropped() -> dict[str, str]:
@@ -40,23 +41,26 @@ def dropped() -> dict[str, str]:
     return {line: reason for line, _, reason in (text.partition("  # ") for text in lines if text)}
 
 
-def with_what_is_there(missing: set[str], now: set[str]) -> str:
-    """The lines that are gone, each with those of now that are most like it: a default or a type may have changed."""
+def with_what_is_there(missing: set[str], now: set[str]) -> Iterator[str]:
+    """The lines that are gone, each with the one that came in its place: a default or a type may have changed."""
 
     def subject(line: str) -> str:
         return line.partition(" = ")[0].partition(":")[0]
 
     changed = {subject(line): line for line in now}
-    return "\n".join(
-        f"- {line}" + (f"\n+ {changed[key]}" if (key := subject(line)) in changed else "") for line in sorted(missing)
-    )
+    for line in sorted(missing):
+        yield f"- {line}"
+        if subject(line) in changed:
+            yield f"+ {changed[subject(line)]}"
 
 
 @pytest.mark.parametrize("kind", sorted(recorded().keys() - {"fixture", "import"}))
 def test_what_could_be_named_still_can(kind: str) -> None:
-    now = collected().get(kind, set())
+    kinds, errors = collected()
+    now = kinds.get(kind, set())
     missing = recorded()[kind] - now - dropped().keys()
-    assert not missing, f"lost, and not in dropped.txt:\n{with_what_is_there(missing, now)}"
+    said = "\n".join(["lost, and not in dropped.txt:", *with_what_is_there(missing, now), *errors])
+    assert not missing, said
 
 
 @pytest.mark.parametrize("line", sorted(recorded()["import"]))
