@@ -115,7 +115,7 @@ class GAN(forge.TaskModule):
         self.discriminator = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
         plain_weights(self)
 
-    def training_step(self, batch: Any, name: str) -> dict[str, Tensor]:
+    def training_step(self, batch: Any, name: str) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         real = batch[0]
         fake = self.generator(torch.randint(-4, 5, (len(real), 2)).double() / 4)
         if name == "generator":

@@ -137,13 +137,11 @@ def refuse_another_end(kind: str, now: dict[str, Any], then: dict[str, Any]) -> 
     assert now["weights"].keys() == then["weights"].keys()
 
 
-def test_a_run_goes_on_in_its_folder_and_ends_as_if_nothing_had_cut_it(
-    kind: str, run: Path, then: dict[str, Any]
-) -> None:
+def test_a_run_that_was_cut_goes_on_and_ends_as_if_it_had_not(kind: str, run: Path, then: dict[str, Any]) -> None:
     refuse_another_end(kind, kept_runs.ending(kind, run, resume="auto"), then["ended"])
 
 
-def test_a_new_run_begins_from_its_checkpoint_and_ends_there_too(
+def test_a_new_run_from_its_checkpoint_ends_there_too(
     kind: str, run: Path, then: dict[str, Any], tmp_path: Path
 ) -> None:
     (checkpoint,) = run.glob("checkpoints/update-*")
@@ -162,7 +160,7 @@ def test_weights_are_loaded_from_its_checkpoint(kind: str, run: Path, then: dict
     with torch.no_grad():
         for parameter in task.parameters():
             parameter.fill_(7)
-    forge.load_weights(task, run / "checkpoints" / "latest", **({"weights": "raw"} if kind == "ema" else {}))
+    forge.load_weights(task, run / "checkpoints" / "latest", weights="raw" if kind == "ema" else None)
     assert kept_runs.weights_of(task) == then["halfway"]
 
 
