@@ -13,14 +13,13 @@ names of their own (`forge.NAME`) by the entry point `forge.names`.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from forge import data, testing, tuning
+    from forge import data, kernels, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
     from forge.contract.hooks import hookimpl
@@ -111,7 +110,7 @@ __all__ = [
     "tuning",
 ]
 """The core's public names; `dir(forge)` has those of installed packages too."""
-_ROOMS = ("data", "testing", "tuning")
+_ROOMS = ("data", "kernels", "testing", "tuning")
 
 
 def __getattr__(name: str) -> Any:
@@ -131,7 +130,3 @@ def __dir__() -> list[str]:
     """The core's public names, and those that installed packages offer."""
     offered = import_module("forge.registry").installed("name")
     return sorted([*__all__, *(name for name in offered if "." not in name)])
-
-
-if "torch" in sys.modules:
-    import_module("forge.rng")  # sees from now on which weights are drawn before a seed is set

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.parameter import is_lazy
+
+_last_seed: int | None = None
+"""The seed that torch's generator got from forge."""
 
 
 def seed(seed: int) -> None:
@@ -26,15 +24,16 @@ def seed(seed: int) -> None:
     `random`, `numpy.random` and torch's default generators. It does not reach generators of your own
     (`numpy.random.default_rng()`, `torch.Generator()`): give each its seed.
     """
-    initial_weights.stop()
     seed_all(int(seed))
 
 
 def seed_all(seed: int) -> None:
     """Seed python, numpy and torch on every device."""
+    global _last_seed
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    _last_seed = torch.initial_seed()
 
 
 def reseed(seed: int) -> None:
@@ -135,90 +134,47 @@ def combine_seeds(*parts: int) -> int:
     return word
 
 
-class InitialWeights:
-    """Knows which modules drew their weights before any seed was set, so that a fit with a seed can warn of them.
+class Drawn:
+    """What a task drew while it was made and nobody had set a seed, so that a fit with a seed can warn of it."""
 
-    While torch's default generator has the seed that torch gave it, modules are noted as they get parameters and
-    submodules, through torch's own registration hooks. What is loaded afterwards is noted by module too. The hooks are
-    removed when forge sets a seed. A seed of at least 2**32 that was set before forge was imported cannot be told from
-    torch's own.
-    """
+    by_task: ClassVar[WeakKeyDictionary[nn.Module, Drawn]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._own_seed: int | None = None
-        "The seed that torch's default generator began with; None if one was set before."
-        self._made: WeakSet[nn.Module] = WeakSet()
-        self._loaded: WeakSet[nn.Module] = WeakSet()
-        self._hooks: list[Any] = []
-        self._began = torch.empty(0)
-        "The state in which torch's default generator began."
-        # torch has no hook for the loads of all modules
-        nn.Module._load_from_state_dict = self._noting(nn.Module._load_from_state_dict)
+        self._before = torch.get_rng_state()
+        self._after = self._before
+        self._versions: dict[str, int] = {}
 
-    def watch(self) -> None:
-        """Begin, unless a seed has been set."""
-        self.stop()
-        own = torch.initial_seed()
-        if own < 2**32:
-            return
-        self._own_seed, self._began = own, torch.Generator().manual_seed(own).get_state()
-        self._hooks = [
-            register_module_parameter_registration_hook(self._note),
-            register_module_module_registration_hook(self._note),
-        ]
+    def note(self, task: nn.Module) -> None:
+        """Note the state of torch's generator, and how often each parameter has been written, once the task is made.
+        Nothing is compared yet: a task may be made on fake tensors, where that is impossible."""
+        if nobody_has_seeded():
+            self.by_task[task] = self
+        self._after = torch.get_rng_state()
+        self._versions = {name: _writes(p) for name, p in task.named_parameters() if _has_values(p)}
 
-    def stop(self) -> None:
-        """End the watch, before a seed is set. Where the generator has not been drawn from, no weight was drawn."""
-        for hook in self._hooks:
-            hook.remove()
-        if torch.initial_seed() == self._own_seed and torch.equal(torch.get_rng_state(), self._began):
-            self._made.clear()
-        self._own_seed, self._hooks = None, []
-
-    def unseeded(self, module: nn.Module) -> Iterator[str]:
-        """Yield the names of the parameters that were drawn before any seed was set, and were not loaded."""
-        for path, part in module.named_modules():
-            if part in self._made and part not in self._loaded:
-                for name, parameter in part.named_parameters(path, recurse=False):
-                    if _is_drawn(parameter):
-                        yield name
-
-    def forget(self, module: nn.Module) -> None:
-        """Forget a module, whose weights are trained from now on."""
-        self._made.difference_update(module.modules())
-
-    def _note(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-        if torch.compiler.is_compiling():  # a container made in a forward: it holds modules that are noted already
-            return
-        if value is None or torch.initial_seed() != self._own_seed:
-            return
-        if isinstance(value, nn.Module):  # its parameters may have been registered before the watch began
-            self._made.update(m for m in value.modules() if any(map(_has_values, m._parameters.values())))
-        elif _has_values(value):
-            self._made.add(module)
-
-    def _noting(self, load: Any) -> Any:
-        @functools.wraps(load)
-        def load_and_note(module: nn.Module, state: Mapping[str, Any], prefix: str, *args: Any, **more: Any) -> Any:
-            if any(prefix + name in state for name in module._parameters):
-                self._loaded.add(module)
-            return load(module, state, prefix, *args, **more)
-
-        return load_and_note
+    def weights(self, task: nn.Module) -> list[str]:
+        """Return the names of the parameters with drawn values that nobody has written (or loaded) since."""
+        if torch.equal(self._before, self._after):
+            return []
+        now = task.named_parameters()
+        return [name for name, p in now if _has_values(p) and self._versions.get(name) == _writes(p) and _varies(p)]
 
 
-def _has_values(parameter: Tensor | None) -> bool:
+def nobody_has_seeded() -> bool:
+    """Whether torch's generator still has the seed that torch gave it, a random one of more than 32 bits."""
+    return torch.initial_seed() >= 2**32 and torch.initial_seed() != _last_seed
+
+
+def _writes(parameter: Tensor) -> int:
+    return -1 if parameter.is_inference() else parameter._version
+
+
+def _has_values(parameter: Tensor) -> bool:
     """Whether a parameter has memory: a lazy one, and one on the meta device, is drawn later."""
-    return parameter is not None and not is_lazy(parameter) and not parameter.is_meta
+    return not is_lazy(parameter) and not parameter.is_meta
 
 
-def _is_drawn(parameter: Tensor) -> bool:
-    """Whether a parameter has values that a generator may have drawn: more than one, and not all the same."""
-    if not _has_values(parameter) or parameter.numel() < 2:
-        return False
-    values = parameter.detach()
-    return bool((values != values.flatten()[0]).any())
-
-
-initial_weights = InitialWeights()
-initial_weights.watch()
+def _varies(parameter: Tensor) -> bool:
+    """Whether a parameter's values are not all the same, as drawn ones are not."""
+    values = parameter.detach().flatten()
+    return bool((values != values[:1]).any())

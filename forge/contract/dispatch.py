@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from pluggy import HookCaller, HookImpl
@@ -18,17 +17,6 @@ Function = Callable[..., Any]
 Wrapper = Generator[None, Any, Any]
 Instrument = Callable[[str, HookImpl], Function]
 """Given a hook's name and an implementation, the function to call in its place: the seam for timing each plugin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plugged:
-    """The innermost actions where a plugin owns or wraps them; None where the default is alone and can be written out
-    by its caller."""
-
-    prepare_batch: Function | None
-    forward: Function | None
-    backward: Function | None
-    optimizer_step: Function | None
 
 
 class Hooks:
@@ -60,16 +48,8 @@ class Hooks:
     forge_load_state_dict: Function | None
     forge_exception: Function | None
     forge_end: Function | None
-    plugged: Plugged
 
     __slots__ = tuple(__annotations__)
-
-
-def plugged(hooks: Hooks, core: Any) -> Plugged:
-    """Return the innermost actions of `hooks` that are not `core`'s own methods."""
-    names = [field.name for field in fields(Plugged)]
-    frozen = {name: getattr(hooks, f"forge_{name}") for name in names}
-    return Plugged(**{name: None if f == getattr(core, f"forge_{name}") else f for name, f in frozen.items()})
 
 
 def through_pluggy(caller: HookCaller) -> Function | None:

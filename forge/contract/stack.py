@@ -16,7 +16,7 @@ from typing import Any
 import pluggy
 
 from forge.contract import hooks as contract
-from forge.contract.dispatch import Hooks, Instrument, freeze, plugged, through_pluggy
+from forge.contract.dispatch import Hooks, Instrument, freeze, through_pluggy
 from forge.contract.plugin import Callback, Plugin
 from forge.errors import StackError, did_you_mean
 
@@ -121,7 +121,6 @@ class Stack:
         for name in SPECS:
             caller = getattr(self._manager.hook, name)
             setattr(hooks, name, through_pluggy(caller) if trace is not None else freeze(caller, instrument))
-        hooks.plugged = plugged(hooks, self._manager.get_plugin(CORE))
         return hooks
 
     def lock(self) -> None:

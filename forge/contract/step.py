@@ -138,10 +138,6 @@ class Step:
 
     # -- the two halves of a train step -------------------------------------------------------------------------------
 
-    # There is one path: every stack runs these two functions. A default action is written out where no plugin owns or
-    # wraps it (`hooks.plugged`), because torch evicts the caches between two calls of ours: each function, object and
-    # attribute touched costs.
-
     def run_window(self, record: bool = True, replay: bool = False) -> None:
         """First half: every micro-batch.
 
@@ -151,13 +147,13 @@ class Step:
             self._replay(record)
             return
         trainer = self.trainer
-        hooks, prepare, move = trainer.hooks, trainer.hooks.plugged.prepare_batch, trainer.env.move
+        hooks = trainer.hooks
         self.recording, self.loss = record, None
         kept = self._kept_batches() if trainer.keep_batches else None
         for micro, raw in enumerate(self.window):
             self.micro = micro
             if kept is None or micro == len(kept):
-                batch = move(raw) if prepare is None else prepare(self, raw)
+                batch = hooks.forge_prepare_batch(self, raw)
             else:
                 batch = kept[micro]
             if kept is not None:
@@ -169,16 +165,11 @@ class Step:
 
     def finish(self) -> None:
         """Second half: gradients through their three phases, the optimizer's step, and zero_grad."""
-        hooks, entry = self.trainer.hooks, self.trainer.optimizers.entries[self.name]
+        trainer = self.trainer
+        hooks = trainer.hooks
         self.gradient_phases(hooks)
-        self.updated = False
-        if self.skip_reason is None:
-            if hooks.plugged.optimizer_step is None and not entry.needs_closure:
-                entry.step()
-                self.updated = True
-            else:
-                self.updated = bool(hooks.forge_optimizer_step(self))
-        drop_gradients(entry.optimizer)
+        self.updated = self.skip_reason is None and bool(hooks.forge_optimizer_step(self))
+        drop_gradients(trainer.optimizers.entries[self.name].optimizer)
         self.finished = True
 
     def gradient_phases(self, hooks: Hooks) -> None:

@@ -18,7 +18,7 @@ from forge.data.accumulation_windows import batch_size
 from forge.errors import DataError, TaskError
 from forge.metrics.means import scalars_of
 from forge.options import bound_arguments, saved_arguments
-from forge.rng import RNGState
+from forge.rng import Drawn, RNGState, nobody_has_seeded
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -35,9 +35,11 @@ Made = TypeVar("Made")
 
 
 class _TaskMeta(ABCMeta):
-    """Sees a task being made: refuses a forgotten `super().__init__()` and keeps the arguments."""
+    """Sees a task being made: refuses a forgotten `super().__init__()`, keeps the arguments, and notes whether random
+    numbers were drawn before any seed was set."""
 
     def __call__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
+        drawn = Drawn() if nobody_has_seeded() else None
         try:
             task = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError as error:
@@ -48,6 +50,8 @@ class _TaskMeta(ABCMeta):
         if "_parameters" not in task.__dict__:
             raise _forgotten_init(cls)
         task.init_args = bound_arguments(cls, args, kwargs)
+        if drawn is not None:
+            drawn.note(task)
         return task
 
 

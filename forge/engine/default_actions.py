@@ -77,14 +77,12 @@ class Core(Plugin):
 
     @default
     def forge_micro_step(self, step: Step, batch: Any) -> bool:
-        trainer, plugged = step.trainer, step.trainer.hooks.plugged
+        trainer, hooks = step.trainer, step.trainer.hooks
         if step.name not in self.checked:
             self.checked.add(step.name)
             output = checks.first_forward(step, batch)
-        elif plugged.forward is None:
-            output = trainer.model(batch, step.stage, step.name)
         else:
-            output = plugged.forward(step, batch)
+            output = hooks.forge_forward(step, batch)
         metrics = {"loss": output} if isinstance(output, Tensor) else output
         try:
             loss = metrics["loss"]
@@ -95,10 +93,7 @@ class Core(Plugin):
             raise
         if step.divisor != 1 or step.factors is not None or step.prepared is not None:
             loss = step.weigh(loss)
-        if plugged.backward is None:
-            loss.backward()
-        else:
-            plugged.backward(step, loss)
+        hooks.forge_backward(step, loss)
         return True
 
     @default

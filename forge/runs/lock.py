@@ -21,6 +21,7 @@ import socket
 import struct
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -51,8 +52,11 @@ def _close_in_child() -> None:
     _held.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+@cache
+def _close_in_children() -> None:
+    """From the first lock on; a process that locks nothing has no such handler."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
@@ -83,6 +87,7 @@ class RunLock:
             return _warn(f"{self.run_dir} is on a file system without locks ({error.strerror})")
         self._write_holder(descriptor)
         self._descriptor, self._pid = descriptor, os.getpid()
+        _close_in_children()
         _held[self._key] = descriptor
         return None
 

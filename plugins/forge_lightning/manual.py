@@ -28,8 +28,8 @@ class TrainsManually(Trains):
 
     @hookimpl
     def forge_micro_step(self, step: Step, batch: Any) -> bool:
-        trainer, forward = step.trainer, step.trainer.hooks.plugged.forward
-        output = trainer.model(batch, step.stage, step.name) if forward is None else forward(step, batch)
+        trainer = step.trainer
+        output = trainer.hooks.forge_forward(step, batch)
         if step.recording and output:
             trainer.means.add_all(step.prefix, output, step.items[step.micro])
         return True

@@ -14,7 +14,6 @@ from torch import nn
 import forge
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.weights import read_weights
-from forge.contract.dispatch import Plugged
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
 from forge_plugins import EMA, Accumulate, Checkpoint
 from forge_plugins.common.average import Average
@@ -259,7 +258,7 @@ def test_a_compiled_model_evaluates_the_average_in_its_graph(kind: Kind) -> None
     assert_same_weights(results[0][1], results[1][1])
 
 
-def test_core_keeps_its_step_written_out() -> None:
+def test_the_optimizers_step_stays_the_default() -> None:
     trainer = forge.Trainer(max_updates=2, plugins=[EMA()], run_dir=False, device="cpu")
     trainer.fit(TinyTask(), tiny_batches())
-    assert trainer.hooks.plugged == Plugged(None, None, None, None)
+    assert trainer.hooks.forge_optimizer_step == trainer.core.forge_optimizer_step

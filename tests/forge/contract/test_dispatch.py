@@ -157,7 +157,7 @@ def test_an_implementation_can_be_replaced_by_a_timed_one() -> None:
 
 
 def test_the_hooks_object_has_a_place_for_every_hook() -> None:
-    assert set(Hooks.__slots__) == {*SPECS, "plugged"}
+    assert set(Hooks.__slots__) == {*SPECS}
 
 
 def test_a_traceback_through_dispatch_shows_its_source_line() -> None:

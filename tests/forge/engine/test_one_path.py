@@ -1,14 +1,36 @@
-"""One path for a train step: a change of the model or the task is seen at once, whatever plugins there are."""
+"""One path for a train step: each default is one body, and a change of the model or the task is seen at once, whatever
+plugins there are."""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import forge
+from forge.contract.stack import ACTIONS
+from forge.engine.default_actions import Core
 from forge.testing import TinyTask, tiny_batches
+
+CALLS = {
+    "forge_setup_env": 1,
+    "forge_build_loader": 3,
+    "forge_build_optimizers": 1,
+    "forge_plan_step": 5,
+    "forge_train_step": 5,
+    "forge_prepare_batch": 5 + 2,
+    "forge_micro_step": 5,
+    "forge_forward": 5 + 2,
+    "forge_backward": 5,
+    "forge_optimizer_step": 5,
+    "forge_evaluate": 1,
+    "forge_export": 1,
+}
+"""How often a bare run of one epoch of five batches, with two batches to validate on, calls each default."""
 
 
 def no_plugin() -> list[forge.Plugin]:
@@ -97,3 +119,37 @@ def test_a_replaced_optimizer_step_is_called(stack: Callable[[], list[forge.Plug
         optimizer.step = replaced
 
     assert calls_seen(stack, change) == list(range(2, 10))
+
+
+def test_every_default_is_the_one_body_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: Counter[str] = Counter()
+
+    def noting(name: str, given: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(given)
+        def note(*args: Any) -> Any:
+            called[name] += 1
+            return given(*args)
+
+        return note
+
+    for name in ACTIONS:
+        monkeypatch.setattr(Core, name, noting(name, getattr(Core, name)))
+    trainer = forge.Trainer(max_epochs=1, seed=1, plugins=[], run_dir=tmp_path / "run")
+    trainer.fit(TinyTask(), tiny_batches(), tiny_batches((4, 4)))
+    assert called == CALLS
+    assert called.keys() == set(ACTIONS)
+
+
+def test_a_changed_default_changes_what_a_bare_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TinyTask()
+    before = {name: value.clone() for name, value in task.named_parameters()}
+    trainer = forge.Trainer(max_updates=3, seed=1, plugins=[], run_dir=False)
+
+    @forge.hookimpl(trylast=True)
+    def backward(self: Core, step: forge.Step, loss: Any) -> bool:
+        (0 * loss).backward()
+        return True
+
+    monkeypatch.setattr(Core, "forge_backward", backward)
+    trainer.fit(task, tiny_batches())
+    assert all(value.equal(before[name]) for name, value in task.named_parameters())

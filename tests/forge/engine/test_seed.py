@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import forge
-from forge import rng
 from forge.testing import tiny_batches
 from tests.support.docs_pages import blocks
 
@@ -47,17 +46,15 @@ class Plain(forge.TaskModule):
 
 @pytest.fixture
 def fresh() -> Iterator[Callable[[], None]]:
-    """Puts the generators in the state of a new process, in which forge has just been imported."""
+    """Puts the generators in the state of a new process, in which nobody has set a seed."""
 
     def begin() -> None:
         torch.seed()
         random.seed()
         np.random.seed()
-        rng.initial_weights.watch()
 
     begin()
     yield begin
-    rng.initial_weights.stop()
     torch.manual_seed(0)
 
 
@@ -175,39 +172,41 @@ def test_weights_drawn_before_any_seed_are_warned_of_once(fresh: Callable[[], No
     assert warned(lambda: trainer.fit(task, batches())) == []
 
 
-def test_a_network_drawn_before_the_trainer_is_warned_of(fresh: Callable[[], None]) -> None:
-    net = Net()
-    trainer = forge.Trainer(**SETTINGS, seed=42)
-    (text,) = warned(lambda: trainer.fit(Plain(net), batches()))
-    assert "net.first.weight" in text
-
-
 def test_a_seed_set_after_the_weights_were_drawn_does_not_help(fresh: Callable[[], None]) -> None:
     task = Plain()
     torch.manual_seed(42)
     assert len(warned(lambda: forge.Trainer(**SETTINGS, seed=42).fit(task, batches()))) == 1
 
 
-def test_a_network_made_before_the_watch_began_is_warned_of(fresh: Callable[[], None]) -> None:
-    rng.initial_weights.stop()
-    net = Net()
-    rng.initial_weights.watch()
-    task = Plain(net)
-    assert len(warned(lambda: forge.Trainer(**SETTINGS, seed=42).fit(task, batches()))) == 1
-
-
 def test_a_new_head_on_loaded_weights_is_warned_of_by_name(fresh: Callable[[], None]) -> None:
-    net = Net()
-    net.load_state_dict({name: torch.ones_like(value) for name, value in net.state_dict().items()})
-    net.last = nn.Linear(8, 3)
-    task = Plain(net)
+    task = Plain()
+    task.net.get_submodule("first").load_state_dict(nn.Linear(6, 8).state_dict())
     (text,) = warned(lambda: forge.Trainer(**SETTINGS, seed=42).fit(task, batches()))
     assert "net.last.weight" in text
     assert "net.first" not in text
 
 
+def test_a_task_made_on_fake_tensors_can_be_made(fresh: Callable[[], None]) -> None:
+    with FakeTensorMode():
+        assert next(Plain().parameters()).shape == (8, 6)
+
+
 def _manual_seed() -> Plain:
     torch.manual_seed(1)
+    return Plain()
+
+
+def _seeded_inside() -> Plain:
+    class Seeded(Plain):
+        def __init__(self) -> None:
+            torch.manual_seed(1)
+            super().__init__()
+
+    return Seeded()
+
+
+def _large_seed() -> Plain:
+    forge.seed(2**40)
     return Plain()
 
 
@@ -260,6 +259,8 @@ def _seed_everything() -> Plain:
     "make",
     [
         _manual_seed,
+        _seeded_inside,
+        _large_seed,
         _loaded,
         _loaded_inside,
         _loaded_after_the_trainer,
@@ -291,43 +292,5 @@ def test_no_warning_where_a_run_resumes(fresh: Callable[[], None], tmp_path: Pat
     assert warned(lambda: forge.Trainer(**more, resume="auto").fit(task, batches())) == []
 
 
-def test_no_warning_for_a_seed_that_was_set_before_the_import(fresh: Callable[[], None]) -> None:
-    rng.initial_weights.stop()
-    torch.manual_seed(3)
-    rng.initial_weights.watch()
-    task = Plain()
-    assert warned(lambda: forge.Trainer(**SETTINGS, seed=42).fit(task, batches())) == []
-
-
-def test_the_watch_leaves_no_hook_once_a_seed_is_set(fresh: Callable[[], None]) -> None:
-    hooks: Any = nn.modules.module
-    assert hooks._global_parameter_registration_hooks
-    forge.seed(1)
-    assert not hooks._global_parameter_registration_hooks
-    assert not hooks._global_module_registration_hooks
-
-
 def test_a_task_of_the_kit_is_seeded_by_itself(fresh: Callable[[], None]) -> None:
     assert warned(lambda: forge.testing.fit_tiny(train=tiny_batches())) == []
-
-
-def test_the_watch_over_weights_breaks_no_graph() -> None:
-    """transformers' models make a ModuleList in their forward, which the watch's hook sees."""
-
-    class Sliced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers[:2]:
-                x = layer(x)
-            return x
-
-    model, seen = Sliced(), rng.initial_weights._note
-    hook = register_module_module_registration_hook(seen)
-    try:
-        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 3))
-    finally:
-        hook.remove()
-        torch._dynamo.reset()
