@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from forge import data, kernels, testing, tuning
+    from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
     from forge.contract.hooks import hookimpl

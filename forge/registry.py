@@ -11,10 +11,13 @@ import ast
 import re
 import sys
 import tomllib
+import warnings
 from functools import cache
+from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from forge.errors import ForgeError, did_you_mean
@@ -80,6 +83,15 @@ def public(name: str) -> Any:
         room, _, last = f"forge.{name}".rpartition(".")
         raise AttributeError(to_install("name", name) or f"module {room!r} has no attribute {last!r}")
     return load("name", name)
+
+
+def moved(old: str, offered: str, part: str) -> ModuleType:
+    """Return a module of the package that offers a public name, for its former place in forge, and warn of the new."""
+    if offered not in installed("name"):
+        raise ModuleNotFoundError(to_install("name", offered))
+    new = f"{installed('name')[offered].module.partition('.')[0]}.{part}"
+    warnings.warn(f"{old} moved: import {new}", DeprecationWarning, stacklevel=3)
+    return import_module(new)
 
 
 @cache

@@ -34,7 +34,7 @@ LEVELS = [
     ["testing", "tuning"],
     ["planning"],
     ["cli"],
-    ["__init__", "__main__", "kernels"],
+    ["__init__", "__main__", "kernels", "shipping"],
     ["forge_plugins", "forge_kernels"],
     ["forge_cluster", "forge_doctor", "forge_lightning", "forge_ship", "forge_speed", "forge_sweep"],
 ]

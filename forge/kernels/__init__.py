@@ -5,12 +5,9 @@ The submodules in this folder are the documented ones; each is that package's ow
 
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge.registry import public
-
-if TYPE_CHECKING:
-    from forge_kernels import *  # noqa: F403
 
 
 def package() -> ModuleType:

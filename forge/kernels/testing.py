@@ -1,9 +1,5 @@
 import sys
-from typing import TYPE_CHECKING
 
 from forge.kernels import part
-
-if TYPE_CHECKING:
-    from forge_kernels.testing import *  # noqa: F403
 
 sys.modules[__name__] = part("testing")  # the import system returns this entry
