@@ -148,7 +148,8 @@ def refuse_unknown_plugin(name: str, problem: str) -> None:
     """Raise an error that begins with `problem` unless a plugin of that name is installed."""
     known, base = registry.installed("plugin"), name.partition("@")[0]
     if base not in known:
-        raise RecipeError(f"{problem}: no plugin {base!r} is installed.{did_you_mean(base, known)}")
+        missing = registry.to_install("plugin", base)
+        raise RecipeError(f"{problem}: {missing or f'no plugin {base!r} is installed.{did_you_mean(base, known)}'}")
 
 
 def _parse(key: str, text: str) -> Any:
