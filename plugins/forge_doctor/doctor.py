@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from forge import registry
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
@@ -133,7 +134,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "plan of validations": measures.validation,
     "names of methods": start.methods,
 }
-"""Probes of the task as it is, in this order."""
+"""Probes of the task as it is, in this order; then those that packages offer by the entry point `forge.probes`."""
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "inputs are read after updates": independence.reads_its_input,
@@ -270,7 +271,8 @@ class Examination(Plugin):
     def __init__(self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any):
         super().__init__()
         self.name = "forge_doctor.examination"
-        self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
+        self.first_probes = BEFORE | {name: registry.load("probe", name) for name in registry.installed("probe")}
+        self.last_probes, self.updates = AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.original: TaskModule | None = None
         self.validate_every: str | None = None

@@ -14,7 +14,7 @@ class Finding:
     """What is wrong, where, by which numbers, and what to do."""
 
     name: str
-    "A key of FINDINGS."
+    "A key of FINDINGS, or a name of another package's, which gives level and cure itself."
     message: str
     "What is wrong."
     where: str = ""
@@ -27,7 +27,7 @@ class Finding:
     "By default the level that FINDINGS gives."
 
     def __post_init__(self) -> None:
-        level, cure = FINDINGS[self.name]
+        level, cure = FINDINGS.get(self.name, ("warning", ""))
         object.__setattr__(self, "level", self.level or level)
         object.__setattr__(self, "cure", self.cure or cure)
 

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge import registry
 from forge.errors import ForgeError
 from forge.report.svg import line_chart
 from forge.runs.trained_task import Source
 from forge.util import peak_memory
 from forge_ship.engine import ExportError
 from forge_ship.export import ModuleEngine, Prepared, export, prepare
-from forge_ship.export_formats import FORMATS
+from forge_ship.export_formats import formats
 from forge_ship.interface import Deployed, with_batch
 from forge_ship.open_engine import open_file
 
 HERE = ("eager", "compile")
-FILES = tuple(name for name in FORMATS if name not in ("safetensors", "pt", "pretrained", "triton-repository"))
 DEFAULT = ("eager", "compile", "pt2", "aoti", "onnx")
 WARMUP = 5
 LEAST_CALLS, MOST_CALLS = 30, 2000
@@ -138,7 +138,7 @@ def bench(
 
 
 def _check(engines: Sequence[str], batches: Sequence[int]) -> None:
-    known = (*HERE, *FILES)
+    known = (*HERE, *(name for name in formats() if hasattr(registry.load("format", name), "open_file")))
     for name in engines:
         if name.partition(":")[0] not in known:
             raise ExportError(

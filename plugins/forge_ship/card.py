@@ -15,7 +15,7 @@ from forge.errors import ForgeError
 from forge.util.files import read_regular
 from forge.version import __version__
 from forge_ship.engine import ExportError, Port
-from forge_ship.export_formats import FORMATS
+from forge_ship.export_formats import formats
 
 NAME = "export.json"
 MOST = 1 << 20
@@ -58,7 +58,7 @@ class CheckedCard:
         self.file = file
         self.values = _read(file.parent / NAME)
         self.format = self._word("format")
-        if self.format not in FORMATS:
+        if self.format not in formats():
             raise self._refused(f"the format {self.format!r} is unknown")
         self.inputs, self.outputs = self._ports("inputs"), self._ports("outputs")
         files = self.values.get("files")

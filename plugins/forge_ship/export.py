@@ -22,7 +22,7 @@ from forge.util.files import make_folder
 from forge_ship import card, verify
 from forge_ship import quantize as quantisation
 from forge_ship.engine import Engine, ExportError, Port
-from forge_ship.export_formats import FORMATS, module_of
+from forge_ship.export_formats import formats, module_of
 from forge_ship.export_formats.plan import Plan, quiet, traced
 from forge_ship.interface import Deployed, Interface, dynamic_axes, observe, ports_of, with_batch
 from forge_ship.runner import Remote
@@ -117,7 +117,7 @@ def export(
     force: bool = False,
     unverified: bool = False,
 ) -> Export:
-    """Write a trained task in a format of `forge_ship.export_formats.FORMATS`, verified against the task.
+    """Write a trained task in a format that `forge export --help` lists, verified against the task.
 
     `task_or_run` is a task, a run folder or a checkpoint in one. `out` is the file to write; for a run it defaults to
     `RUN/export/FORMAT/`. `data` is a validation loader, `forge.data.Splits` or a function that returns one; a run has
@@ -335,7 +335,7 @@ def _card(
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != card.NAME)
     return {
         "format": to,
-        "about": FORMATS[to],
+        "about": formats()[to],
         "verified": verdict is not None,
         "task": described,
         "run": source.run or None,

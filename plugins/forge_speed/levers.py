@@ -1,4 +1,7 @@
-"""The levers of speed: what each changes in a recipe, where it applies, and what it does to the numbers."""
+"""The levers of speed: what each changes in a recipe, where it applies, and what it does to the numbers.
+
+A package offers some by the entry point `forge.levers`: a function that takes a `LeverSituation` and yields `Lever`s.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from forge import registry
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.workers import OPTIONS as WORKER_OPTIONS
 
@@ -90,8 +94,9 @@ class LeverSituation:
 
 
 def levers(situation: LeverSituation) -> list[Lever]:
-    """Return every lever, those too that do not apply here."""
-    found = [lever for family in FAMILIES for lever in family(situation)]
+    """Return every lever, those too that do not apply here: forge's own, then those of installed packages."""
+    families = [*FAMILIES, *(registry.load("lever", name) for name in registry.installed("lever"))]
+    found = [lever for family in families for lever in family(situation)]
     named = set(situation.leave_out)
     return [_without(lever) if lever.name in named and not lever.why_not else lever for lever in found]
 

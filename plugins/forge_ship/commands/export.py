@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from forge import registry
 from forge.cli import target
 from forge.errors import NegativeVerdict
 from forge.util import show
@@ -15,7 +16,6 @@ from forge.util.text import format_bytes, short_path
 if TYPE_CHECKING:
     from forge_ship.export import Export
 
-FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch", "safetensors", "pt", "pretrained", "triton-repository")
 QUANTIZE = ("int8-dynamic", "int8-static", "int8-weights", "int4-weights", "fp8")
 GROUP = "ship"
 EXAMPLES = """\
@@ -28,9 +28,10 @@ examples:
 
 
 def parser() -> ArgumentParser:
+    formats = registry.installed("format")
     parser = show.new_parser("export", "Write a trained task as a file that runs elsewhere, and verify it.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
-    parser.add_argument("--to", required=True, choices=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
+    parser.add_argument("--to", required=True, choices=formats, metavar="FORMAT", help=", ".join(formats))
     parser.add_argument("--out", metavar="PATH", help="the file to write (default: RUN/export/FORMAT/)")
     add_source_arguments(parser)
     parser.add_argument("--quantize", choices=QUANTIZE, metavar="KIND", help=", ".join(QUANTIZE))

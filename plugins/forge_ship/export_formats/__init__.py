@@ -1,32 +1,29 @@
-"""The formats of an export, one module each: how a file is written, and how it is run without the task's code."""
+"""The formats of an export, one module each: how a file is written, and how it is run without the task's code.
+
+A package offers one by the entry point `forge.export_formats`: a module with `ABOUT`, `PACKAGES`, `FILE`, `TOLERANCE`,
+`write(plan, path)` and `open_file(path, names, device)`; one of weights alone has `WEIGHTS_ONLY` and `read_file(path)`.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from forge import registry
 from forge.errors import did_you_mean
 from forge_ship.engine import ExportError
 
-FORMATS = {
-    "pt2": "torch.export: a graph that Python with torch runs, and other tools read",
-    "onnx": "ONNX: runs without torch (onnxruntime, OpenVINO, TensorRT, browsers)",
-    "aoti": "AOTInductor: compiled native code for this kind of machine, for Python and C++",
-    "torchscript": "TorchScript by tracing: for old C++ programs; torch has deprecated it",
-    "executorch": "ExecuTorch: phones and small devices",
-    "safetensors": "weights alone, without code",
-    "pt": "weights alone as torch.save writes them; a pickle is inside",
-    "pretrained": "a folder of transformers' save_pretrained, with the tokenizer",
-    "triton-repository": "a model repository for NVIDIA Triton Inference Server",
-}
+
+def formats() -> dict[str, str]:
+    """Return every installed format by name, with what it is for; no module is imported."""
+    return {name: registry.constant(entry, "ABOUT") for name, entry in registry.installed("format").items()}
 
 
 def module_of(format: str) -> Any:
     """Import a format's module, after its packages were found."""
-    if format not in FORMATS:
-        raise ExportError(f"There is no format {format!r}.{did_you_mean(format, FORMATS)}")
-    module = import_module(f"forge_ship.export_formats.{format.replace('-', '_')}")
+    if format not in formats():
+        raise ExportError(f"There is no format {format!r}.{did_you_mean(format, formats())}")
+    module = registry.load("format", format)
     require(module.PACKAGES, f"The format {format}", getattr(module, "EXTRA", "export"))
     return module
 

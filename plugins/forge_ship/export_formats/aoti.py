@@ -11,6 +11,7 @@ from torch import Tensor
 from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan, quiet, traced
 
+ABOUT = "AOTInductor: compiled native code for this kind of machine, for Python and C++"
 PACKAGES = ("torch",)
 FILE = "model.aoti.pt2"
 TOLERANCE = 1e-4

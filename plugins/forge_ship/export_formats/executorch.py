@@ -12,6 +12,7 @@ from torch import Tensor
 from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan, quiet, traced
 
+ABOUT = "ExecuTorch: phones and small devices"
 PACKAGES = ("executorch",)
 EXTRA = "executorch"
 FILE = "model.pte"

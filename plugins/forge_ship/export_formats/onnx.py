@@ -13,6 +13,7 @@ from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan, quiet, refusal
 from forge_ship.quantize import onnx_translations
 
+ABOUT = "ONNX: runs without torch (onnxruntime, OpenVINO, TensorRT, browsers)"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FILE = "model.onnx"
 TOLERANCE = 1e-4

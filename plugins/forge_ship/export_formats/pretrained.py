@@ -12,6 +12,7 @@ from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan
 from forge_ship.export_formats.safetensors import task_in
 
+ABOUT = "a folder of transformers' save_pretrained, with the tokenizer"
 PACKAGES = ("transformers",)
 EXTRA = "hf"
 FILE = "pretrained"

@@ -10,6 +10,7 @@ from torch import Tensor
 from forge_ship.export_formats.plan import Plan
 from forge_ship.export_formats.safetensors import task_in
 
+ABOUT = "weights alone as torch.save writes them; a pickle is inside"
 PACKAGES = ("torch",)
 FILE = "model.pt"
 TOLERANCE = 0.0

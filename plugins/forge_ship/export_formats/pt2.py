@@ -12,6 +12,7 @@ from torch import Tensor
 from forge_ship.export_formats.plan import Plan, traced
 from forge_ship.quantize import in_torchs_operators
 
+ABOUT = "torch.export: a graph that Python with torch runs, and other tools read"
 PACKAGES = ("torch",)
 FILE = "model.pt2"
 TOLERANCE = 1e-5

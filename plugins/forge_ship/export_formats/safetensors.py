@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from forge.checkpoint.weights import save_weights
 from forge_ship.export_formats.plan import Plan
 
+ABOUT = "weights alone, without code"
 PACKAGES = ("safetensors",)
 FILE = "model.safetensors"
 TOLERANCE = 0.0

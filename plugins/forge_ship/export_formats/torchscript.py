@@ -12,6 +12,7 @@ from torch import Tensor
 from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan, quiet, users_line
 
+ABOUT = "TorchScript by tracing: for old C++ programs; torch has deprecated it"
 PACKAGES = ("torch",)
 FILE = "model.ts"
 TOLERANCE = 1e-5

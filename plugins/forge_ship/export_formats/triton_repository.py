@@ -12,6 +12,7 @@ from pathlib import Path
 from forge_ship.export_formats import onnx
 from forge_ship.export_formats.plan import Plan
 
+ABOUT = "a model repository for NVIDIA Triton Inference Server"
 PACKAGES = onnx.PACKAGES
 FILE = "models"
 TOLERANCE = onnx.TOLERANCE
