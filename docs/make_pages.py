@@ -55,6 +55,7 @@ GROUPS = {
         "checkpoint": "checkpointing",
         "guard": "NaN and infinity guard",
         "anomaly": "finding the source of a NaN",
+        "first_look": "mistakes in the first updates",
     },
     "Logging and profiling": {
         "progress": "progress bar",

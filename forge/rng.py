@@ -134,10 +134,10 @@ def combine_seeds(*parts: int) -> int:
     return word
 
 
-class Drawn:
+class DrawnWeights:
     """What a task drew while it was made and nobody had set a seed, so that a fit with a seed can warn of it."""
 
-    by_task: ClassVar[WeakKeyDictionary[nn.Module, Drawn]] = WeakKeyDictionary()
+    by_task: ClassVar[WeakKeyDictionary[nn.Module, DrawnWeights]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._before = torch.get_rng_state()

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPO = Path(__file__).resolve().parent.parent
+PACKAGES = sorted((REPO / "plugins").glob("forge_*/pyproject.toml"))
 FILE = Path(__file__).with_name("constraints.txt")
 HEAD = """\
 # The versions that the tests ran with: pip install -e . -c tests/constraints.txt
@@ -30,12 +31,20 @@ def project() -> dict[str, Any]:
     return tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 
+def projects() -> list[dict[str, Any]]:
+    """Return the table `project` of the core and of every package around it."""
+    return [tomllib.loads(path.read_text())["project"] for path in [REPO / "pyproject.toml", *PACKAGES]]
+
+
 def asked() -> dict[str, Requirement]:
-    """Return what pyproject.toml requires, extras included, by name; but peers, which benchmarks alone run."""
-    extras = project()["optional-dependencies"]
-    lists = [project()["dependencies"], *(extras[extra] for extra in extras if extra != "bench")]
-    found = [Requirement(text) for texts in lists for text in texts]
-    return {canonicalize_name(one.name): one for one in found if one.name != project()["name"]}
+    """Return what forge and its packages require, extras included, by name; but peers, which benchmarks alone run."""
+    found: list[Requirement] = []
+    for one in projects():
+        extras = one.get("optional-dependencies", {})
+        lists = [one["dependencies"], *(extras[extra] for extra in extras if extra != "bench")]
+        found += [Requirement(text) for texts in lists for text in texts]
+    ours = {one["name"] for one in projects()}
+    return {canonicalize_name(one.name): one for one in found if one.name not in ours}
 
 
 def pinned() -> dict[str, str]:

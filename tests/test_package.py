@@ -75,9 +75,7 @@ def test_the_wheel_holds_kernel_plugins_and_recipes(wheel: Path) -> None:
 
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
     """What is in the folders of the packages is shipped; tests, benchmarks and examples are not."""
-    beside = ("forge_plugins", "forge_kernels", "forge_lightning")
-    packages = {"forge": "forge", "forge_recipes": "recipes/forge_recipes"}
-    packages |= {name: f"plugins/{name}" for name in beside}
+    packages = {"forge": "forge", "forge_recipes": "recipes/forge_recipes", "forge_plugins": "plugins/forge_plugins"}
     sources = {
         f"{package}/{path.relative_to(REPO / folder)}"
         for package, folder in packages.items()
@@ -86,6 +84,23 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     }
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert shipped == sources
+
+
+AROUND = sorted(path.parent for path in (REPO / "plugins").glob("forge_*/pyproject.toml"))
+
+
+@pytest.mark.parametrize(
+    "package", [pytest.param(p, id=p.name, marks=[] if p is AROUND[0] else pytest.mark.slow) for p in AROUND]
+)
+def test_a_package_around_the_core_has_a_wheel_of_its_own(package: Path, tmp_path: Path) -> None:
+    pip("wheel", package, "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    sources = {
+        f"{package.name}/{path.relative_to(package)}"
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "pyproject.toml"
+    }
+    assert {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name} == sources
 
 
 def test_the_installed_files_are_the_wheels(installed: Path, run_python: Run) -> None:

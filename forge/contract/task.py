@@ -18,7 +18,7 @@ from forge.data.accumulation_windows import batch_size
 from forge.errors import DataError, TaskError
 from forge.metrics.means import scalars_of
 from forge.options import bound_arguments, saved_arguments
-from forge.rng import Drawn, RNGState, nobody_has_seeded
+from forge.rng import DrawnWeights, RNGState, nobody_has_seeded
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -39,7 +39,7 @@ class _TaskMeta(ABCMeta):
     numbers were drawn before any seed was set."""
 
     def __call__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
-        drawn = Drawn() if nobody_has_seeded() else None
+        drawn = DrawnWeights() if nobody_has_seeded() else None
         try:
             task = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError as error:

@@ -8,7 +8,6 @@ import runpy
 import shutil
 import tomllib
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -112,9 +111,9 @@ def parse(command: Command) -> None:
     """A command's options are known to its verb, and its recipe can be loaded."""
     from forge.cli import target
 
-    verb, *rest = command.words[1:]
+    verb, rest = cli.command_of(command.words[1:])
     assert verb in cli.verbs(), command.place
-    module = import_module(f"forge.cli.{verb.replace('-', '_')}")
+    module = cli.module_of(verb)
     try:
         args = module.parser().parse_intermixed_args(rest)
     except SystemExit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge.diagnose.checks.user_line import warn
-from forge.rng import Drawn
+from forge.rng import DrawnWeights
 from forge.snapshot.finite import note_start
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ SHOWN = 3
 def look_at_weights(trainer: Run, resumes: bool) -> None:
     """Note which weights are finite, and warn of those that were drawn before any seed was set."""
     note_start(trainer.task)
-    drawn = Drawn.by_task.pop(trainer.task, None)  # the weights are trained from now on
+    drawn = DrawnWeights.by_task.pop(trainer.task, None)  # the weights are trained from now on
     if drawn is not None and not resumes and trainer.env.is_main:
         warn_of_unseeded_weights(trainer, drawn)
 
 
-def warn_of_unseeded_weights(trainer: Run, drawn: Drawn) -> None:
+def warn_of_unseeded_weights(trainer: Run, drawn: DrawnWeights) -> None:
     """Warn if the run has a seed that came too late for the task's initial weights."""
     task, seed = trainer.task, trainer.seed
     names = [] if seed is None else drawn.weights(task)

@@ -44,7 +44,7 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     from forge.rng import seed_all
-    from forge_doctor import doctor
+    from forge_doctor.doctor import doctor
 
     recipe = target.load(args, to_train=True)
     seed_all(recipe.trainer.get("seed") or 0)
