@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from forge.data import Loader, TarShards, shard_cache
 from forge.data.shard_cache import RemoteShard, ShardCache, find_shards
 from forge.util import object_storage
 from tests.forge.data.test_tar_shards import numbered
+from tests.support import forked
 from tests.support.s3_server import Proxy, s3_server
 
 __all__ = ["s3_server"]
@@ -246,7 +246,8 @@ class TestCache:
             "LocalFileSystem.get_file = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
             "ShardCache(Path(sys.argv[1]), 40_000).open(find_shards([sys.argv[2]])[0][0])\n"
         )
-        killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache"), f"file://{there}/s-000.tar"])
+        words = [sys.executable, "-c", code, str(tmp_path / "cache"), f"file://{there}/s-000.tar"]
+        killed = forked.run(words, timeout=100)
         assert killed.returncode == -9
         assert list((tmp_path / "cache").glob("*.part"))
         monkeypatch.setattr(shard_cache, "time", None)  # nobody else fetches: there is nothing to wait for
@@ -273,11 +274,8 @@ class TestCache:
 
     def test_processes_and_threads_share_a_cache_that_is_too_small(self, there: Path, tmp_path: Path) -> None:
         """Each opening removes what the others are about to open: all read what they asked for, within the limit."""
-        run = subprocess.run(
-            [sys.executable, "-c", CROWD, str(tmp_path / "cache"), at(there), str(int(2.5 * SHARD))],
-            capture_output=True,
-            text=True,
-        )
+        words = [sys.executable, "-c", CROWD, str(tmp_path / "cache"), at(there), str(int(2.5 * SHARD))]
+        run = forked.run(words, timeout=300)
         assert run.returncode == 0, run.stderr
 
     def test_an_archive_larger_than_it_is_refused(self, there: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.support import forked
 
 def in_child(action: Callable[[], None]) -> bool:
     """Run `action` in a forked process; whether it got through without a CheckpointError."""
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         code = 1
         try:
@@ -54,7 +54,7 @@ def test_a_second_process_is_refused_until_the_first_lets_go(tmp_path: Path) -> 
 
 def test_the_message_names_the_process_that_has_it(tmp_path: Path) -> None:
     ready, done = os.pipe(), os.pipe()
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             RunLock(tmp_path).acquire()
@@ -76,7 +76,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         RunLock(tmp_path).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             die()
@@ -190,7 +190,7 @@ def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: 
     with RunLock(tmp_path):
         pass
     (tmp_path / ".lock").write_text("process 1 of a killed run\n")
-    asking = os.fork()
+    asking = forked.fork()
     if asking == 0:
         try:
             while True:
@@ -209,11 +209,11 @@ def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: 
 
 def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path) -> None:
     started, done = os.pipe(), os.pipe()
-    run = os.fork()
+    run = forked.fork()
     if run == 0:
         try:
             RunLock(tmp_path).acquire()
-            if os.fork() == 0:  # as a data worker
+            if forked.fork() == 0:  # as a data worker
                 os.write(started[1], b"x")
                 os.read(done[0], 1)
             else:
@@ -231,7 +231,7 @@ def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path)
 def test_a_run_of_an_older_version_is_seen(tmp_path: Path) -> None:
     """Earlier versions of forge held a POSIX record lock."""
     ready, done = os.pipe(), os.pipe()
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             with (tmp_path / ".lock").open("w") as file:
