@@ -155,8 +155,8 @@ class Pool:
 
     def _explain(self, batches: Any, error: Exception) -> None:
         """Raise DataError for a dead or hanging worker; return for any other error."""
+        _report_deaths(batches, False)  # to ask a worker that has not begun for its stack kills it
         if not isinstance(error, RuntimeError):  # the batch of a dying worker could not be fetched
-            _report_deaths(batches, False)
             ending = wait([worker.sentinel for worker in batches._workers], timeout=_LOOK_EVERY)
             for worker in batches._workers:
                 if worker.sentinel in ending:  # the sentinel is ready a moment before the exit code
