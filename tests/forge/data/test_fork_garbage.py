@@ -131,7 +131,7 @@ def start_beside_a_group_that_is_garbage(passes: int) -> int:
     read = 0
     try:
         for number in range(passes):
-            group = dist.ProcessGroupGloo(dist.PrefixStore(str(number), store), rank, world)
+            group: Any = dist.ProcessGroupGloo(dist.PrefixStore(str(number), store), rank, world)
             group.allreduce([torch.ones(1)]).wait()
             held: list[Any] = [group]
             held.append(held)
