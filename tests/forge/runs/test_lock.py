@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -281,12 +280,15 @@ def test_a_lock_held_by_a_dead_runs_worker_is_waited_for(tmp_path: Path) -> None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {dead.pid} on {socket.gethostname()}\n".encode(), 0)
     code = (
-        "import sys; from forge.runs.lock import RunLock; from pathlib import Path\n"
-        f"print('waiting', flush=True); RunLock(Path({str(tmp_path)!r})).acquire(); print('taken')"
+        "import time, types; from forge.runs import lock; from pathlib import Path\n"
+        "lock.PATIENCE = 600\n"
+        "def sleep(seconds): print('waits', flush=True); time.sleep(seconds)\n"
+        "lock.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)\n"
+        f"lock.RunLock(Path({str(tmp_path)!r})).acquire(); print('taken')"
     )
     other = forked.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
-    assert other.stdout.readline() == "waiting\n"
-    time.sleep(0.4)  # longer than the tries for a living holder
+    for _ in range(2 * lock.TRIES):  # more often than for a living holder
+        assert other.stdout.readline() == "waits\n"
     held.release()
-    assert other.communicate(timeout=60)[0] == "taken\n"
+    assert other.communicate(timeout=60)[0].endswith("taken\n")
