@@ -136,7 +136,7 @@ def start_beside_a_group_that_is_garbage(passes: int) -> int:
             held: list[Any] = [group]
             held.append(held)
             del group, held
-            read += len(seen(collect, data_timeout=10, persistent_workers=False)) > 0
+            read += len(seen(collect, data_timeout=120, persistent_workers=False)) > 0
             gc.collect()
     finally:
         gc.enable()
