@@ -1,8 +1,11 @@
 """Archives at URLs: fetched whole when they are needed, compared with what is known of them, kept in a bounded folder.
 
 Workers and ranks of one host share the folder. An archive is fetched by one process, while the others wait for its lock
-file; before that, room is made by removing those that were not used for longest. One that is removed while another
-process reads it stays readable there until it is closed.
+file; before that, room is made by removing those that were not used for longest.
+
+Who makes room asks no reader: an archive may be gone at any moment. So a reader never looks first and opens then. It
+opens what is there, or fetches the archive and opens it before others can see it. What is open stays readable until it
+is closed. Names change only under `room.lock`, so that who counts the room counts each archive once.
 """
 
 from __future__ import annotations
@@ -104,10 +107,11 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked(f"{shard.name}.lock"):
                 path = self.folder / shard.name
-                if not path.exists():
-                    self._fetch(shard, path, sha256)
-                os.utime(path)  # the time of its last use
-                return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                try:
+                    os.utime(path)  # the time of its last use
+                    return os.open(path, os.O_RDONLY)
+                except FileNotFoundError:
+                    return self._fetch(shard, path, sha256)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DataError(
@@ -121,9 +125,13 @@ class ShardCache:
 
     def used(self) -> int:
         """Return the bytes of all archives here, and of those that are being fetched."""
-        return sum(size for _, size in self._files())
+        if not self.folder.exists():
+            return 0
+        with self._locked("room.lock"):
+            return sum(size for _, size in self._files())
 
-    def _fetch(self, shard: RemoteShard, path: Path, sha256: str | None) -> None:
+    def _fetch(self, shard: RemoteShard, path: Path, sha256: str | None) -> int:
+        """Return a descriptor of an archive that is fetched; who calls holds its lock."""
         part = self.folder / f"{shard.name}.{shard.size}.part"
         self._make_room(shard, part)
         try:
@@ -137,8 +145,7 @@ class ShardCache:
             for _ in range(DOWNLOADS):
                 _tried(shard.url, download)
                 if sha256 is None or file_hash(part) == sha256:
-                    os.replace(part, path)
-                    return
+                    return self._published(part, path)
         except FileNotFoundError as error:
             raise DataError(f"TarShards: {redacted(shard.url)!r} is no longer there: {error}.") from error
         finally:
@@ -149,6 +156,17 @@ class ShardCache:
             "(TarShards.write_index)."
         )
 
+    def _published(self, part: Path, path: Path) -> int:
+        """Give a whole archive its name, and return a descriptor of it: once it has the name, others may remove it."""
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            with self._locked("room.lock"):
+                os.replace(part, path)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
     def _make_room(self, shard: RemoteShard, part: Path) -> None:
         """Remove what was not used for longest, and reserve the room; wait while others fetch what fills it."""
         if shard.size > self.limit:
@@ -158,7 +176,8 @@ class ShardCache:
             )
         while True:
             with self._locked("room.lock"):
-                files = self._files()
+                # a part of this archive was left by a process that was killed: this one holds the archive's lock
+                files = [file for file in self._files() if file[0] != part]
                 used = sum(size for _, size in files)
                 for path, size in sorted(files, key=lambda file: _last_use(file[0])):
                     if used + shard.size <= self.limit:

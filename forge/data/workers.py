@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from forge.data.fork_garbage import collections_paused, leave_inherited
 from forge.data.sample_seeding import Failure, what
 from forge.errors import DataError
 
@@ -91,7 +92,7 @@ class Pool:
         """Begin a pass. A new worker has signals blocked until it ignores them."""
         running = getattr(self.loader, "_iterator", None)
         try:
-            with _blocked(_HELD_AT_START):
+            with _blocked(_HELD_AT_START), collections_paused() if running is None else nullcontext():
                 if running is not None:
                     running._timeout = self.data_timeout  # batches prefetched for the last pass are finished first
                     _report_deaths(running, True)
@@ -154,8 +155,8 @@ class Pool:
 
     def _explain(self, batches: Any, error: Exception) -> None:
         """Raise DataError for a dead or hanging worker; return for any other error."""
+        _report_deaths(batches, False)  # to ask a worker that has not begun for its stack kills it
         if not isinstance(error, RuntimeError):  # the batch of a dying worker could not be fetched
-            _report_deaths(batches, False)
             ending = wait([worker.sentinel for worker in batches._workers], timeout=_LOOK_EVERY)
             for worker in batches._workers:
                 if worker.sentinel in ending:  # the sentinel is ready a moment before the exit code
@@ -267,6 +268,7 @@ class WorkerStart:
         self.then, self.stacks = then, stacks
 
     def __call__(self, worker: int) -> None:
+        leave_inherited()
         for number in _LEFT_TO_MAIN:
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,28 +33,27 @@ NAMES = {"throughput/slowest_rank", "throughput/straggler_share", "throughput/wa
 
 
 class Sleeps(TinyTask):
-    """Each rank sleeps in its forward."""
+    """Each rank spends its milliseconds in its forward."""
 
-    def __init__(self, *seconds: float):
+    def __init__(self, clock: Clock, ms: float):
         super().__init__()
-        self.seconds = seconds
+        self.clock, self.ms = clock, ms
 
     def training_step(self, batch: Any) -> Any:
-        assert self.trainer is not None
-        time.sleep(self.seconds[self.trainer.env.rank])
+        self.clock.spend(self.ms)
         return super().training_step(batch)
 
 
 class Slow(list[Any]):
-    """A loader that takes its time on each rank."""
+    """A loader that spends some on each batch."""
 
-    def __init__(self, batches: Sequence[Any], *seconds: float):
+    def __init__(self, batches: Sequence[Any], clock: Clock, ms: float):
         super().__init__(batches)
-        self.seconds = seconds
+        self.clock, self.ms = clock, ms
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            time.sleep(self.seconds[int(os.environ["RANK"])])
+            self.clock.spend(self.ms)
             yield batch
 
 
@@ -69,7 +67,13 @@ class Messages(logging.Handler):
 
 
 def run(strategy: str, forward: tuple[float, float], load: tuple[float, float] = (0.0, 0.0)) -> Any:
-    """The logs of one rank and its warnings about stragglers."""
+    """The logs of one rank and its warnings about stragglers; what each rank spends is in milliseconds."""
+    with pytest.MonkeyPatch.context() as patched:
+        rank = int(os.environ["RANK"])
+        return run_by(throughput_kit.set_clock(patched), strategy, forward[rank], load[rank])
+
+
+def run_by(clock: Clock, strategy: str, forward: float, load: float) -> Any:
     sink, messages = Sink(), Messages()
     kind: Any = {"ddp": DDP, "fsdp": FSDP, "zero": Zero, "accumulate": DDP}[strategy]
     plugins = [kind(), Throughput(), sink, *([Accumulate(2)] if strategy == "accumulate" else [])]
@@ -79,7 +83,7 @@ def run(strategy: str, forward: tuple[float, float], load: tuple[float, float] =
             max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=3, plugins=plugins, allow_inexact=True
         )
         batches = tiny_batches([8] * (36 if strategy == "accumulate" else 18))
-        trainer.fit(Sleeps(*forward), Slow(batches, *load))
+        trainer.fit(Sleeps(clock, forward), Slow(batches, clock, load))
     finally:
         logging.getLogger("forge").removeHandler(messages)
     return sink.logs, [text for text in messages.texts if "holds up" in text]
@@ -87,7 +91,7 @@ def run(strategy: str, forward: tuple[float, float], load: tuple[float, float] =
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero", "accumulate"])
 def test_a_rank_that_sleeps_is_named_once(strategy: str) -> None:
-    (logs, told), (others, silent) = ranks(2)(run, strategy, (0.01, 0.06))
+    (logs, told), (others, silent) = ranks(2)(run, strategy, (10.0, 60.0))
     (text,) = told
     assert silent == []
     assert f"rank 1 on {HOST} holds up the others for " in text
@@ -101,14 +105,14 @@ def test_a_rank_that_sleeps_is_named_once(strategy: str) -> None:
 
 
 def test_without_a_straggler_nothing_is_said() -> None:
-    (logs, told), _ = ranks(2)(run, "ddp", (0.1, 0.1))
+    (logs, told), _ = ranks(2)(run, "ddp", (100.0, 100.0))
     assert told == []
     assert logs[18].keys() >= NAMES
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> None:
-    (logs, told), _ = ranks(2)(run, strategy, (0.0, 0.0), (0.06, 0.0))
+    (logs, told), _ = ranks(2)(run, strategy, (1.0, 1.0), (60.0, 0.0))
     (text,) = told
     assert f"rank 0 on {HOST}" in text
     assert "It waits for data: look at its disk" in text

@@ -28,18 +28,21 @@ from tests.support import forked
 from tests.support.small_engines import LinearEngine
 
 PROGRAM = f"""
-import sys, time, types
+import os, sys, time, types
+from pathlib import Path
 sys.path.insert(0, {str(REPO)!r})
 from forge.cli import main
 from tests.support.small_engines import LinearEngine
 
 class Slow(LinearEngine):
     def __call__(self, inputs):
-        time.sleep(0.1)
+        while Path(GATE).exists():  # closed
+            time.sleep(0.01)
         return super().__call__(inputs)
 
 engines = types.ModuleType("forge_ship.open_engine")
-engines.open_engine = lambda path, **options: Slow()
+GATE = os.environ.get("GATE", "")
+engines.open_engine = lambda path, **options: Slow() if GATE else LinearEngine()
 sys.modules[engines.__name__] = engines
 sys.exit(main(["serve", "model.onnx", "--port", "0", "--max-batch", "1", *sys.argv[1:]]))
 """
@@ -71,10 +74,13 @@ def request(port: int, method: str, path: str, body: str | None = None) -> tuple
     return answer.status, text
 
 
-def test_sigterm_answers_what_is_in_flight_and_exits_with_0() -> None:
+def test_sigterm_answers_what_is_in_flight_and_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
+    gate = tmp_path / "closed"
+    monkeypatch.setenv("GATE", str(gate))
     with serving() as (process, port):
         assert request(port, "GET", "/ready")[0] == 200
+        gate.touch()
         ask = [
             threading.Thread(target=lambda: statuses.append(request(port, "POST", "/predict", BODY)[0]))
             for _ in range(3)
@@ -82,8 +88,9 @@ def test_sigterm_answers_what_is_in_flight_and_exits_with_0() -> None:
         for thread in ask:
             thread.start()
         while "forge_queue_requests 2.0" not in request(port, "GET", "/metrics")[1]:
-            assert len(statuses) < 2  # all three have not been computed yet
+            assert statuses == []
         process.send_signal(signal.SIGTERM)
+        gate.unlink()
         for thread in ask:
             thread.join(30)
         _, errors = process.communicate(timeout=30)

@@ -4,6 +4,7 @@
     forked.run(...)                     as subprocess.run
     forked.call(function)               a function of a module, or a partial of one
     forked.forge("fit", "quickstart")   the command line
+    forked.fork()                       as os.fork
 
 In the quick profile `python -m MODULE ...` and `python -c CODE ...` are forked from a process that was itself forked
 from this one before the first test, so that nothing of a test is in it. The long profile runs them in interpreters of
@@ -15,7 +16,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import gc
 import io
 import logging
 import os
@@ -40,6 +40,7 @@ import torch
 
 from forge import cli, registry
 from forge.cli import target
+from forge.data.fork_garbage import collections_paused, leave_inherited
 
 Completed = subprocess.CompletedProcess[str]
 
@@ -135,6 +136,16 @@ def _forge(words: Sequence[str], paths: Sequence[str]) -> int:
     return cli.main(words)
 
 
+def fork() -> int:
+    """`os.fork`, whose child collects nothing that it inherited: that would copy all memory, and free objects whose
+    threads it does not have."""
+    with collections_paused():
+        child = os.fork()
+        if child == 0:
+            leave_inherited()
+    return child
+
+
 # -- the process that forks -------------------------------------------------------------------------------------------
 
 
@@ -144,11 +155,10 @@ def prepare() -> None:
     if not QUICK or _server is not None:
         return
     ours, theirs = socket.socketpair()
-    _server_pid = os.fork()
+    _server_pid = fork()
     if _server_pid == 0:
         try:
             ours.close()
-            gc.freeze()  # or a collection would copy all memory
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             _serve(theirs)
         finally:
@@ -202,7 +212,7 @@ def warm_up() -> None:
 
 
 def _fork(streams: list[int], request: tuple[Any, Any, bool, list[str]]) -> int:
-    child = os.fork()
+    child = fork()
     if child:
         return child
     code = 1
@@ -243,7 +253,6 @@ def _start_anew(streams: list[int], cwd: Any, env: Any, new_session: bool) -> No
     """Leave behind what belongs to the tests."""
     global _server
     _server = None
-    gc.freeze()
     torch.set_num_threads(torch.get_num_threads())  # makes a new pool; two threads that find the old one race for it
     atexit._clear()
     if new_session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -47,11 +46,10 @@ def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: f
 
 
 def _fork(rank: int, world: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    child = os.fork()
+    child = forked.fork()
     if child:
         return child
     code = 1
-    gc.freeze()  # or a collection would copy all memory
     try:
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -28,12 +28,17 @@ class Clock:
         self.now += ms / 1e3
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Let throughput and the Trainer measure by a clock of their own."""
     clock = Clock()
     monkeypatch.setattr("forge_plugins.throughput.steps.clock", clock)
     monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=clock))
     return clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return set_clock(monkeypatch)
 
 
 class Sink(forge.Plugin):

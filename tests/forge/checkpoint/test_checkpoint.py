@@ -21,6 +21,7 @@ from forge.checkpoint import Checkpoints, StoredCheckpoint, manifest, temp_names
 from forge.errors import CheckpointError
 from tests.conftest import PROFILE
 from tests.forge.checkpoint.test_tree import same
+from tests.support import forked
 
 FILES = {"manifest.json", "state.json", "model.safetensors", "state.safetensors"}
 CALLS = ("write", "rename", "replace", "mkdir", "unlink", "rmdir", "symlink")
@@ -190,7 +191,7 @@ def killed_at(call: int, action: Callable[[], None]) -> bool:
 
     A write is cut in half first, so that the file is torn and not just missing.
     """
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         gc.disable()  # a collection would copy all memory
         try:
@@ -276,7 +277,7 @@ def test_a_replacement_killed_anywhere_is_the_old_or_the_new(tmp_path: Path) -> 
 
 
 def test_a_sweep_killed_at_any_system_call_loses_nothing(tmp_path: Path) -> None:
-    dead = os.fork()
+    dead = forked.fork()
     if dead == 0:
         os._exit(0)
     os.waitpid(dead, 0)

@@ -143,7 +143,7 @@ for number in range(4):
 
 
 def test_an_attempt_that_does_not_end_is_a_hang() -> None:
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         os.setsid()
         time.sleep(60)

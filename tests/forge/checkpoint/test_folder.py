@@ -13,6 +13,7 @@ from forge.checkpoint import Checkpoints, StoredCheckpoint, temp_names, write_ch
 from forge.errors import CheckpointError
 from tests.forge.checkpoint.test_checkpoint import tree_of
 from tests.forge.checkpoint.test_tree import same
+from tests.support import forked
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 @pytest.fixture
 def dead_pid() -> int:
     """The number of a process that is gone."""
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)

@@ -28,6 +28,7 @@ import torch
 from forge.checkpoint import StoredCheckpoint, manifest, tensors, write_checkpoint
 from forge.errors import CheckpointError
 from tests.conftest import PROFILE
+from tests.support import forked
 
 NAMES = (manifest.NAME, *manifest.FILES)
 SEED = int(os.environ.get("FORGE_SEED") or (random.randrange(2**32) if PROFILE == "full" else 0))
@@ -471,7 +472,7 @@ def cost_in_child(folder: Path) -> tuple[float, int]:
     """Cost and growth of resident memory of a load that must be refused, in a process of its own."""
     innocent = b"[" + b'{"a":1.5,"b":"text"},' * (LIMIT // 8 // 21) + b"1]"
     ends = os.pipe()
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             gc.freeze()  # what the tests hold is not looked through meanwhile

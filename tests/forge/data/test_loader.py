@@ -403,11 +403,22 @@ class TestWorkers:
         assert not thread.is_alive()
         assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
 
-    def test_a_worker_that_hangs_is_named_with_its_stack(self) -> None:
+    def test_a_worker_that_hangs_is_named_with_its_stack(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("forge.data.workers._LOOK_EVERY", 0.2)
+        loader = Loader(Faulty(hang), 2, num_workers=2)
+        taken = iter(loader)
+        assert batches([next(taken), next(taken)]) == [[0, 1], [2, 3]]  # both workers have started, however slowly
+        loader._pool.data_timeout = 0.5
         with pytest.raises(
             forge.DataError, match=r"(?s)Worker 0 .*no batch for 0.5 seconds \(data_timeout\).* in hang\n"
         ):
-            list(Loader(Faulty(hang), 2, num_workers=2, data_timeout=0.5))
+            next(taken)
+
+    def test_a_worker_that_hangs_as_it_starts_is_named_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main, original = os.getpid(), random.seed
+        monkeypatch.setattr(random, "seed", lambda *given: original(*given) if os.getpid() == main else hang())
+        with pytest.raises(forge.DataError, match=r"Worker 0 .*no batch for 0.2 seconds .*its stack is not known"):
+            list(Loader(numbers(4), 2, num_workers=1, data_timeout=0.2))
 
     def test_two_passes_at_once_over_persistent_workers_are_refused(self) -> None:
         loader = Loader(numbers(8), 2, num_workers=1)

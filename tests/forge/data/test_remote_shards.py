@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import fsspec
@@ -23,6 +24,7 @@ from forge.data import Loader, TarShards, shard_cache
 from forge.data.shard_cache import RemoteShard, ShardCache, find_shards
 from forge.util import object_storage
 from tests.forge.data.test_tar_shards import numbered
+from tests.support import forked
 from tests.support.s3_server import Proxy, s3_server
 
 __all__ = ["s3_server"]
@@ -72,6 +74,71 @@ def wait_for(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+CROWD = """
+import os, random, sys, threading, traceback
+from pathlib import Path
+from forge.data import shard_cache
+from forge.data.shard_cache import ShardCache, find_shards
+from forge.data.tar_shards import _without_braces
+
+folder, pattern, limit = sys.argv[1:]
+shard_cache._WAIT = 0.001
+cache = ShardCache(Path(folder), int(limit))
+shards = [found[0] for found in find_shards(list(_without_braces(pattern)))]
+contents = {shard: Path(shard.url.removeprefix("file://")).read_bytes() for shard in shards}
+
+def read(seed, failures):
+    draws = random.Random(seed)
+    try:
+        for _ in range(40):
+            shard = draws.choice(shards)
+            descriptor = cache.open(shard)
+            assert os.pread(descriptor, shard.size + 1, 0) == contents[shard]
+            os.close(descriptor)
+            assert cache.used() <= cache.limit
+    except BaseException:
+        failures.append(traceback.format_exc())
+
+def process(number):
+    failures = []
+    threads = [threading.Thread(target=read, args=(f"{number} {thread}", failures)) for thread in range(2)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    sys.stderr.write("".join(failures))
+    sys.stderr.flush()
+    os._exit(bool(failures))
+
+children = []
+for number in range(4):
+    child = os.fork()
+    if child == 0:
+        process(number)
+    children.append(child)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+"""Four processes with two threads each, that open archives at random."""
+
+
+def removed_at(line: int, cache: ShardCache, shard: RemoteShard) -> tuple[int, int]:
+    """Open an archive and remove it before this line of the cache's code runs; return the descriptor and all lines."""
+    count, path = itertools.count(), cache.folder / shard.name
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != shard_cache.__file__:
+            return None
+        if event == "line" and next(count) == line:
+            path.unlink(missing_ok=True)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        descriptor = cache.open(shard)
+    finally:
+        sys.settrace(before)
+    return descriptor, next(count)
 
 
 class TestSamples:
@@ -167,7 +234,10 @@ class TestCache:
         wait_for(lambda: shards._cache.has(known[order[1]]) and shards._cache.has(known[order[2]]))
         assert not shards._cache.has(known[order[5]])
 
-    def test_room_left_by_a_killed_process_is_used(self, there: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("next_one", ["s-000.tar", "s-001.tar"])
+    def test_room_left_by_a_killed_process_is_used(
+        self, there: Path, tmp_path: Path, next_one: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         code = (
             "import os, signal, sys\n"
             "from pathlib import Path\n"
@@ -176,12 +246,37 @@ class TestCache:
             "LocalFileSystem.get_file = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
             "ShardCache(Path(sys.argv[1]), 40_000).open(find_shards([sys.argv[2]])[0][0])\n"
         )
-        killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache"), f"file://{there}/s-000.tar"])
+        words = [sys.executable, "-c", code, str(tmp_path / "cache"), f"file://{there}/s-000.tar"]
+        killed = forked.run(words, timeout=100)
         assert killed.returncode == -9
         assert list((tmp_path / "cache").glob("*.part"))
+        monkeypatch.setattr(shard_cache, "time", None)  # nobody else fetches: there is nothing to wait for
         cache = ShardCache(tmp_path / "cache", 40_000)
-        os.close(cache.open(find_shards([f"file://{there}/s-001.tar"])[0][0]))
+        os.close(cache.open(find_shards([f"file://{there}/{next_one}"])[0][0]))
         assert not list((tmp_path / "cache").glob("*.part"))
+
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_an_archive_may_be_removed_at_any_line_of_its_opening(
+        self, there: Path, tmp_path: Path, kept: bool
+    ) -> None:
+        """Others make room without asking who is about to read, and users empty their caches."""
+        cache, shard = ShardCache(tmp_path / "cache", 10**9), only_one(there)
+        for line in itertools.count():
+            (cache.folder / shard.name).unlink(missing_ok=True)
+            if kept:
+                os.close(cache.open(shard))
+            descriptor, lines = removed_at(line, cache, shard)
+            assert os.pread(descriptor, SHARD + 1, 0) == (there / "s-000.tar").read_bytes()
+            os.close(descriptor)
+            if line >= lines:
+                break
+        assert line > 5
+
+    def test_processes_and_threads_share_a_cache_that_is_too_small(self, there: Path, tmp_path: Path) -> None:
+        """Each opening removes what the others are about to open: all read what they asked for, within the limit."""
+        words = [sys.executable, "-c", CROWD, str(tmp_path / "cache"), at(there), str(int(2.5 * SHARD))]
+        run = forked.run(words, timeout=300)
+        assert run.returncode == 0, run.stderr
 
     def test_an_archive_larger_than_it_is_refused(self, there: Path, tmp_path: Path) -> None:
         with pytest.raises(forge.DataError, match=r"s-00\d.tar' has .* more than the cache may hold .* Raise cache_gb"):

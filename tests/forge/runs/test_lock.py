@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from tests.support import forked
 
 def in_child(action: Callable[[], None]) -> bool:
     """Run `action` in a forked process; whether it got through without a CheckpointError."""
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         code = 1
         try:
@@ -54,7 +53,7 @@ def test_a_second_process_is_refused_until_the_first_lets_go(tmp_path: Path) -> 
 
 def test_the_message_names_the_process_that_has_it(tmp_path: Path) -> None:
     ready, done = os.pipe(), os.pipe()
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             RunLock(tmp_path).acquire()
@@ -76,7 +75,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         RunLock(tmp_path).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             die()
@@ -190,7 +189,7 @@ def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: 
     with RunLock(tmp_path):
         pass
     (tmp_path / ".lock").write_text("process 1 of a killed run\n")
-    asking = os.fork()
+    asking = forked.fork()
     if asking == 0:
         try:
             while True:
@@ -209,11 +208,11 @@ def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: 
 
 def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path) -> None:
     started, done = os.pipe(), os.pipe()
-    run = os.fork()
+    run = forked.fork()
     if run == 0:
         try:
             RunLock(tmp_path).acquire()
-            if os.fork() == 0:  # as a data worker
+            if forked.fork() == 0:  # as a data worker
                 os.write(started[1], b"x")
                 os.read(done[0], 1)
             else:
@@ -231,7 +230,7 @@ def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path)
 def test_a_run_of_an_older_version_is_seen(tmp_path: Path) -> None:
     """Earlier versions of forge held a POSIX record lock."""
     ready, done = os.pipe(), os.pipe()
-    child = os.fork()
+    child = forked.fork()
     if child == 0:
         try:
             with (tmp_path / ".lock").open("w") as file:
@@ -281,12 +280,15 @@ def test_a_lock_held_by_a_dead_runs_worker_is_waited_for(tmp_path: Path) -> None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {dead.pid} on {socket.gethostname()}\n".encode(), 0)
     code = (
-        "import sys; from forge.runs.lock import RunLock; from pathlib import Path\n"
-        f"print('waiting', flush=True); RunLock(Path({str(tmp_path)!r})).acquire(); print('taken')"
+        "import time, types; from forge.runs import lock; from pathlib import Path\n"
+        "lock.PATIENCE = 600\n"
+        "def sleep(seconds): print('waits', flush=True); time.sleep(seconds)\n"
+        "lock.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)\n"
+        f"lock.RunLock(Path({str(tmp_path)!r})).acquire(); print('taken')"
     )
     other = forked.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
-    assert other.stdout.readline() == "waiting\n"
-    time.sleep(0.4)  # longer than the tries for a living holder
+    for _ in range(2 * lock.TRIES):  # more often than for a living holder
+        assert other.stdout.readline() == "waits\n"
     held.release()
-    assert other.communicate(timeout=60)[0] == "taken\n"
+    assert other.communicate(timeout=60)[0].endswith("taken\n")

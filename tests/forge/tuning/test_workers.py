@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import forge
 from forge.cli import main, tune_workers
+from forge.data.fork_garbage import collections_paused
 from forge.tuning import WorkersProbe, WorkersReport, workers, workers_range
 
 TASK = """
@@ -60,22 +62,36 @@ def file(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-class Made(Dataset[Any]):
-    """Samples that are computed, or waited for."""
+class Machine:
+    """A clock and a scheduler in place of the real ones: they move when a sample is made, and by what it did."""
 
-    def __init__(self, sleeps: bool):
-        self.sleeps = sleeps
+    def __init__(self, **seconds: float):
+        self.seconds = seconds
+        self.spent: dict[str, float] = dict.fromkeys(("asleep", "computing", "without a core"), 0.0)
+
+    def make_sample(self) -> None:
+        for deed, seconds in self.seconds.items():
+            self.spent[deed.replace("_", " ")] += seconds
+
+    def perf_counter(self) -> float:
+        return sum(self.spent.values())
+
+    def usage(self) -> tuple[float, float, int]:
+        return self.spent["computing"], self.spent["without a core"], 0
+
+
+class Made(Dataset[Any]):
+    """Samples that a machine makes; they are counted."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.count = machine, 0
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        if self.sleeps:
-            time.sleep(0.002)
-        else:
-            began = time.thread_time()
-            while time.thread_time() - began < 0.002:
-                pass
+        self.machine.make_sample()
+        self.count += 1
         return torch.randn(3), torch.randn(1)
 
 
@@ -91,15 +107,55 @@ class Line(forge.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize(("sleeps", "bound"), [(False, "CPU of the transforms"), (True, "waiting")])
-def test_what_the_processes_did_is_the_verdict(sleeps: bool, bound: str) -> None:
-    found = []
-    while bound not in found and len(found) < 5:  # on a busy machine a process that slept waits for a core as well
-        probe = workers._measure(DataLoader(Made(sleeps), 8), 0, 0, 0.3, [], 0)
-        if probe.cpu is None:
-            pytest.skip("this system has no /proc")
-        found.append(workers.bound_of(probe, cores=2))
-    assert found[-1] == bound
+@pytest.mark.parametrize(
+    ("machine", "bound"),
+    [
+        (Machine(computing=0.002), "CPU of the transforms"),
+        (Machine(computing=0.001, without_a_core=0.001), "CPU of the transforms"),
+        (Machine(asleep=0.002), "waiting"),
+        (Machine(asleep=0.0015, computing=0.0005), "waiting"),
+    ],
+)
+def test_what_the_processes_did_is_the_verdict(machine: Machine, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "time", machine)
+    monkeypatch.setattr(workers, "_usage", machine.usage)
+    probe = workers._measure(DataLoader(Made(machine), 8), 0, 0, 0.3, [], 0)
+    assert workers.bound_of(probe, cores=2) == bound
+    assert probe.speed == pytest.approx(1 / 0.002)
+
+
+def compute(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
+def compute_then_wait(seconds: float, done: Any, leave: Any) -> None:
+    compute(seconds)
+    done.set()
+    leave.wait()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_system_says_what_this_process_and_its_children_computed(elsewhere: bool) -> None:
+    before = workers._usage()
+    if before is None:
+        pytest.skip("this system has no /proc")
+    if elsewhere:
+        done, leave = multiprocessing.Event(), multiprocessing.Event()
+        child = multiprocessing.Process(target=compute_then_wait, args=(0.1, done, leave))
+        with collections_paused():
+            child.start()
+        done.wait()
+        after = workers._usage()
+        leave.set()
+        child.join()
+    else:
+        compute(0.1)
+        after = workers._usage()
+    assert after is not None
+    assert after[0] - before[0] > 0.08  # its counter moves at the ticks of the scheduler
+    assert after[1] >= before[1]
 
 
 def test_bytes_from_a_disk_are_the_disks_fault() -> None:
@@ -124,10 +180,18 @@ def test_the_fewest_workers_that_feed_the_step_are_recommended() -> None:
 
 
 def test_the_need_is_the_speed_of_the_step_alone() -> None:
-    found = workers_range(Line, lambda count: DataLoader(Made(True), 8), counts=[0], seconds=0.05, device="cpu")
+    data, measured = Made(Machine()), []
+    found = workers_range(
+        Line,
+        lambda count: DataLoader(data, 8),
+        counts=[0],
+        seconds=0.05,
+        tell=lambda probe: measured.append(data.count),
+        device="cpu",
+    )
     assert found.samples == 8
     assert found.need == pytest.approx(1000 * 8 / found.step_ms)
-    assert found.need > found.probes[0].speed  # 2 ms a sample are not in it
+    assert [data.count] == measured  # no sample is made for it
 
 
 @pytest.mark.parametrize("cores", [1, 2, 6, 16])
