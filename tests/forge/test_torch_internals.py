@@ -1,4 +1,4 @@
-"""The seam to torch: a private name is found when it is asked for, and a missing one refuses by name when it is used."""
+"""The seam to torch: private names are found when they are asked for; a missing one refuses by name when used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_unlisted_name_is_an_attribute_error() -> None:
         torch_internals.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("use", [lambda x: x(), lambda x: x.part, lambda x: type("Own", (object,), {})(x())])
+@pytest.mark.parametrize("use", [lambda x: x(), lambda x: x.part])
 def test_a_missing_name_refuses_by_name_when_it_is_used(use: Any) -> None:
     missing = gone().get()
     with pytest.raises(
