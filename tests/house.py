@@ -22,7 +22,7 @@ PACKAGES = {"forge": REPO / "forge"} | {
 
 LEVELS = [
     ["errors", "version"],
-    ["registry"],
+    ["registry", "torch_internals"],
     ["rng", "util"],
     ["checkpoint", "env", "options", "progress"],
     ["data", "metrics", "optim"],

@@ -225,11 +225,13 @@ def runs_of(tensor: DTensor) -> list[list[Run]]:
 @lru_cache(maxsize=4096)
 def _runs(size: int, cuts: tuple[tuple[int, int, int | None], ...]) -> tuple[Run, ...]:
     """Return the entries that remain of a dimension after each mesh dimension cuts it, as torch does."""
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import Shard
+
+    from forge.torch_internals import StridedShard
 
     left = torch.arange(size)
     for parts, ours, factor in cuts:
-        placement = Shard(0) if factor is None else _StridedShard(0, split_factor=factor)
+        placement = Shard(0) if factor is None else StridedShard(0, split_factor=factor)
         left = placement._split_tensor(left, parts, with_padding=False, contiguous=False)[0][ours]
     if not len(left):
         return ()
@@ -239,9 +241,11 @@ def _runs(size: int, cuts: tuple[tuple[int, int, int | None], ...]) -> tuple[Run
 
 
 def _is_shard(placement: Any) -> bool:
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import Shard
 
-    return isinstance(placement, (Shard, _StridedShard))
+    from forge.torch_internals import StridedShard
+
+    return isinstance(placement, (Shard, StridedShard))
 
 
 def whole(value: DTensor) -> Tensor:

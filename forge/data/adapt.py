@@ -37,6 +37,7 @@ from forge.data.sharding import RankLoader
 from forge.data.user_sampler import SampledLoader
 from forge.data.workers import DATA_TIMEOUT
 from forge.errors import DataError
+from forge.torch_internals import dataloader_iterator
 
 logger = logging.getLogger("forge")
 
@@ -150,8 +151,9 @@ def has_single_position(loader: Any) -> bool:
 
 def _is_plain_dataloader(loader: Any) -> bool:
     """Whether this is torch's DataLoader, or a subclass that does not change how it iterates."""
-    own = (DataLoader.__iter__, DataLoader._get_iterator)
-    return isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
+    kind = type(loader)
+    own = getattr(kind, "_get_iterator", None) is dataloader_iterator
+    return isinstance(loader, DataLoader) and kind.__iter__ is DataLoader.__iter__ and own
 
 
 def _adopt_dataloader(given: DataLoader[Any]) -> Any:

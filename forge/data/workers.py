@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data._utils import signal_handling
 
 from forge.data.fork_garbage import collections_paused, leave_inherited
 from forge.data.sample_seeding import Failure, what
 from forge.errors import DataError
+from forge.torch_internals import check_worker_pids, forget_worker_pids, watch_worker_pids
 
 DATA_TIMEOUT = 600.0
 """Seconds without a batch from any worker after which one counts as hanging."""
@@ -331,11 +331,11 @@ def _report_deaths(batches: Any, on: bool) -> None:
     if on == batches._worker_pids_set or (on and batches._shutdown):
         return
     if on:
-        signal_handling._set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
+        watch_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
         batches._worker_pids_set = True
-        signal_handling._error_if_any_worker_fails()  # for those that died meanwhile
+        check_worker_pids()  # for those that died meanwhile
     else:
-        signal_handling._remove_worker_pids(id(batches))
+        forget_worker_pids(id(batches))
         batches._worker_pids_set = False
 
 

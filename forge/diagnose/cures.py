@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge.diagnose.again import backward_line, forward_line
 from forge.diagnose.scene import Scene, scene_of
+from forge.torch_internals import BatchNorm
 from forge.util.oom import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _dimensions(scene: Scene, found: re.Match[str]) -> str:
     if isinstance(scene.module, nn.RNNBase):
         form = "(N, L, features)" if scene.module.batch_first else "(L, N, features)"
     advice = f"{scene.name or 'It'} takes an input {form}, but got {tuple(value.shape)}."
-    if isinstance(scene.module, nn.modules.batchnorm._BatchNorm) and value.ndim == 2:
+    if isinstance(scene.module, BatchNorm) and value.ndim == 2:
         return f"{advice} For features (N, C) use nn.BatchNorm1d."
     if value.ndim == wanted - 1:
         return f"{advice} If the channel is missing, write x.unsqueeze(1)."

@@ -32,7 +32,7 @@ def deterministic_flags(on: bool) -> Iterator[None]:
         yield
         return
     global _in_time
-    from torch._inductor import config as inductor  # torch imports it too when the mode is set
+    from forge.torch_internals import inductor_config as inductor  # torch imports it too when the mode is set
 
     cudnn: Any = torch.backends.cudnn
     workspace = os.environ.get(CUBLAS)

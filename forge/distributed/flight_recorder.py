@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
+
+from forge import torch_internals as internals
+from forge.torch_internals import dump_gloo_json, dump_nccl, dump_nccl_json
 
 Entry = dict[str, Any]
 
@@ -39,12 +42,12 @@ def settings() -> dict[str, str]:
 
 def entries() -> list[Entry]:
     """Return the recorded collectives, oldest first; none if the recorder is off."""
-    found: list[Entry] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        recorder = getattr(torch._C._distributed_c10d, name, None)  # pyright: ignore[reportAttributeAccessIssue]
-        if recorder is not None:
-            found += json.loads(recorder()).get("entries", [])
+    found = [*_recorded(dump_nccl_json), *_recorded(dump_gloo_json)]
     return sorted(found, key=lambda entry: entry["time_created_ns"])
+
+
+def _recorded(dump: Callable[[], str] | None) -> list[Entry]:
+    return [] if dump is None else json.loads(dump()).get("entries", [])
 
 
 def position(recorded: list[Entry]) -> str:
@@ -89,7 +92,7 @@ def _alike(entry: Entry) -> str:
 
 def _members() -> dict[str, str]:
     """Return the first rank and the number of ranks of each group of this process, by the group's name."""
-    world = dist.distributed_c10d._world
+    world = internals.process_groups
     ranks = {name: list(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
     return {name: f"{min(each)}+{len(each)}" for name, each in ranks.items() if each}
 
@@ -113,8 +116,8 @@ def title(entry: Mapping[str, Any]) -> str:
 
 def group_title(name: str) -> str:
     """Return a group's description and name, or its name if it has no description."""
-    for group, its_name in dist.distributed_c10d._world.pg_names.items():
-        if its_name == name and group is dist.distributed_c10d._get_default_group():
+    for group, its_name in internals.process_groups.pg_names.items():
+        if its_name == name and group is dist.group.WORLD:
             return "default"
         if its_name == name and group.group_desc not in ("", "undefined"):
             return f"{group.group_desc} ({name})"
@@ -131,8 +134,8 @@ def save(folder: Path, rank: int, dump: Mapping[str, Any]) -> None:
         with suppress(OSError):
             written = log.replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
             shutil.copyfile(written, folder / f"nccl_rank{rank}.log")
-    if dist.is_nccl_available() and json.loads(torch._C._distributed_c10d._dump_nccl_trace_json()).get("entries"):  # pyright: ignore[reportAttributeAccessIssue]
-        (folder / f"nccl_rank_{rank}").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())  # pyright: ignore[reportAttributeAccessIssue]
+    if dump_nccl is not None and _recorded(dump_nccl_json):
+        (folder / f"nccl_rank_{rank}").write_bytes(dump_nccl())
 
 
 def _nccl_version() -> str:

@@ -18,6 +18,7 @@ from forge.distributed.address import resolvable
 from forge.distributed.namespace import fresh_store
 from forge.distributed.rank_info import RankInfo
 from forge.errors import ForgeError
+from forge.torch_internals import default_store
 
 BACKENDS = {"cuda": "nccl"}
 """The backend by device type; gloo on all others."""
@@ -56,12 +57,13 @@ def join(info: RankInfo, device: torch.device, backend: str | None) -> Membershi
         _init(info, device, backend or BACKENDS.get(device.type, "gloo"))
         atexit.unregister(_leave)
         atexit.register(_leave)
-    world = dist.distributed_c10d._get_default_group()
+    world = dist.group.WORLD
+    assert world is not None
     if _current is None or _current.world is not world:
         control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="control")
         assert control is not None
         assert not isinstance(control, int)
-        _current = Membership(world, control, dist.distributed_c10d._get_default_store())
+        _current = Membership(world, control, default_store())
     _current.runs += 1
     return _current
 

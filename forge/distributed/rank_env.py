@@ -17,6 +17,7 @@ from forge.distributed.join import abandon, join
 from forge.distributed.rank_info import RankInfo
 from forge.env import Env, T, pick_device
 from forge.errors import ForgeError
+from forge.torch_internals import broadcast_coalesced
 from forge.util.signal_waits import signals_act_at_once
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class DistributedEnv(Env):
 
     def copy_from(self, rank: int, tensors: list[Tensor]) -> None:
         """Copy one rank's tensors to every rank, in place, in a few messages."""
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, rank)
+        broadcast_coalesced(dist.group.WORLD, tensors, 250 * 2**20, rank)
 
     def no_timeout(self) -> AbstractContextManager[None]:
         return nullcontext() if self.heartbeat is None else self.heartbeat.no_timeout()

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 import forge
+from forge import torch_internals as internals
 from forge.distributed import flight_recorder
 
 Dump = dict[str, Any]
@@ -131,7 +132,7 @@ def _groups(main: FrameType | None, entries: list[flight_recorder.Entry]) -> dic
         return {}
     recorded = {entry["process_group"][0]: entry for entry in entries}
     groups: dict[str, Any] = {}
-    for group, name in dist.distributed_c10d._world.pg_names.items():
+    for group, name in internals.process_groups.pg_names.items():
         latest = flight_recorder.title(recorded[name]) if name in recorded else _called(main)
         number = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
         groups[flight_recorder.group_title(name)] = {"number": number, "latest": latest}

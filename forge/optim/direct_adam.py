@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.adam import adam
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from forge.torch_internals import global_step_post_hooks, global_step_pre_hooks, profiler_enabled
 
 PASSED = ("foreach", "capturable", "differentiable", "fused", "amsgrad", "lr", "weight_decay", "eps", "maximize")
 """Options of a group that torch's function takes under their own names."""
@@ -88,9 +89,9 @@ class DirectAdam:
             type(optimizer).step is not self._class_step
             or optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or torch.autograd.profiler._is_profiler_enabled
+            or global_step_pre_hooks
+            or global_step_post_hooks
+            or profiler_enabled()
         )
 
     def _look(self, gathered: list[Any]) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from forge.torch_internals import attention_efficient, attention_flash, attention_math, has_kernel, operator_names
+
 aten = torch.ops.aten
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -50,9 +52,8 @@ def chosen_as_on_cuda() -> Iterator[None]:
 
 def _autocast_only_on(one: str, other: str) -> list[str]:
     """Return the operations that autocast handles on one device and not on the other."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    only = [name for name in names if has(name, f"Autocast{one}") and not has(name, f"Autocast{other}")]
+    names = [name for name in operator_names() if name.startswith("aten::")]
+    only = [name for name in names if has_kernel(name, f"Autocast{one}") and not has_kernel(name, f"Autocast{other}")]
     return [name.removeprefix("aten::") for name in only]
 
 
@@ -62,7 +63,7 @@ def _in_float(name: str) -> Callable[..., Any]:
     names = [argument.name for argument in operation._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        with torch.autocast("cpu", enabled=False):
             if "dtype" in names:  # these convert as they compute; a requested type stays
                 given = dict(zip(names, args, strict=False)) | kwargs
                 if args[0].dtype in SHORT and given.get("dtype") is None:
@@ -103,14 +104,10 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     if query.dim() != 4 or query.is_nested:
-        return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        return attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     if query.dtype in SHORT and attn_mask is None and query.size(-1) <= FLASH_WIDTH:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return attention_flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-    )[0]
+    return attention_efficient(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from forge.torch_internals import fake_tensors, local_scalar
 
 HOST, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # without an index, a torch built for the CPU looks for one
 TORCH, HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 aten = torch.ops.aten
 
 
-class FakeCudaMode(FakeTensorMode):
+class FakeCudaMode(fake_tensors.FakeTensorMode):
     """Fake tensors that are all on the host, also where CUDA was asked for.
 
     Fake tensors on CUDA can run forward without a GPU, but not backward: autograd looks for the device's threads.
@@ -35,10 +36,10 @@ class FakeCudaMode(FakeTensorMode):
             kwargs = {**kwargs, "device": HOST}
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except DataDependentOutputException:
+        except fake_tensors.DataDependentOutputException:
             if not self._asked_by_plugin():
                 raise
-            if func is aten._local_scalar_dense.default:
+            if func is local_scalar:
                 return _one(args[0].dtype)
             if func is aten.equal.default:
                 return False

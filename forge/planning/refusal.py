@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-
 from forge.errors import ForgeError, TaskError
+from forge.torch_internals import fake_tensors
 from forge.util.frames import is_library
 
-READS = (DataDependentOutputException, DynamicOutputShapeException)
-UNKNOWN = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
+READS = (fake_tensors.DataDependentOutputException, fake_tensors.DynamicOutputShapeException)
+UNKNOWN = (
+    fake_tensors.UnsupportedFakeTensorException,
+    fake_tensors.UnsupportedOperatorException,
+    NotImplementedError,
+)
 MEASURE = "Measure it on the device instead, with -p throughput, or find the largest batch with forge tune."
 
 

@@ -7,8 +7,6 @@ from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from forge.config.build import make_plugins
 from forge.contract.hooks import hookimpl
@@ -27,6 +25,7 @@ from forge.planning.footprint import Footprint
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
 from forge.snapshot.left_out import is_left_out
+from forge.torch_internals import fake_tensors, pytree
 from forge.tuning.trial import quiet
 
 UPDATES = 2
@@ -181,7 +180,7 @@ class Rehearsal(Plugin):
             parameters=_rounded([*self.task.parameters(), *self.task.buffers()]),
             buffers=_rounded(list(self.task.buffers())),
             gradients=self.gradients,
-            optimizer=_rounded([leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]),
+            optimizer=_rounded([leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, Tensor)]),
             activations=self.activations,
             moments=dict(self.tracker.moments),
             block=block,
@@ -193,7 +192,7 @@ def _is_planned_apart(plugin: Plugin) -> bool:
     return is_left_out(plugin, *PLANNED_APART) or plugin.observer
 
 
-def _without_values(make_task: MakeTask, mode: FakeTensorMode) -> TaskModule:
+def _without_values(make_task: MakeTask, mode: fake_tensors.FakeTensorMode) -> TaskModule:
     """Build the task on fake tensors; if its `__init__` reads values, build it for real and convert it."""
     try:
         with mode:
@@ -207,7 +206,7 @@ def _without_values(make_task: MakeTask, mode: FakeTensorMode) -> TaskModule:
     return task
 
 
-def _fake(batch: Any, mode: FakeTensorMode) -> Any:
+def _fake(batch: Any, mode: fake_tensors.FakeTensorMode) -> Any:
     """Return the batch without values, outside the device's memory."""
     with mode:
         return move(batch, CUDA)

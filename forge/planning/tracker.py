@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from forge.planning.fake_cuda import HOST
 from forge.planning.footprint import Moment
+from forge.torch_internals import MemKind, MemTracker
 
 ROUNDING = 512
 """CUDA's allocator hands out multiples of this."""
@@ -50,7 +50,7 @@ class Tracker(MemTracker):
         phase = "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
         if now is None:
             return
-        moment = Moment(now["Total"], now[_MemRefType.GRAD])
+        moment = Moment(now["Total"], now[MemKind.GRAD])
         if phase not in self.moments or self.moments[phase].total < moment.total:
             self.moments[phase] = moment
         if self.in_blocks is not None and phase == "backward":
@@ -62,4 +62,4 @@ class Tracker(MemTracker):
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore  # pyright: ignore[reportAssignmentType]
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore

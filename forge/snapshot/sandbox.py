@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from forge.checkpoint import sharding
 from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
+from forge.torch_internals import dynamo_is_loaded, foreach_copy_
 from forge.util.generators import find_generators, generator_state, set_generator_state
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ def kept(tensors: Sequence[Tensor], buffers: Sequence[Owned] = ()) -> Iterator[N
         for group, copy in zip(groups, copies, strict=True):
             # a buffer that a forward replaced during an evaluation is an inference tensor
             with torch.inference_mode() if any(tensor.is_inference() for tensor in group) else torch.no_grad():
-                torch._foreach_copy_(group, copy)
+                foreach_copy_(group, copy)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
     """Disable torch.compile, if it is in use: a single call is not worth compiling or recompiling."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else nullcontext()
 
 
 def _part(tensor: Tensor) -> Tensor:
@@ -82,5 +82,5 @@ def _copied(group: list[Tensor]) -> list[Tensor]:
     if group[0].layout is not torch.strided:
         return [tensor.clone() for tensor in group]
     copies = [torch.empty_like(tensor) for tensor in group]
-    torch._foreach_copy_(copies, group)
+    foreach_copy_(copies, group)
     return copies

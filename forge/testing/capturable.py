@@ -13,8 +13,6 @@ import torch
 from pluggy import HookImpl
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
@@ -22,6 +20,7 @@ from forge.contract.stack import INSIDE
 from forge.engine.trainer import Trainer
 from forge.testing.hook_calls import Function, HookCalls
 from forge.testing.subject import Subject
+from forge.torch_internals import TorchDispatchMode, pytree
 from forge.util.frames import is_library
 from forge.util.text import short_path
 
@@ -136,7 +135,7 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name
         if name in READS:
             raise DeviceRead(f"{READS[name]}, at {_own_line(sys._getframe())}")
-        masks = [part for part in tree_leaves(args[1:]) if isinstance(part, Tensor) and part.dtype is torch.bool]
+        masks = [part for part in pytree.tree_leaves(args[1:]) if isinstance(part, Tensor) and part.dtype is torch.bool]
         if name == "aten::index" and masks:
             raise DeviceRead(f"the size of what a mask picks is read, at {_own_line(sys._getframe())}")
         return func(*args, **(kwargs or {}))

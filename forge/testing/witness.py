@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
@@ -27,6 +26,7 @@ from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.rng import RNGState
 from forge.testing.trace import Line, digest, hidden_state
+from forge.torch_internals import pytree
 
 KINDS = {
     "first parameter": "the initial parameter {}",
@@ -131,7 +131,7 @@ class Witness(Plugin):
     def _saw_output(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.watching:
-                for i, value in enumerate(tree_leaves(output)):
+                for i, value in enumerate(pytree.tree_leaves(output)):
                     if isinstance(value, Tensor):
                         self.note("output", f"{name}[{i}]" if i else name, value)
 
@@ -281,5 +281,5 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 def _parts(window: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of every tensor and other value in every micro-batch."""
     for i, batch in enumerate(window):
-        for path, part in tree_flatten_with_path(batch)[0]:
-            yield f"micro-batch {i}{', batch' if path else ''}{keystr(path)}", part
+        for path, part in pytree.tree_flatten_with_path(batch)[0]:
+            yield f"micro-batch {i}{', batch' if path else ''}{pytree.keystr(path)}", part

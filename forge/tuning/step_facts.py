@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from forge.contract.run import Run
+from forge.torch_internals import BatchNorm
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class StepFacts:
             device=trainer.env.device.type,
             blocks=repeated_classes(task),
             convolutions=any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in task.modules()),
-            batch_norm=any(isinstance(m, _BatchNorm) for m in task.modules()),
+            batch_norm=any(isinstance(m, BatchNorm) for m in task.modules()),
             float32=all(p.dtype is torch.float32 for p in weights),
             not_fused=_not_fused(trainer),
             window=trainer.window,

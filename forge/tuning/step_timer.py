@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from forge.contract.hooks import hookimpl
 from forge.contract.run import Run
@@ -19,6 +18,7 @@ from forge.contract.step import Step
 from forge.engine.trainer import Trainer
 from forge.env import Env
 from forge.errors import ForgeError
+from forge.torch_internals import pytree
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_reading import StepReading
 from forge.tuning.trial import TuningTrial
