@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("forge_plugins.throughput.steps.clock", clock)
+    monkeypatch.setattr("forge_plugins.common.clock.clock", clock)
     monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=clock))
     return clock
 
