@@ -7,17 +7,14 @@ import io
 import logging
 import os
 import shutil
-import time
 from collections.abc import Iterable
-from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import forge
 from forge.runs.wording import counted
 from forge.util.files import atomic_write, make_folder, regular_only
-from forge_plugins.common.sinks import counters_after, scalars_of, writes
+from forge_plugins.common.sinks import Sink, appending, last_kept, scalars_of
 
 logger = logging.getLogger("forge")
 
@@ -25,7 +22,7 @@ FILE = "metrics.csv"
 POSITION = ["update", "epoch", "sample", "time"]
 
 
-class CSV(forge.Plugin):
+class CSV(Sink):
     """Write metrics to RUN/metrics.csv, one row for every log and one column for every metric.
 
     When to use it: to open the metrics in a spreadsheet, or with `pandas.read_csv("metrics.csv")`.
@@ -44,95 +41,51 @@ class CSV(forge.Plugin):
         forge fit quickstart -p csv
     """
 
-    observer = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Reset the state of one run."""
-        self._file: TextIOWrapper | None = None
+    def begin(self) -> None:
+        super().begin()
         self._columns: list[str] = []
-        self._restores = 0
-        self._gave_up = False
-        self._started = time.monotonic()
 
-    @forge.hookimpl
-    def forge_start(self) -> None:
-        self._forget()
+    def open(self, trainer: forge.Run) -> TextIO:
+        """Open the file, without the rows of an abandoned attempt."""
+        assert trainer.run_dir is not None
+        make_folder(trainer.run_dir)
+        self._columns = rewritten(trainer.run_dir / FILE, self._columns, last_kept(trainer))
+        return appending(trainer.run_dir / FILE)
 
-    @forge.hookimpl
-    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         scalars = scalars_of(metrics)
-        if not scalars or not writes(trainer) or self._gave_up:
+        if not scalars:
             return
         assert trainer.run_dir is not None
-        epoch, sample = counters_after(trainer, update)
-        position = dict(zip(POSITION, (update, epoch, sample, round(time.monotonic() - self._started, 3)), strict=True))
-        try:
-            file = self._ready(trainer, trainer.run_dir / FILE, [*POSITION, *scalars])
-            file.write(as_row({**scalars, **position}.get(column, "") for column in self._columns))
-        except OSError as error:
-            self._give_up(error)
-
-    def _ready(self, trainer: forge.Run, path: Path, columns: list[str]) -> TextIOWrapper:
-        """Return the file, opened, with these columns, and without the rows of an abandoned attempt."""
-        if self._restores != trainer.restores:
-            self._close()
-        if self._file is None:
-            make_folder(path.parent)
-            self._restores = trainer.restores
-            last = trainer.resumed_from if trainer.verb == "fit" else None
-            self._columns = self._rewrite(path, last, columns)
-            self._file = self._open(path)
-        elif not set(columns) <= set(self._columns):
-            self._close()
-            self._columns = self._rewrite(path, None, columns)
-            self._file = self._open(path)
-        return self._file
-
-    def _open(self, path: Path) -> TextIOWrapper:
-        return open(path, "a", buffering=1, encoding="utf-8", newline="", opener=regular_only)
-
-    def _rewrite(self, path: Path, last: int | None, columns: list[str]) -> list[str]:
-        """Write the file again with these columns added, and without rows of updates after `last`; return its columns.
-
-        A last row that a kill has cut short is dropped. Where other rows cannot be read, a copy of the file is kept.
-        """
-        header, rows, damaged = read(path)
-        if damaged:
-            aside = path.with_name(f"{path.name}.damaged")
-            shutil.copyfile(path, aside)
-            what = counted(damaged, "damaged row")
-            logger.warning("csv: %s of %s dropped; %s is the file as it was.", what, path, aside.name)
-        kept = [row for row in rows if last is None or int(row[0]) <= last]
-        columns = [*header, *(column for column in columns if column not in header)]
-        if columns != header or len(kept) != len(rows) or damaged or not ends_with_a_line(path):
-            with atomic_write(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
-                file.write(as_row(columns))
-                for row in kept:
-                    file.write(as_row([*row, *[""] * (len(columns) - len(row))]))
-        return columns
-
-    @forge.hookimpl
-    def forge_end(self) -> None:
-        try:
-            self._close()
-        except OSError as error:
-            self._give_up(error)
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+        where = self.position(trainer, update)
+        values = {**where, **scalars, **where}
+        self._columns = self._columns or list(values)
+        file = self.ready(trainer)
+        if not values.keys() <= set(self._columns):
             file.close()
+            self._columns = rewritten(trainer.run_dir / FILE, list(values))
+            file = self.opened = appending(trainer.run_dir / FILE)
+        file.write(as_row(values.get(column, "") for column in self._columns))
 
-    def _give_up(self, error: OSError) -> None:
-        """Log the error once: metrics are not worth a run."""
-        self._gave_up = True
-        with suppress(OSError):  # closing flushes, which fails again
-            self._close()
-        logger.error("csv: %s cannot be written: %s. The run continues without further rows in it.", FILE, error)
+
+def rewritten(path: Path, columns: list[str], last: int | None = None) -> list[str]:
+    """Write the file again with these columns added, and without rows of updates after `last`; return its columns.
+
+    A last row that a kill has cut short is dropped. Where other rows cannot be read, a copy of the file is kept.
+    """
+    header, rows, damaged = read(path)
+    if damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, aside)
+        what = counted(damaged, "damaged row")
+        logger.warning("csv: %s of %s dropped; %s is the file as it was.", what, path, aside.name)
+    kept = [row for row in rows if last is None or int(row[0]) <= last]
+    columns = [*header, *(column for column in columns if column not in header)]
+    if columns != header or len(kept) != len(rows) or damaged or not ends_with_a_line(path):
+        with atomic_write(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
+            file.write(as_row(columns))
+            file.writelines(as_row([*row, *[""] * (len(columns) - len(row))]) for row in kept)
+    return columns
 
 
 def as_row(values: Iterable[Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forge
-from forge.checkpoint import wait_until_written
 from forge.errors import RecipeError
 from forge.metrics import drawing
-from forge.util.files import atomic_write, make_folder
-from forge_plugins.common.sinks import PASSWORD, Failures, refuse_missing, scalars_of, writes
+from forge_plugins.common.sinks import PASSWORD, Sink, checkpoints, run_id, scalars_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,7 +27,7 @@ LONGEST = 500
 NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
 
-class Mlflow(forge.Plugin):
+class Mlflow(Sink):
     """Log the run to MLflow: hyperparameters, metrics, images and texts; checkpoints on request.
 
     When to use it: to collect runs on an MLflow server, or in a database file. It needs `pip install
@@ -65,7 +62,8 @@ class Mlflow(forge.Plugin):
         "Log the latest and the best checkpoint as artifacts at the end of a fit."
 
     config: Config
-    observer = True
+    package = "mlflow"
+    survives = Exception
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -74,39 +72,41 @@ class Mlflow(forge.Plugin):
                 "mlflow.tracking_uri has a password in it, and options are written to the run folder. Set the "
                 "environment variable MLFLOW_TRACKING_URI instead."
             )
-        self._begin()
 
-    def _begin(self) -> None:
-        """Reset the state of one run."""
-        self._client: MlflowClient | None = None
+    def begin(self) -> None:
+        super().begin()
         self._run_id = ""
-        self._failures = Failures("mlflow")
-        self._status = "FINISHED"
         self._there: set[tuple[str, int]] = set()
         "Metrics and updates that an earlier attempt has logged after the checkpoint."
-        self._restores = 0
 
-    @forge.hookimpl
-    def forge_configure(self) -> None:
-        refuse_missing("mlflow", "mlflow")
+    def open(self, trainer: forge.Run) -> MlflowClient:
+        """Find the MLflow run of this folder, or create one."""
+        from mlflow import MlflowClient
 
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Run) -> None:
-        self._begin()
+        assert trainer.run_dir is not None
+        name, config = trainer.run_dir.name, self.config
+        client = MlflowClient(tracking_uri=config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE)
 
-    @forge.hookimpl
-    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
-        if writes(trainer) and not self._failures.given_up:
-            with self._failures.noted():
-                self._log(trainer, update, metrics)
+        def create() -> str:
+            found = client.get_experiment_by_name(config.experiment)
+            experiment = client.create_experiment(config.experiment) if found is None else found.experiment_id
+            return client.create_run(experiment, run_name=name, tags=config.tags).info.run_id
 
-    def _log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+        self._run_id = run_id(trainer, "mlflow.json", "run_id", create)
+        client.update_run(self._run_id, status="RUNNING")
+        if trainer.verb == "fit":
+            self._there = logged_after(client, self._run_id, trainer.resumed_from or 0)
+            self._log_parameters(client, trainer)
+        return client
+
+    def reopen(self, trainer: forge.Run) -> MlflowClient:
+        self._there = set()  # other points of the same updates follow
+        return self.opened
+
+    def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        client = self._client or self._open(trainer)
-        if self._restores != trainer.restores:  # a rewind: other points of the same updates follow
-            self._restores, self._there = trainer.restores, set()
-        now = int(time.time() * 1000)
+        client, now = self.ready(trainer), int(time.time() * 1000)
         named = {NOT_IN_NAMES.sub("_", name): value for name, value in scalars_of(metrics).items()}
         points = [Metric(name, float(v), now, update) for name, v in named.items() if (name, update) not in self._there]
         for some in portions(points):
@@ -114,46 +114,17 @@ class Mlflow(forge.Plugin):
         for name, value in metrics.items():
             place = NOT_IN_NAMES.sub("_", name)
             if isinstance(value, forge.Image):
-                self._log_file(client, f"images/{place}", f"{update:08d}.png", drawing.png(value))
+                self._log_file(f"images/{place}", f"{update:08d}.png", drawing.png(value))
                 if value.caption:
-                    self._log_file(client, f"images/{place}", f"{update:08d}.txt", value.caption.encode())
+                    self._log_file(f"images/{place}", f"{update:08d}.txt", value.caption.encode())
             elif isinstance(value, forge.Text):
-                self._log_file(client, f"texts/{place}", f"{update:08d}.md", value.text.encode())
+                self._log_file(f"texts/{place}", f"{update:08d}.md", value.text.encode())
 
-    def _log_file(self, client: MlflowClient, place: str, name: str, content: bytes) -> None:
+    def _log_file(self, place: str, name: str, content: bytes) -> None:
         """Log an artifact; one of the same name is replaced."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / name).write_bytes(content)
-            client.log_artifact(self._run_id, str(Path(folder) / name), place)
-
-    def _open(self, trainer: forge.Run) -> MlflowClient:
-        """Find the MLflow run of this folder, or create one."""
-        from mlflow import MlflowClient
-
-        assert trainer.run_dir is not None
-        uri = self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE
-        client = MlflowClient(tracking_uri=uri)
-        file = trainer.run_dir / "mlflow.json"
-        self._restores = trainer.restores
-        if file.exists() and (trainer.verb != "fit" or trainer.resumed_from is not None):
-            self._run_id = json.loads(file.read_text(encoding="utf-8"))["run_id"]
-            client.update_run(self._run_id, status="RUNNING")
-        else:
-            self._run_id = client.create_run(
-                self._experiment(client), run_name=trainer.run_dir.name, tags=self.config.tags
-            ).info.run_id
-            make_folder(trainer.run_dir)
-            with atomic_write(file) as path:
-                path.write_text(json.dumps({"run_id": self._run_id}) + "\n", encoding="utf-8")
-        if trainer.verb == "fit":
-            self._there = logged_after(client, self._run_id, trainer.resumed_from or 0)
-            self._log_parameters(client, trainer)
-        self._client = client
-        return client
-
-    def _experiment(self, client: MlflowClient) -> str:
-        found = client.get_experiment_by_name(self.config.experiment)
-        return found.experiment_id if found is not None else client.create_experiment(self.config.experiment)
+            self.opened.log_artifact(self._run_id, str(Path(folder) / name), place)
 
     def _log_parameters(self, client: MlflowClient, trainer: forge.Run) -> None:
         """Log the parameters that the run does not have; MLflow refuses to change one."""
@@ -165,23 +136,13 @@ class Mlflow(forge.Plugin):
         for some in portions(new):
             client.log_batch(self._run_id, params=some)
 
-    @forge.hookimpl
-    def forge_exception(self, error: BaseException) -> None:
-        self._status = "KILLED" if isinstance(error, (forge.Interrupted, KeyboardInterrupt)) else "FAILED"
-
-    @forge.hookimpl
-    def forge_end(self, trainer: forge.Run) -> None:
-        client, self._client = self._client, None
-        if client is None or trainer.run_dir is None:
-            return
-        with self._failures.noted():
-            if self.config.checkpoints and trainer.verb == "fit":
-                wait_until_written()
-                folder = trainer.run_dir / "checkpoints"
-                for alias in ("latest", "best"):
-                    if (folder / alias).is_dir():
-                        client.log_artifacts(self._run_id, str((folder / alias).resolve()), f"checkpoints/{alias}")
-            client.set_terminated(self._run_id, self._status)
+    def close(self, trainer: forge.Run) -> None:
+        if self.config.checkpoints and trainer.verb == "fit":
+            for alias, path in checkpoints(trainer).items():
+                self.opened.log_artifacts(self._run_id, str(path), f"checkpoints/{alias}")
+        killed = isinstance(self.error, (forge.Interrupted, KeyboardInterrupt))
+        status = "FINISHED" if self.error is None else "KILLED" if killed else "FAILED"
+        self.opened.set_terminated(self._run_id, status)
 
 
 def portions(entries: list[Any]) -> Iterator[list[Any]]:

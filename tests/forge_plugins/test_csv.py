@@ -11,6 +11,7 @@ import pytest
 
 import forge
 from forge_plugins import CSV, JSONL, Checkpoint
+from forge_plugins.common.sinks import appending
 from tests.forge_plugins.test_jsonl import FullDisk, SecondRank, errors_in, lines_of
 from tests.support.logger_runs import LAST, live, live_twice
 from tests.support.tasks import Classifier, fit, make_batches
@@ -93,12 +94,11 @@ def test_another_file_of_that_name_is_kept_aside(tmp_path: Path) -> None:
 def test_a_full_disk_is_logged_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opens = CSV._open
-    monkeypatch.setattr(CSV, "_open", lambda *words: FullDisk(opens(*words)))
+    monkeypatch.setattr("forge_plugins.csv.appending", lambda path: FullDisk(appending(path)))
     assert fit(train=make_batches(6), plugins=[CSV()], run_dir=tmp_path, log_every=1).updates == 6
     assert [row["update"] for row in rows_of(tmp_path)] == ["1"]
     (error,) = errors_in(caplog)
-    assert error.startswith("csv: metrics.csv cannot be written")
+    assert error.startswith("csv: nothing more is logged there: OSError: [Errno 28] No space left on device.")
 
 
 def test_only_the_main_process_writes_and_only_with_a_folder(empty_folder: Path) -> None:

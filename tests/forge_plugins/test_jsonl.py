@@ -16,6 +16,7 @@ from forge.env import Env
 from forge.metrics.means import PendingMeans
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
+from forge_plugins.common.sinks import appending
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
 
@@ -130,7 +131,7 @@ def test_a_failed_run_keeps_its_lines_and_closes_its_file(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1)
     assert [line["update"] for line in lines_of(tmp_path)] == [1, 2, 3]
-    assert plugin._file is None
+    assert plugin.opened is None
 
 
 def test_the_file_is_made_with_its_first_line(tmp_path: Path) -> None:
@@ -228,14 +229,13 @@ class FullDisk:
 def test_a_full_disk_is_logged_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opens = JSONL._open
-    monkeypatch.setattr(JSONL, "_open", lambda *words: FullDisk(opens(*words)))
+    monkeypatch.setattr("forge_plugins.jsonl.appending", lambda path: FullDisk(appending(path)))
     plugin = JSONL()
     assert fit(train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1).updates == 6
     assert [line["update"] for line in lines_of(tmp_path)] == [1]
     assert errors_in(caplog) == [
-        "jsonl: metrics.jsonl cannot be written: [Errno 28] No space left on device. The run continues without further "
-        "lines in it."
+        "jsonl: nothing more is logged there: OSError: [Errno 28] No space left on device. The run continues without "
+        "it."
     ]
     monkeypatch.undo()
     fit(train=make_batches(1), plugins=[plugin], run_dir=tmp_path)
@@ -252,7 +252,8 @@ def test_what_cannot_even_be_opened_does_not_end_the_run(
         (tmp_path / name).write_text("in its way")
     assert fit(train=make_batches(6), plugins=[plugin()], run_dir=tmp_path, log_every=1).updates == 6
     (error,) = errors_in(caplog)
-    assert "cannot be written" in error
+    assert "nothing more is logged there" in error
+    assert name in error
 
 
 def test_a_tensorboard_writer_that_fails_is_given_up_once(

@@ -252,7 +252,7 @@ def test_a_failed_run_keeps_what_it_logged_and_closes_its_file(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1)
     assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [1, 2, 3]
-    assert plugin._writer is None
+    assert plugin.opened is None
 
 
 def test_one_plugin_serves_several_runs(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import forge
 from forge.errors import RecipeError
 from forge.testing import TinyGAN, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Throughput
+from forge_plugins.common.clock import StepClock, TimedStep, percentile
 from forge_plugins.throughput import summary
 from forge_plugins.throughput.memory_use import Saved
-from forge_plugins.throughput.steps import DeviceSteps, Done, percentile
 from tests.support import throughput_kit
 from tests.support.tasks import Classifier, fit, make_batches
 from tests.support.throughput_kit import MLP, Clock, logged, tokens
@@ -358,7 +358,7 @@ class Event:
 def stepped(clock: Clock, *, host: float, device: float, wait: float = 0.0, pause: float = 0.0) -> list[float]:
     """How many ms four of five steps took, given what host and device need for one; a pause is before the fourth."""
     queue = Device(clock)
-    steps = DeviceSteps(queue.event)
+    steps = StepClock(queue.event)
     for index in range(5):
         if index == 3:
             clock.spend(pause)
@@ -366,7 +366,7 @@ def stepped(clock: Clock, *, host: float, device: float, wait: float = 0.0, paus
         steps.begin(wait / 1e3)
         queue.launch(device)
         clock.spend(host)
-        steps.end(Done(0.0, wait / 1e3, 1, 0.0, None), counts=index > 0)
+        steps.end(TimedStep(wait / 1e3, 1), counts=index > 0)
     clock.spend(1e6)
     return [round(1e3 * done.seconds, 3) for done in steps.take()]
 
@@ -388,11 +388,11 @@ def test_what_comes_between_two_steps_of_a_device_is_in_none(clock: Clock) -> No
 
 def test_unfinished_steps_of_the_device_are_told_of_later(clock: Clock) -> None:
     queue = Device(clock)
-    steps = DeviceSteps(queue.event)
+    steps = StepClock(queue.event)
     for _ in range(3):
         steps.begin(0.0)
         queue.launch(10)
-        steps.end(Done(0.0, 0.0, 1, 0.0, None), counts=True)
+        steps.end(TimedStep(0.0, 1), counts=True)
     assert steps.take() == []
     clock.spend(25)
     assert len(steps.take()) == 2
@@ -407,18 +407,18 @@ def test_events_are_used_again(clock: Clock) -> None:
         made.append(queue.event())
         return made[-1]
 
-    steps = DeviceSteps(make)
+    steps = StepClock(make)
     for _ in range(5000):
         steps.begin(0.0)
         queue.launch(1)
         clock.spend(1)
-        steps.end(Done(0.0, 0.0, 1, 0.0, None), counts=True)
+        steps.end(TimedStep(0.0, 1), counts=True)
     assert len(made) < 600
     assert len(steps.take()) >= 4999
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1), st.floats(0.01, 1))
 def test_a_percentile_is_a_time_that_so_many_do_not_exceed(times: list[float], share: float) -> None:
-    found = percentile(sorted(times), share)
+    found = percentile(times, share)
     assert found in times
     assert sum(time <= found for time in times) >= share * len(times)

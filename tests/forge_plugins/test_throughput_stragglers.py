@@ -17,8 +17,8 @@ from forge.env import Env
 from forge.testing import TinyGAN, TinyTask, tiny_batches
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Accumulate, Throughput
+from forge_plugins.common.clock import StepClock, TimedStep, Totals
 from forge_plugins.throughput import RATES
-from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Summary
 from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers, warning
 from tests.forge_plugins.test_throughput import Device
 from tests.support import throughput_kit
@@ -122,12 +122,12 @@ def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> Non
 class Behind(Throughput):
     """On rank 1 no step of the first interval is finished at its log, and FLOPs, items and memory stay unknown."""
 
-    def _take(self) -> Summary:
+    def _take(self) -> Totals:
         done = super()._take()
         if self._stragglers is None or self._stragglers._env.rank == 0:
             return done
         self._items.name = None
-        return Summary.of([]) if self._updates == 3 else dataclasses.replace(done, counted=0.0)
+        return Totals.of([]) if self._updates == 3 else dataclasses.replace(done, counted=0.0)
 
     def _memory(self, trainer: forge.Run) -> dict[str, float]:
         memory = super()._memory(trainer)
@@ -248,13 +248,13 @@ def test_the_metrics_are_against_the_slowest_and_the_median() -> None:
 
 
 def test_paces_are_exchanged_by_rank() -> None:
-    done = [Done(0.4, 0.1, 1, 0.0, None, 0.1, own=0.3), Done(0.6, 0.1, 1, 0.0, None, 0.1, own=0.3)]
+    done = [TimedStep(0.1, 1, seconds=0.4, before=0.1, own=0.3), TimedStep(0.1, 1, seconds=0.6, before=0.1, own=0.3)]
     env = Many(0, 0, 0, 5 * 10**8, 10**9, 2 * 10**9)
-    assert Stragglers(env).exchange(Summary.of(done))[0] == [Pace(0.1, 0.3, 0.5), Pace(0.5, 1.0, 2.0)]
+    assert Stragglers(env).exchange(Totals.of(done))[0] == [Pace(0.1, 0.3, 0.5), Pace(0.5, 1.0, 2.0)]
     done[1].own = None  # the model's gradients are not seen: what is known of all updates counts
-    assert Stragglers(env).exchange(Summary.of(done))[0] == [Pace(0.1, 0.1, 0.5), Pace(0.5, 1.0, 2.0)]
-    assert Stragglers(Many(*[0] * 6)).exchange(Summary.of(done))[0] is None
-    assert Stragglers(env).exchange(Summary.of([]))[0] is None
+    assert Stragglers(env).exchange(Totals.of(done))[0] == [Pace(0.1, 0.1, 0.5), Pace(0.5, 1.0, 2.0)]
+    assert Stragglers(Many(*[0] * 6)).exchange(Totals.of(done))[0] is None
+    assert Stragglers(env).exchange(Totals.of([]))[0] is None
 
 
 def test_the_warning_says_what_to_look_at() -> None:
@@ -266,7 +266,7 @@ def test_the_warning_says_what_to_look_at() -> None:
 
 
 def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
-    steps = HostSteps()
+    steps = StepClock()
     for signs in ((5, 3), ()):
         clock.spend(2)
         steps.begin(0.002)
@@ -275,7 +275,7 @@ def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
             clock.spend(ms)
             steps.ready()
         clock.spend(10)
-        steps.end(Done(0.0, 0.002, 1, 0.0, None), counts=True)
+        steps.end(TimedStep(0.002, 1), counts=True)
     first, second = steps.take()
     assert (first.before, first.own) == pytest.approx((0.002, 0.010))
     assert (second.before, second.own) == (pytest.approx(0.002), None)
@@ -284,7 +284,7 @@ def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
 
 def test_own_time_of_a_device_is_the_devices(clock: Clock) -> None:
     queue = Device(clock)
-    steps = DeviceSteps(queue.event)
+    steps = StepClock(queue.event)
     for _ in range(3):
         steps.begin(0.0)
         steps.computes()
@@ -292,7 +292,7 @@ def test_own_time_of_a_device_is_the_devices(clock: Clock) -> None:
         steps.ready()
         queue.launch(5)  # waits for other ranks
         clock.spend(1)
-        steps.end(Done(0.0, 0.0, 1, 0.0, None), counts=True)
+        steps.end(TimedStep(0.0, 1), counts=True)
     clock.spend(1e6)
     told = [(done.before, done.own, done.seconds) for done in steps.take()]
     assert told == [pytest.approx((0.0, 0.010, 0.015))] * 3  # the host ran ahead

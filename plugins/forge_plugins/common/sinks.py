@@ -1,4 +1,4 @@
-"""What sinks share: lines of JSON that a resumed run continues, positions of logs, failures that do not end a run."""
+"""Loggers: what all of them share. A `Sink` says how it opens, logs and closes; a resume continues files of lines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import logging
 import math
 import os
 import re
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import forge
+from forge.checkpoint import wait_until_written
 from forge.errors import StackError
 from forge.runs.wording import counted
-from forge.util.files import atomic_write, regular_only
+from forge.util.files import atomic_write, make_folder, regular_only
 
 logger = logging.getLogger("forge")
 
@@ -24,10 +26,117 @@ LONGEST = 64 * 2**20
 PASSWORD = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 """The user and the password of an address."""
 
+Value = TypeVar("Value")
+
+
+class Sink(forge.Plugin):
+    """A logger of the main process of a run with a folder: opened by its first log, and again after a rewind.
+
+    The first failure is logged, and the logger is used no more: logs are not worth a run.
+    """
+
+    observer = True
+    package: str | None = None
+    "What must be installed; the extra of forge has the same name."
+    survives: type[Exception] = OSError
+    "Failures that end the logger and not the run."
+
+    def __init__(self, *first: Any, **values: Any):
+        super().__init__(*first, **values)
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset the state of one run."""
+        self.opened: Any = None
+        "What `open` returned."
+        self.error: BaseException | None = None
+        "What ended the run."
+        self.given_up, self._restores, self._started = False, 0, time.monotonic()
+
+    # -- what a logger says -------------------------------------------------------------------------------------------
+
+    def open(self, trainer: forge.Run) -> Any:
+        """Return a writer. After a rewind or a resume it goes on at `trainer.resumed_from`."""
+        raise NotImplementedError
+
+    def reopen(self, trainer: forge.Run) -> Any:
+        """Return the writer to use after a rewind."""
+        self.close(trainer)
+        return self.open(trainer)
+
+    def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+        """Log metrics to `self.ready(trainer)`."""
+        raise NotImplementedError
+
+    def close(self, trainer: forge.Run) -> None:
+        self.opened.close()
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_configure(self) -> None:
+        if self.package is not None:
+            try:
+                __import__(self.package)
+            except ModuleNotFoundError as error:
+                missing = without_passwords(error.name)
+                raise StackError(f"{self.name} needs {missing}: pip install 'forge-trainer[{self.package}]'") from error
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Run) -> None:
+        self.begin()
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+        if writes(trainer) and not self.given_up:
+            with self.surviving():
+                self.log(trainer, update, metrics)
+
+    @forge.hookimpl
+    def forge_exception(self, error: BaseException) -> None:
+        self.error = error
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Run) -> None:
+        try:
+            if self.opened is not None:
+                with self.surviving():
+                    self.close(trainer)
+        finally:
+            self.opened = None
+
+    def ready(self, trainer: forge.Run) -> Any:
+        """Return the writer, without what was logged after the update that the run was restored to."""
+        if self.opened is None or self._restores != trainer.restores:
+            self._restores = trainer.restores
+            self.opened = self.open(trainer) if self.opened is None else self.reopen(trainer)
+        return self.opened
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Give up on a failure in the block."""
+        try:
+            yield
+        except self.survives as error:
+            if not self.given_up:
+                what = f"{type(error).__name__}: {without_passwords(error)}"
+                logger.error("%s: nothing more is logged there: %s. The run continues without it.", self.name, what)
+            self.given_up = True
+
+    def position(self, trainer: forge.Run, update: int) -> dict[str, Any]:
+        """Return where the run was after `update`, and the seconds since this process started it."""
+        epoch, sample = counters_after(trainer, update)
+        return {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
+
 
 def writes(trainer: forge.Run) -> bool:
     """Whether this process writes logs: the main one, and only with a run folder."""
     return trainer.run_dir is not None and trainer.env.is_main
+
+
+def of_kind(metrics: dict[str, Any], kind: type[Value]) -> dict[str, Value]:
+    """Return the images, texts, histograms or embeddings of a log."""
+    return {name: value for name, value in metrics.items() if isinstance(value, kind)}
 
 
 def scalars_of(metrics: dict[str, Any]) -> dict[str, float]:
@@ -40,31 +149,53 @@ def without_passwords(text: object) -> str:
     return PASSWORD.sub("***", str(text))
 
 
-def refuse_missing(package: str, plugin: str) -> None:
-    """Raise StackError, with the line to install it, where a package cannot be imported."""
-    try:
-        __import__(package)
-    except ModuleNotFoundError as error:
-        raise StackError(
-            f"{plugin} needs {without_passwords(error.name)}: pip install 'forge-trainer[{plugin}]'"
-        ) from error
+def last_kept(trainer: forge.Run) -> int | None:
+    """Return the last update whose logs stand: of a resumed fit its checkpoint's; None: all logs stand."""
+    return trainer.resumed_from if trainer.verb == "fit" else None
 
 
-class Failures:
-    """Failures of a sink: the first is logged, and the sink is used no more; logs are not worth a run."""
+def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
+    """Return (epochs, samples) done after `update`. A log can arrive one update late, within the step or after it."""
+    progress, step = trainer.progress, trainer.step
+    if step is None:
+        return progress.epoch, progress.sample
+    if update <= step.index:
+        return step.epoch, progress.sample - (step.samples if progress.update > step.index else 0)
+    return step.epoch + step.ends_epoch, progress.sample
 
-    def __init__(self, name: str):
-        self.name, self.given_up = name, False
 
-    @contextmanager
-    def noted(self) -> Generator[None]:
-        """Give up on an exception in the block."""
-        try:
-            yield
-        except Exception as error:
-            self.given_up = True
-            what = f"{type(error).__name__}: {without_passwords(error)}"
-            logger.error("%s: nothing more is logged there: %s. The run continues without it.", self.name, what)
+# ---------------------------------------------------------------------------------------------------------------------
+# Loggers of a service: its id of the run, the checkpoints
+
+
+def run_id(trainer: forge.Run, file: str, key: str, make: Callable[[], str]) -> str:
+    """Return a service's id of this run, from a file of the run folder; a new run gets one, which is written there."""
+    assert trainer.run_dir is not None
+    path = trainer.run_dir / file
+    if path.exists() and not (trainer.verb == "fit" and trainer.resumed_from is None):
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    made = make()
+    make_folder(path.parent)
+    with atomic_write(path) as beside:
+        beside.write_text(json.dumps({key: made}) + "\n", encoding="utf-8")
+    return made
+
+
+def checkpoints(trainer: forge.Run) -> dict[str, Path]:
+    """Return the best and the latest checkpoint of a fit, as far as there are any, once all are on disk."""
+    assert trainer.run_dir is not None
+    wait_until_written()
+    aliases = {alias: trainer.run_dir / "checkpoints" / alias for alias in ("best", "latest")}
+    return {alias: path.resolve() for alias, path in aliases.items() if path.is_dir()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of lines
+
+
+def appending(path: Path) -> TextIO:
+    """Open a file to which whole lines are added, each on disk as soon as it is written."""
+    return open(path, "a", buffering=1, encoding="utf-8", newline="", opener=regular_only)
 
 
 def drop_after(path: Path, update: int, by: str = "jsonl") -> None:
@@ -96,16 +227,6 @@ def update_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if type(found) is int else None
-
-
-def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
-    """Return (epochs, samples) done after `update`. A log can arrive one update late, within the step or after it."""
-    progress, step = trainer.progress, trainer.step
-    if step is None:
-        return progress.epoch, progress.sample
-    if update <= step.index:
-        return step.epoch, progress.sample - (step.samples if progress.update > step.index else 0)
-    return step.epoch + step.ends_epoch, progress.sample
 
 
 def as_json(record: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import forge
 from forge.errors import StackError
 from forge.util.files import atomic_write
 from forge_plugins.ledger import cost_report
-from forge_plugins.ledger.account import Account, LedgerMark
+from forge_plugins.ledger.account import Account, Mark
 from forge_plugins.ledger.audit import Audit
 from forge_plugins.ledger.timers import Function, Timers
 
@@ -73,10 +73,10 @@ class Ledger(forge.Plugin):
         """Reset the state of one run."""
         self._account: Account | None = None
         self._audit: Audit | None = None
-        self._interval: LedgerMark | None = None
+        self._interval: Mark | None = None
         self._syncs_before = 0
         self._warned_of_syncs = False
-        self._last: LedgerMark | None = None
+        self._last: Mark | None = None
         "The end of an update that may be the run's last."
         self._ended = 0
         "The end time of the latest update."
@@ -130,12 +130,14 @@ class Ledger(forge.Plugin):
         assert self._interval is not None
         now = account.mark()
         period, self._interval = account.between(self._interval, now), now
-        costs = dict.fromkeys((cell.plugin for cell in account.timers.cells), 0.0) | period.costs
+        costs = dict.fromkeys((cell.plugin for cell in account.timers.cells), 0.0)
+        for row in period["rows"]:
+            costs[row["plugin"]] += row["us_per_update"] if row["is_cost"] else 0.0
         for plugin, spent in costs.items():
-            step.record(f"ledger/{plugin}", spent / period.updates / 1e3)
-        step.record("ledger/total_share", sum(costs.values()) / period.own if period.own else 0.0)
+            step.record(f"ledger/{plugin}", spent)
+        step.record("ledger/total_share", period["total_share"])
         if self._audit is not None and self._audit.listening:
-            self._record_syncs(step, account, self._audit, period.updates)
+            self._record_syncs(step, account, self._audit, period["updates"])
 
     def _record_syncs(self, step: forge.Step, account: Account, audit: Audit, updates: int) -> None:
         found = audit.unexpected()
@@ -143,7 +145,9 @@ class Ledger(forge.Plugin):
         self._syncs_before = found
         if found and not self._warned_of_syncs:
             self._warned_of_syncs = True
-            places = [cost_report.sync_text(row) for row in audit.rows(account.updates) if not row["expected"]]
+            places = [
+                cost_report.sync_text(row) for row in audit.rows(account.counts["updates"]) if not row["expected"]
+            ]
             logger.warning("ledger: the host waits for the device: %s", "; ".join(places))
 
     @forge.hookimpl(wrapper=True)
@@ -190,13 +194,18 @@ class Ledger(forge.Plugin):
 
     def _close(self, account: Account, audit: Audit | None) -> dict[str, Any]:
         """Return the report from the end of the first update to the end of the last."""
-        end = self._last if self._last is not None and self._last.updates == account.updates else None
-        period = None
-        if account.first is not None and account.updates:
+        updates = account.counts["updates"]
+        end = self._last if self._last is not None and self._last["updates"] == updates else None
+        report: dict[str, Any] = {"updates": 0, "rows": []}
+        if account.first is not None and updates:
             stop = end or account.mark()
-            stop.at = self._ended if end is None else end.at
-            period = account.between(account.first, stop)
-        return cost_report.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
+            stop["at"] = self._ended if end is None else end["at"]
+            report = account.between(account.first, stop)
+        report["once"] = account.once(end)
+        if audit is not None:
+            report["syncs"] = audit.rows(updates)
+            report["syncs_per_update"] = sum(sync["per_update"] for sync in report["syncs"] if not sync["expected"])
+        return report
 
     def _write(self, trainer: forge.Run, report: dict[str, Any]) -> None:
         if trainer.run_dir is None:

@@ -2,94 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_plugins.ledger.timers import Cell, Timers
+from forge_plugins.ledger.timers import Timers
 
 WORK = frozenset(
     f"forge_{name}"
     for name in (
-        "train_step",
-        "micro_step",
-        "prepare_batch",
-        "forward",
-        "backward",
-        "optimizer_step",
-        "evaluate",
-        "export",
+        *("train_step", "micro_step", "prepare_batch", "forward", "backward"),
+        *("optimizer_step", "evaluate", "export"),
     )
 )
 """Actions that are the work of a run: the time of an owner in them is not a cost."""
 ONCE = frozenset(f"forge_{name}" for name in ("setup_env", "build_model", "build_loader", "build_optimizers", "start"))
 """Hooks of the build, called before the first update."""
 
-Counts = tuple[int, int]
-"""Calls and nanoseconds."""
-NOTHING: Counts = (0, 0)
-
-
-@dataclass(slots=True)
-class LedgerMark:
-    """All counters at one moment, in nanoseconds."""
-
-    at: int
-    updates: int
-    waited: int
-    evaluated: int
-    cells: dict[Cell, Counts]
-    in_evaluation: dict[Cell, Counts]
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """One implementation between two marks."""
-
-    cell: Cell
-    calls: int
-    spent: float
-    "Nanoseconds, without the cost of timing."
-    worst: float
-    in_evaluation: bool
-
-    @property
-    def is_cost(self) -> bool:
-        """Whether it adds to the work, rather than doing the work as an owner."""
-        return not (self.cell.role == "own" and self.cell.hook in WORK)
-
-
-@dataclass(frozen=True, slots=True)
-class Period:
-    """The time between two marks, in nanoseconds."""
-
-    updates: int
-    own: float
-    "The updates themselves: without data wait, without the work of evaluation, without the timers."
-    waited: float
-    evaluated: float
-    timing: float
-    entries: list[LedgerEntry]
-
-    @property
-    def costs(self) -> dict[str, float]:
-        """The cost of each plugin, beside the work."""
-        found: dict[str, float] = {}
-        for entry in self.entries:
-            if entry.is_cost:
-                found[entry.cell.plugin] = found.get(entry.cell.plugin, 0.0) + entry.spent
-        return found
+Mark = Counter[Any]
+"""All counters at one moment: the time, updates, and calls and nanoseconds by cell."""
 
 
 @dataclass(slots=True)
 class Account:
-    """Counts one fit, without its first update, which is a warm-up."""
+    """Counts one fit, without its first update, which is a warm-up. Times are in nanoseconds."""
 
     timers: Timers
-    updates: int = 0
-    waited: int = 0
-    evaluated: int = 0
-    in_evaluation: dict[Cell, Counts] = field(default_factory=dict)
-    first: LedgerMark | None = None
+    counts: Mark = field(default_factory=Counter)
+    "Updates, time waited and evaluated, and what cells took in evaluations."
+    first: Mark | None = None
     "The end of the first update."
 
     def begin(self) -> None:
@@ -99,60 +40,74 @@ class Account:
                 cell.worst = 0
         self.first = self.mark()
 
-    def mark(self) -> LedgerMark:
-        cells = {cell: (cell.calls, cell.spent) for cell in self.timers.cells}
-        now = self.timers.clock()
-        return LedgerMark(now, self.updates, self.waited, self.evaluated, cells, dict(self.in_evaluation))
+    def mark(self) -> Mark:
+        now = self.counts.copy()
+        for cell in self.timers.cells:
+            now["calls", cell], now["spent", cell] = cell.calls, cell.spent
+        now["at"] = self.timers.clock()
+        return now
 
     def update(self, data_wait: float) -> None:
-        self.updates += 1
-        self.waited += round(data_wait * 1e9)
+        self.counts["updates"] += 1
+        self.counts["waited"] += round(data_wait * 1e9)
 
-    def evaluation(self, before: LedgerMark) -> None:
+    def evaluation(self, before: Mark) -> None:
         """Count an evaluation that began at `before` and has ended."""
-        self.evaluated += self.timers.clock() - before.at
+        self.counts["evaluated"] += self.timers.clock() - before["at"]
         for cell in self.timers.cells:
-            calls, spent = before.cells[cell]
-            old = self.in_evaluation.get(cell, NOTHING)
-            self.in_evaluation[cell] = (old[0] + cell.calls - calls, old[1] + cell.spent - spent)
+            self.counts["calls", cell, "evaluating"] += cell.calls - before["calls", cell]
+            self.counts["spent", cell, "evaluating"] += cell.spent - before["spent", cell]
 
-    def between(self, start: LedgerMark, stop: LedgerMark) -> Period:
-        """Split the time between two marks."""
-        entries: list[LedgerEntry] = []
-        timing, within = 0.0, 0.0
+    def between(self, start: Mark, stop: Mark) -> dict[str, Any]:
+        """Return the average update between two marks, with a row per plugin and hook, most expensive first."""
+        passed = Counter({key: count - start[key] for key, count in stop.items()})
+        updates, timing, within = max(passed["updates"], 1), 0.0, 0.0
+        rows: list[dict[str, Any]] = []
         for cell in self.timers.cells:
-            everything = _difference(start.cells, stop.cells, cell)
-            inside = _difference(start.in_evaluation, stop.in_evaluation, cell)
-            price = self.timers.price(cell)
+            price, calls, spent = self.timers.price(cell), passed["calls", cell], passed["spent", cell]
+            inside = passed["calls", cell, "evaluating"], passed["spent", cell, "evaluating"]
             # the time of an evaluation, with its timers, does not belong to the updates
-            timing += price.timing(everything[0] - inside[0])
+            timing += price.timing(calls - inside[0])
             within += inside[1]
-            in_evaluation = everything if cell.hook == "forge_evaluate" else inside
-            in_updates = (everything[0] - in_evaluation[0], everything[1] - in_evaluation[1])
-            for (calls, spent), evaluating in ((in_updates, False), (in_evaluation, True)):
-                if calls:
-                    entries.append(
-                        LedgerEntry(cell, calls, price.net(calls, spent), price.net(1, cell.worst), evaluating)
-                    )
-        waited, evaluated = stop.waited - start.waited, stop.evaluated - start.evaluated
-        work = max(0.0, evaluated - within)
-        own = max(0.0, stop.at - start.at - waited - work - timing)
-        return Period(stop.updates - start.updates, own, waited, work, timing, entries)
+            inside = (calls, spent) if cell.hook == "forge_evaluate" else inside
+            for evaluating, count, took in ((False, calls - inside[0], spent - inside[1]), (True, *inside)):
+                row = {
+                    "plugin": cell.plugin,
+                    "hook": cell.hook,
+                    "role": cell.role,
+                    "in_validation": evaluating,
+                    "is_cost": not (cell.role == "own" and cell.hook in WORK),  # else it does the work as an owner
+                    "calls_per_update": count / updates,
+                    "us_per_update": price.net(count, took) / updates / 1e3,
+                    "worst_us": price.net(1, cell.worst) / 1e3,
+                }
+                rows += [row] if count else []
+        work = max(0.0, passed["evaluated"] - within)
+        own = max(0.0, passed["at"] - passed["waited"] - work - timing) / updates / 1e3
+        for row in rows:
+            row["share"] = row["us_per_update"] / own if own else 0.0
+        total = sum(row["us_per_update"] for row in rows if row["is_cost"])
+        return {
+            "updates": passed["updates"],
+            "rows": sorted(rows, key=lambda row: -row["us_per_update"]),
+            "update_us": own,
+            "data_wait_us": passed["waited"] / updates / 1e3,
+            "validation_us": work / updates / 1e3,
+            "timers_us": timing / updates / 1e3,
+            "total_us": total,
+            "total_share": total / own if own else 0.0,
+        }
 
-    def once(self, end: LedgerMark | None) -> list[dict[str, Any]]:
+    def once(self, end: Mark | None) -> list[dict[str, Any]]:
         """Return the time spent before the first update and after the last one, which ended at `end`."""
         rows: list[dict[str, Any]] = []
         for cell in self.timers.cells:
-            calls, spent, when = cell.calls, cell.spent, "start"
-            if cell.hook not in ONCE:
-                before = NOTHING if end is None else end.cells[cell]
-                calls, spent, when = calls - before[0], spent - before[1], "end"
-            if calls and (when == "start" or end is not None):
-                ms = self.timers.net(cell, calls, spent) / 1e6
-                rows.append({"plugin": cell.plugin, "hook": cell.hook, "when": when, "ms": ms})
+            at_start = cell.hook in ONCE
+            before = Counter() if end is None or at_start else end
+            calls, spent = cell.calls - before["calls", cell], cell.spent - before["spent", cell]
+            if calls and (at_start or end is not None):
+                ms = self.timers.price(cell).net(calls, spent) / 1e6
+                rows.append(
+                    {"plugin": cell.plugin, "hook": cell.hook, "when": "start" if at_start else "end", "ms": ms}
+                )
         return sorted(rows, key=lambda row: -row["ms"])
-
-
-def _difference(start: dict[Cell, Counts], stop: dict[Cell, Counts], cell: Cell) -> Counts:
-    first, last = start.get(cell, NOTHING), stop.get(cell, NOTHING)
-    return last[0] - first[0], last[1] - first[1]

@@ -64,14 +64,14 @@ class SyncPlace:
     "The activity that reads the device by design, if any."
 
 
-class Audit:
+class Audit(Listener):
     """Attributes every wait for the device to the code that was running."""
 
     def __init__(self) -> None:
+        super().__init__(lambda frame: self.found.update([self.place(frame)]))
         self.found: Counter[SyncPlace] = Counter()
         self._owners: dict[CodeType, list[tuple[Any, str, str]]] = {}
         self._expected = {function.__code__: reason for function, reason in EXPECTED_FUNCTIONS.items()}
-        self._listener = Listener(self._hear)
 
     def know(self, hook: str, impl: HookImpl) -> None:
         """Register the owner of a hook implementation's code."""
@@ -82,27 +82,10 @@ class Audit:
         elif code is not None:
             self._owners.setdefault(code, []).append((impl.plugin, impl.plugin_name, hook))
 
-    # -- listening ----------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Make torch warn of every wait, and listen. Does nothing if the debug mode is set already."""
         if torch.cuda.get_sync_debug_mode() == 0:
-            self._listener.start()
-
-    def listen(self) -> None:
-        """Receive torch's warnings; others are passed on."""
-        self._listener.listen()
-
-    def stop(self) -> None:
-        """Restore warnings and the debug mode."""
-        self._listener.stop()
-
-    @property
-    def listening(self) -> bool:
-        return self._listener.listening
-
-    def _hear(self, frame: FrameType) -> None:
-        self.found[self.place(frame)] += 1
+            super().start()
 
     # -- attribution -------------------------------------------------------------------------------------------------
 

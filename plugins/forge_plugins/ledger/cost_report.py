@@ -4,48 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_plugins.ledger.account import Period
+from forge_plugins.common.tables import aligned
 
 Report = dict[str, Any]
-FORM = "  {:<{widths[0]}}  {:<{widths[1]}}  {:>{widths[2]}}  {:>{widths[3]}}  {:>{widths[4]}}  {:>{widths[5]}}"
 COLUMNS = ("plugin", "hook", "calls", "µs/update", "share", "worst µs")
-
-
-def make(period: Period | None, once: list[dict[str, Any]], syncs: list[dict[str, Any]] | None) -> Report:
-    """Return the measurements of one fit as plain data: `rows` per plugin and hook, most expensive first."""
-    updates = max(period.updates, 1) if period is not None else 1
-    rows: list[dict[str, Any]] = []
-    for entry in period.entries if period is not None else []:
-        assert period is not None
-        rows.append(
-            {
-                "plugin": entry.cell.plugin,
-                "hook": entry.cell.hook,
-                "role": entry.cell.role,
-                "in_validation": entry.in_evaluation,
-                "is_cost": entry.is_cost,
-                "calls_per_update": entry.calls / updates,
-                "us_per_update": entry.spent / updates / 1e3,
-                "share": _share(entry.spent, period.own),
-                "worst_us": entry.worst / 1e3,
-            }
-        )
-    rows.sort(key=lambda row: -row["us_per_update"])
-    report: Report = {"updates": period.updates if period is not None else 0, "rows": rows, "once": once}
-    if period is not None:
-        costs = period.costs
-        report |= {
-            "update_us": period.own / updates / 1e3,
-            "data_wait_us": period.waited / updates / 1e3,
-            "validation_us": period.evaluated / updates / 1e3,
-            "timers_us": period.timing / updates / 1e3,
-            "total_us": sum(costs.values()) / updates / 1e3,
-            "total_share": _share(sum(costs.values()), period.own),
-        }
-    if syncs is not None:
-        report["syncs"] = syncs
-        report["syncs_per_update"] = sum(sync["per_update"] for sync in syncs if not sync["expected"])
-    return report
 
 
 def as_text(report: Report) -> str:
@@ -99,18 +61,13 @@ def sync_text(sync: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    cells: list[list[str]] = [[*COLUMNS]]
+    cells = [COLUMNS]
     for row in rows:
         hook = _label(row["hook"]) + (" (validation)" if row["in_validation"] else "")
-        numbers = [f"{row['calls_per_update']:.3g}", f"{row['us_per_update']:,.1f}", f"{row['share']:.1%}"]
-        cells.append([row["plugin"], hook, *numbers, f"{row['worst_us']:,.0f}"])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-    return [FORM.format(*line, widths=widths) for line in cells]
+        numbers = f"{row['calls_per_update']:.3g}", f"{row['us_per_update']:,.1f}", f"{row['share']:.1%}"
+        cells.append((row["plugin"], hook, *numbers, f"{row['worst_us']:,.0f}"))
+    return [f"  {line}" for line in aligned(cells, texts=2)]
 
 
 def _label(hook: str) -> str:
     return hook.removeprefix("forge_")
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

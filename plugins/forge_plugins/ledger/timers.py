@@ -56,7 +56,7 @@ class Timers:
         self.inside = 0
         "Nanoseconds of timed calls inside the current one."
         self.clock = clock
-        self.call, self.around = Price(), Price()
+        self.call, self.wrapper = Price(), Price()
 
     def instrument(self, hook: str, impl: HookImpl) -> Function:
         """Return an implementation with a timer; core's own stays unchanged."""
@@ -69,7 +69,7 @@ class Timers:
 
     def timed(self, function: Function, cell: Cell) -> Function:
         if cell.role == "wrap":
-            return lambda *args: Around(function(*args), cell, self)
+            return lambda *args: TimedWrapper(function(*args), cell, self)
         now = self.clock
 
         def call(*args: Any) -> Any:
@@ -90,15 +90,12 @@ class Timers:
 
     def price(self, cell: Cell) -> Price:
         """Return the cost of an empty call of this kind."""
-        return self.around if cell.role == "wrap" else self.call
-
-    def net(self, cell: Cell, calls: int, spent: float) -> float:
-        return self.price(cell).net(calls, spent)
+        return self.wrapper if cell.role == "wrap" else self.call
 
     def calibrate(self) -> None:
         """Time empty calls, so that the cost of timing can be subtracted."""
         self.call = self._price("event", _nothing, _call)
-        self.around = self._price("wrap", _nothing_around, _drive)
+        self.wrapper = self._price("wrap", _nothing_around, _drive)
 
     def _price(self, role: str, function: Function, use: Function) -> Price:
         cell = Cell("", "", role)
@@ -118,7 +115,7 @@ class Timers:
         return (self.clock() - began) / CALLS
 
 
-class Around:
+class TimedWrapper:
     """A wrapper's generator with a timer: counts the code before and after its yield, not in between."""
 
     __slots__ = ("_before", "_cell", "_generator", "_timers")

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import forge
 from forge.errors import RecipeError
 from forge.runs.card import card_as_markdown, make_card
+from forge_plugins.common.sinks import Sink, scalars_of, writes
 from forge_plugins.tensorboard import layout, projector
 from forge_plugins.tensorboard.events import (
+    add_end_of_session,
     add_histogram,
+    add_hyperparameters,
     add_image,
     add_restart,
     add_scalars,
     add_text,
     new_file,
 )
-from forge_plugins.tensorboard.hyperparameters import add_end_of_session, add_hyperparameters
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-logger = logging.getLogger("forge")
 
-
-class Tensorboard(forge.Plugin):
+class Tensorboard(Sink):
     """Write metrics to RUN/tensorboard; view them with `forge board`.
 
     Scalars (including learning rates), `forge.Image`, `forge.Text` and `forge.Histogram` are shown over updates. The
@@ -58,19 +55,14 @@ class Tensorboard(forge.Plugin):
         "How often events are written to disk; a killed run loses at most this much, a resumed one nothing."
 
     config: Config
-    observer = True
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)
         if self.config.flush_seconds < 0:
             raise RecipeError(f"tensorboard.flush_seconds is {self.config.flush_seconds}; it must be at least 0.")
-        self._begin()
 
-    def _begin(self) -> None:
-        """Reset the state of one run."""
-        self._writer: SummaryWriter | None = None
-        self._failed = self._gave_up = False
-        self._restores = 0
+    def begin(self) -> None:
+        super().begin()
         self._card_at = 0
         self._tags: set[str] = set()
         self._layout: layout.Layout = {}
@@ -78,29 +70,18 @@ class Tensorboard(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        self._begin()
-        if _writes(trainer):
+        super().forge_start(trainer)
+        if writes(trainer):
             import torch.utils.tensorboard  # noqa: F401 (slow: now rather than at the first log)
 
-    @forge.hookimpl
-    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
-        if _writes(trainer) and not self._gave_up:
-            with self._going_on():
-                self._log(trainer, update, metrics)
-
-    def _log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
-        writer = self._writer or self._open(trainer)
-        if self._restores != trainer.restores:
-            self._take_back(writer, trainer)
-        scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+    def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+        writer, scalars = self.ready(trainer), scalars_of(metrics)
         if scalars:
             add_scalars(writer, scalars, update)
             if trainer.verb == "fit" and not self._tags.issuperset(scalars):
                 self._tags.update(scalars)
                 self._lay_out(writer, trainer, update)
-        if len(scalars) == len(metrics):
-            return
-        for name, value in metrics.items():
+        for name, value in metrics.items() if len(scalars) < len(metrics) else ():
             if isinstance(value, forge.Image):
                 add_image(writer, name, value, update)
             elif isinstance(value, forge.Text):
@@ -118,68 +99,44 @@ class Tensorboard(forge.Plugin):
             self._layout = charts
             layout.add(writer, charts, update)
 
-    @forge.hookimpl
-    def forge_exception(self) -> None:
-        self._failed = True
-
-    @forge.hookimpl
-    def forge_end(self, trainer: forge.Run) -> None:
-        if self._writer is None:
-            return
-        with self._going_on():
-            try:
-                if trainer.verb == "fit" and not self._failed:
-                    add_end_of_session(self._writer)
-            finally:
-                writer, self._writer = self._writer, None
-                writer.close()
+    def close(self, trainer: forge.Run) -> None:
+        try:
+            if trainer.verb == "fit" and self.error is None:
+                add_end_of_session(self.opened)
+        finally:
+            self.opened.close()
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
         """Return the names in use, for the layout; flush, so that points reach the disk before the checkpoint."""
-        if self._writer is not None:
-            with self._going_on():
-                self._writer.flush()
+        if self.opened is not None and not self.given_up:
+            with self.surviving():
+                self.opened.flush()
         return {"tags": sorted(self._tags)}
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         self._tags = set(state.get("tags", ()))
 
-    @contextmanager
-    def _going_on(self) -> Generator[None]:
-        """Log the first OSError and stop writing: metrics are not worth a run."""
-        try:
-            yield
-        except OSError as error:
-            self._gave_up = True
-            writer, self._writer = self._writer, None
-            with suppress(OSError):
-                if writer is not None:
-                    writer.close()
-            logger.error("tensorboard: its folder cannot be written: %s. The run continues without it.", error)
-
-    def _open(self, trainer: forge.Run) -> SummaryWriter:
+    def open(self, trainer: forge.Run) -> SummaryWriter:
         """Open a new file, which removes points of earlier files for updates that run again."""
         assert trainer.run_dir is not None
-        writer = self._writer = new_file(
-            trainer.run_dir / "tensorboard", first_made(trainer), self.config.flush_seconds
-        )
-        self._restores = trainer.restores
+        writer = new_file(trainer.run_dir / "tensorboard", first_made(trainer), self.config.flush_seconds)
         if trainer.verb == "fit":
             self._add_card(writer, trainer)
             add_hyperparameters(writer, trainer.hyperparameters)
             self._begin_again(writer, trainer)
         return writer
 
-    def _take_back(self, writer: SummaryWriter, trainer: forge.Run) -> None:
+    def reopen(self, trainer: forge.Run) -> SummaryWriter:
         """After a rewind, remove the points since the checkpoint."""
-        self._restores, first = trainer.restores, first_made(trainer)
+        writer, first = self.opened, first_made(trainer)
         assert first is not None
         add_restart(writer, first)
         if self._card_at >= first:
             self._add_card(writer, trainer)
         self._begin_again(writer, trainer)
+        return writer
 
     def _begin_again(self, writer: SummaryWriter, trainer: forge.Run) -> None:
         """Write the layout again, and clear the projector if the fit starts from its beginning."""
@@ -194,10 +151,6 @@ class Tensorboard(forge.Plugin):
         """Write the card at the first update of this process, so that a process that continues there replaces it."""
         self._card_at = first_made(trainer) or 0
         add_text(writer, "card", run_card(trainer), self._card_at)
-
-
-def _writes(trainer: forge.Run) -> bool:
-    return trainer.run_dir is not None and trainer.env.is_main
 
 
 def first_made(trainer: forge.Run) -> int | None:

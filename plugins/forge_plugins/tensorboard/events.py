@@ -102,6 +102,26 @@ def add_text(writer: SummaryWriter, name: str, markdown: str, update: int) -> No
     file_of(writer).add_summary(summary, update)
 
 
+def add_hyperparameters(writer: SummaryWriter, values: Mapping[str, bool | int | float | str]) -> None:
+    """Write hyperparameters for the HPARAMS page to this run's file; add_hparams would create a second run.
+
+    The page finds its columns in the runs: every hyperparameter of any of them, and every scalar. A list of columns in
+    one run, as add_hparams writes it, would hide those of all others.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    _, start, _ = hparams(dict(values), {})
+    file_of(writer).add_summary(start)
+
+
+def add_end_of_session(writer: SummaryWriter) -> None:
+    """Mark the run as a success. TensorBoard keeps the first end, so a run that may be resumed has none."""
+    from torch.utils.tensorboard.summary import hparams
+
+    _, _, end = hparams({}, {})
+    file_of(writer).add_summary(end)
+
+
 def file_of(writer: SummaryWriter) -> Any:
     """Return the writer's file, which takes raw events and summaries."""
     return writer._get_file_writer()

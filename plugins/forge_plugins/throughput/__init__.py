@@ -12,19 +12,17 @@ import torch
 
 import forge
 from forge.errors import RecipeError
+from forge_plugins.common.clock import StepClock, TimedStep, Totals, percentile
 from forge_plugins.throughput import memory_use, summary
 from forge_plugins.throughput.inspection import StepInspection
 from forge_plugins.throughput.items import Items
 from forge_plugins.throughput.peaks import peak_of
-from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Steps, Summary, percentile
 from forge_plugins.throughput.stragglers import LastGradient, Stragglers, meets_once
 
 logger = logging.getLogger("forge")
 
 RECENT = 10_000
 """Updates that the percentiles of the final line cover."""
-
-
 RATES = ("samples_per_s", "step_ms_p50", "step_ms_p95", "step_ms_max", "data_wait_share", "tflops", "mfu")
 MEMORY = tuple(f"{part}_gb" for part in ("parameters", "gradients", "optimizer", "activations", "other", "peak"))
 
@@ -115,7 +113,7 @@ class Throughput(forge.Plugin):
         device, config = trainer.env.device, self.config
         on_cuda = device.type == "cuda"
         self._running = True
-        self._steps: Steps = DeviceSteps.on(device) if on_cuda else HostSteps()
+        self._clock = StepClock.on(device)
         self._items = Items(config.items, trainer.task_defines_num_items)
         self._look = StepInspection(trainer, config.flops, activations=config.memory and not on_cuda)
         self._step: forge.Step | None = None
@@ -128,13 +126,12 @@ class Throughput(forge.Plugin):
         self._peak: float | None = None
         "The device's peak, in FLOP/s."
         self._breakdown: memory_use.Breakdown | None = None
-        self._total = Summary.of([])
-        self._times: deque[float] = deque(maxlen=RECENT)
+        self._total = Totals(times=deque(maxlen=RECENT))
         self._failed = False
         self._stragglers = Stragglers(trainer.env) if trainer.env.world > 1 else None
         self._last_gradient: LastGradient | None = None
         if self._stragglers is not None and meets_once(trainer):
-            self._last_gradient = LastGradient(list(trainer.task.parameters()), self._steps.ready)
+            self._last_gradient = LastGradient(list(trainer.task.parameters()), self._clock.ready)
             self._last_gradient.learn()
         if on_cuda and config.memory:
             torch.cuda.reset_peak_memory_stats(device)
@@ -143,9 +140,9 @@ class Throughput(forge.Plugin):
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
         if self._step is not step:
             self._step, self._flops, self._counts = step, 0.0, self._updates > 0
-            self._steps.begin(step.data_wait)
+            self._clock.begin(step.data_wait)
             if self._stragglers is not None:
-                self._steps.computes()
+                self._clock.computes()
         look = self._look.at(step)
         if look is None:
             result = yield
@@ -164,8 +161,7 @@ class Throughput(forge.Plugin):
             return
         self._step = None
         self._updates += 1
-        done = Done(0.0, step.data_wait, step.samples, self._items.of(step), self._flops)
-        self._steps.end(done, self._counts)
+        self._clock.end(TimedStep(step.data_wait, step.samples, self._items.of(step), self._flops), self._counts)
         if self._last_gradient is not None:
             self._last_gradient.settle()
         if self._look.fresh:
@@ -188,7 +184,7 @@ class Throughput(forge.Plugin):
             trainer.env.synchronize()  # the run is over, so waiting for the device is fine
         self._take()
         if self._total.updates and trainer.env.is_main:
-            text = summary.of_run(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
+            text = summary.of_run(self._total, self._items.name, self._peak, self._breakdown)
             logger.info("throughput: %s", text)
 
     # -- at a log -----------------------------------------------------------------------------------------------------
@@ -203,19 +199,19 @@ class Throughput(forge.Plugin):
         for name, value in values.items():
             step.record(f"throughput/{name}", value)
 
-    def _take(self) -> Summary:
-        done = Summary.of(self._steps.take())
-        self._total = self._total.plus(done)
-        self._times.extend(done.times)
-        return done
+    def _take(self) -> Totals:
+        done = self._clock.take()
+        for step in done:
+            self._total.add(step)
+        return Totals.of(done)
 
-    def _rates(self, done: Summary) -> dict[str, Any]:
+    def _rates(self, done: Totals) -> dict[str, Any]:
         values: dict[str, Any] = {"samples_per_s": done.rate(done.samples)}
         if self._items.name is not None:
             values[f"{self._items.name}_per_s"] = done.rate(done.items)
-        times = {"p50": percentile(done.times, 0.5), "p95": percentile(done.times, 0.95), "max": done.times[-1]}
-        values |= {f"step_ms_{name}": 1e3 * seconds for name, seconds in times.items()}
-        values["data_wait_share"] = done.wait_share
+        shares = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+        values |= {f"step_ms_{name}": 1e3 * percentile(done.times, share) for name, share in shares.items()}
+        values["data_wait_share"] = done.rate(done.waited)
         if done.flops_per_second is not None:
             values["tflops"] = done.flops_per_second / 1e12
             if self._peak is not None:
@@ -223,7 +219,7 @@ class Throughput(forge.Plugin):
         return values
 
     def _compare_ranks(
-        self, step: forge.Step, stragglers: Stragglers, done: Summary, values: dict[str, Any]
+        self, step: forge.Step, stragglers: Stragglers, done: Totals, values: dict[str, Any]
     ) -> dict[str, float]:
         """Return the metrics of all ranks together. A value that only others have is recorded with the weight 0, since
         all ranks must record the same names: a device may not have finished, or its FLOPs may be unknown."""
@@ -237,18 +233,14 @@ class Throughput(forge.Plugin):
         return {} if paces is None else stragglers.judge(paces)
 
     def _memory(self, trainer: forge.Run) -> dict[str, float]:
-        first = self._breakdown is None
-        if trainer.env.device.type == "cuda":
-            self._breakdown = memory_use.on_cuda(trainer)
-        elif first:
-            self._breakdown = memory_use.on_host(trainer, self._look.activations)
-        assert self._breakdown is not None
-        if first:
-            trainer.publish({"memory": forge.Text(memory_use.as_markdown(self._breakdown))})
+        found, before = self._breakdown, self._breakdown
+        if found is None or trainer.env.device.type == "cuda":
+            found = self._breakdown = memory_use.Breakdown.of(trainer, self._look.activations)
+        if before is None:
+            trainer.publish({"memory": forge.Text(found.markdown())})
             if trainer.env.is_main:
-                logger.info("throughput: memory %s.", memory_use.as_text(self._breakdown, str(trainer.env.device)))
-        parts = {**self._breakdown.parts(), "peak": self._breakdown.peak}
-        return {f"{name}_gb": number / 1e9 for name, number in parts.items()}
+                logger.info("throughput: memory %s.", found.text(str(trainer.env.device)))
+        return {f"{name}_gb": number / 1e9 for name, number in found.rows().items()}
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +26,46 @@ class Breakdown:
     optimizer: int
     activations: int | None
     "Tensors kept for backward, and on CUDA all others that live within a step; None if unknown."
-    other: int
+    other: int = 0
     "On CUDA: everything else held between steps, such as batches and averages of the weights."
+
+    @classmethod
+    def of(cls, trainer: forge.Run, activations: int | None) -> Breakdown:
+        """Return the memory at the end of a step: on CUDA by the allocator's counters, without waiting, else by known
+        tensors, since the host has no such counters."""
+        device, optimizers = trainer.env.device, trainer.optimizers
+        parameters = _bytes((*trainer.task.parameters(), *trainer.task.buffers()), device)
+        # each optimizer has its gradients in its own turn only
+        gradients = max(_bytes((p for p in optimizers.parameters(o) if p.requires_grad), device) for o in optimizers)
+        optimizer = _bytes(tree_leaves([dict(optimizer.state) for optimizer in optimizers.values()]), device)
+        if device.type != "cuda":
+            return cls(parameters, gradients, optimizer, activations)
+        peak, between_steps = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        other = max(0, min(between_steps, peak - gradients) - parameters - optimizer)
+        rest = max(0, peak - parameters - gradients - optimizer - other)
+        return cls(parameters, gradients, optimizer, rest, other)
 
     @property
     def peak(self) -> int:
         return self.parameters + self.gradients + self.optimizer + (self.activations or 0) + self.other
 
-    def parts(self) -> dict[str, int]:
+    def rows(self) -> dict[str, int]:
+        """Return the parts that are known, and the peak."""
         named = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
-        if self.activations is not None:
-            named["activations"] = self.activations
-        return {**named, "other": self.other} if self.other else named
+        named |= {} if self.activations is None else {"activations": self.activations}
+        return named | ({"other": self.other} if self.other else {}) | {"peak": self.peak}
+
+    def text(self, device: str) -> str:
+        """Return one line: the peak and its parts."""
+        parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.rows().items() if name != "peak")
+        unseen = ", activations unknown (compiled code and torch.func hide them)" if self.activations is None else ""
+        return f"{format_bytes(self.peak)} at the peak on {device}: {parts}{unseen}"
+
+    def markdown(self) -> str:
+        """Return a Markdown table."""
+        whole = max(self.peak, 1)
+        rows = [f"| {name} | {format_bytes(n)} | {n / whole:.1%} |" for name, n in self.rows().items()]
+        return "\n".join(["| memory | | share |", "|---|---:|---:|", *rows])
 
 
 class Saved:
@@ -76,16 +105,16 @@ class Saved:
         with self._disable(error_message):
             yield
 
-    def _pack(self, tensor: Tensor) -> _Held:
+    def _pack(self, tensor: Tensor) -> _KeptTensor:
         key = _key(tensor)
         if key is None or key in self._own:
-            return _Held(tensor, None, self)
+            return _KeptTensor(tensor, None, self)
         held = self._held.setdefault(key, [0, tensor.untyped_storage().nbytes()])
         held[0] += 1
         if held[0] == 1:
             self._now += held[1]
             self.peak = max(self.peak or 0, self._now)
-        return _Held(tensor, key, self)
+        return _KeptTensor(tensor, key, self)
 
     def drop(self, key: int) -> None:
         held = self._held[key]
@@ -95,7 +124,7 @@ class Saved:
             del self._held[key]
 
 
-class _Held:
+class _KeptTensor:
     """A tensor kept by the graph; uncounted when the graph drops it."""
 
     __slots__ = ("_key", "_saved", "tensor")
@@ -108,65 +137,14 @@ class _Held:
             self._saved.drop(self._key)
 
 
-def _unpack(held: _Held) -> Tensor:
+def _unpack(held: _KeptTensor) -> Tensor:
     return held.tensor
 
 
-def on_cuda(trainer: forge.Run) -> Breakdown:
-    """Return the memory at the end of a step by the allocator's counters, without waiting."""
-    device = trainer.env.device
-    parameters, gradients, optimizer = _parameters(trainer), _gradients(trainer), _optimizer(trainer)
-    peak, between_steps = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    other = max(0, min(between_steps, peak - gradients) - parameters - optimizer)
-    return Breakdown(parameters, gradients, optimizer, max(0, peak - parameters - gradients - optimizer - other), other)
-
-
-def on_host(trainer: forge.Run, activations: int | None) -> Breakdown:
-    """Return the memory by known tensors: the host has no counters of an allocator."""
-    return Breakdown(_parameters(trainer), _gradients(trainer), _optimizer(trainer), activations, 0)
-
-
-def as_text(breakdown: Breakdown, device: str) -> str:
-    """Return one line: the peak and its parts."""
-    parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in breakdown.parts().items())
-    unseen = ", activations unknown (compiled code and torch.func hide them)" if breakdown.activations is None else ""
-    return f"{format_bytes(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
-
-
-def as_markdown(breakdown: Breakdown) -> str:
-    """Return a Markdown table."""
-    rows = [
-        f"| {name} | {format_bytes(number)} | {number / max(breakdown.peak, 1):.1%} |"
-        for name, number in _rows(breakdown)
-    ]
-    return "\n".join(["| memory | | share |", "|---|---:|---:|", *rows])
-
-
-def _rows(breakdown: Breakdown) -> list[tuple[str, int]]:
-    return [*breakdown.parts().items(), ("peak", breakdown.peak)]
-
-
-def _parameters(trainer: forge.Run) -> int:
-    return _bytes((*trainer.task.parameters(), *trainer.task.buffers()), trainer.env.device)
-
-
-def _gradients(trainer: forge.Run) -> int:
-    """Return the largest of the optimizers' gradients: each has them in its own turn only."""
-    return max(
-        _bytes((p for p in trainer.optimizers.parameters(name) if p.requires_grad), trainer.env.device)
-        for name in trainer.optimizers
-    )
-
-
-def _optimizer(trainer: forge.Run) -> int:
-    states = [dict(optimizer.state) for optimizer in trainer.optimizers.values()]
-    return _bytes((leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)), trainer.env.device)
-
-
-def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
     """Return the bytes of the tensors on the device, each counted once."""
-    found = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device == device}
-    return sum(found.values())
+    found = {id(t): t for t in tensors if isinstance(t, Tensor) and t.device == device}
+    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
 
 def _key(tensor: Tensor) -> int | None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.env import Env
-from forge_plugins.throughput.steps import Summary
+from forge_plugins.common.clock import Totals
 from forge_plugins.throughput.summary import duration
 
 logger = logging.getLogger("forge")
@@ -50,7 +50,7 @@ class Stragglers:
         self._env = env
         self._rank, self._logs, self._warned = -1, 0, False
 
-    def exchange(self, done: Summary, known: Sequence[bool] = ()) -> tuple[list[Pace] | None, list[bool]]:
+    def exchange(self, done: Totals, known: Sequence[bool] = ()) -> tuple[list[Pace] | None, list[bool]]:
         """Return the pace of every rank, None if one has nothing to tell; and what is `known` on any of them.
 
         One small reduction between hosts; all ranks must call."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from forge.util.text import format_bytes
+from forge_plugins.common.clock import Totals, percentile
 from forge_plugins.throughput.flops import Count
 from forge_plugins.throughput.memory_use import Breakdown
-from forge_plugins.throughput.steps import Summary, percentile
 
 
 def device_name(device: torch.device) -> str:
@@ -40,26 +40,21 @@ def _counted(name: str | None, count: Count, samples: float) -> str:
     return f"{turn}{scaled(count.total)}FLOP for {samples:g} samples{f' ({kinds})' if kinds else ''}"
 
 
-def of_run(
-    total: Summary, times: list[float], items: str | None, peak: float | None, breakdown: Breakdown | None
-) -> str:
+def of_run(total: Totals, items: str | None, peak: float | None, breakdown: Breakdown | None) -> str:
     """Return one line about the whole run."""
     rates = [f"{rate(total.rate(total.samples))} samples/s"]
     if items is not None:
         rates.append(f"{rate(float(total.rate(total.items)))} {items}/s")
     parts = [f"{', '.join(rates)} in steps, without logs, validation and saves"]
-    parts.append(f"{duration(percentile(times, 0.5))} per step at the median ({_slowest(times)})")
-    parts.append(f"{total.wait_share:.1%} of the time waiting for data")
+    median, most, slowest = (duration(percentile(total.times, share)) for share in (0.5, 0.95, 1.0))
+    parts.append(f"{median} per step at the median (95% within {most}, slowest {slowest})")
+    parts.append(f"{total.rate(total.waited):.1%} of the time waiting for data")
     speed = total.flops_per_second
     if speed is not None:
         parts.append(f"{scaled(speed)}FLOP/s" + (f", {speed / peak:.1%} of the peak" if peak else ""))
     if breakdown is not None:
         parts.append(f"{format_bytes(breakdown.peak)} of memory at the peak")
     return "; ".join(parts) + "."
-
-
-def _slowest(times: list[float]) -> str:
-    return f"95% within {duration(percentile(times, 0.95))}, slowest {duration(times[-1])}"
 
 
 def rate(number: float) -> str:

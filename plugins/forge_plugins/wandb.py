@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,24 +15,33 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import forge
-from forge.checkpoint import wait_until_written
 from forge.errors import StackError
+from forge.metrics import drawing
 from forge.report.markdown import as_html
-from forge.util.files import atomic_write, make_folder
-from forge_plugins.common.sinks import Failures, refuse_missing, without_passwords, writes
-from forge_plugins.wandb.journal import Journal, Point
+from forge.util.files import atomic_write, make_folder, regular_only
+from forge_plugins.common.sinks import (
+    Sink,
+    checkpoints,
+    drop_after,
+    last_kept,
+    of_kind,
+    run_id,
+    scalars_of,
+    without_passwords,
+    writes,
+)
 
 if TYPE_CHECKING:
     import wandb
 
-logger = logging.getLogger("forge")
-
 SERVICE = "WANDB_SERVICE"
 BINS = 512
 """The most bins of a histogram that wandb takes."""
+Point = dict[str, Any]
+"""One log as JSON: its update, and numbers, images (file and caption), texts and histograms by name."""
 
 
-class Wandb(forge.Plugin):
+class Wandb(Sink):
     """Log the run to Weights & Biases: hyperparameters, metrics, images and texts; checkpoints on request.
 
     When to use it: to follow runs in a browser from anywhere, and to share them. It needs `pip install
@@ -70,18 +80,11 @@ class Wandb(forge.Plugin):
         "Log the latest and the best checkpoint as an artifact at the end of a fit."
 
     config: Config
-    observer = True
+    package = "wandb"
+    survives = Exception
 
-    def __init__(self, *first: str, **values: Any):
-        super().__init__(*first, **values)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Reset the state of one run."""
-        self._run: wandb.Run | None = None
-        self._failures = Failures("wandb")
-        self._failed = False
-        self._restores = 0
+    def begin(self) -> None:
+        super().begin()
         self._next = 0
         "The first update that wandb does not have yet."
 
@@ -94,51 +97,40 @@ class Wandb(forge.Plugin):
         return self._mode in ("offline", "dryrun")
 
     @forge.hookimpl
-    def forge_configure(self) -> None:
-        refuse_missing("wandb", "wandb")
-
-    @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        self._begin()
+        super().forge_start(trainer)
         if writes(trainer) and self._mode == "online":
             log_in()
 
-    @forge.hookimpl
-    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
-        if writes(trainer) and not self._failures.given_up:
-            with self._failures.noted():
-                self._log(trainer, update, metrics)
-
-    def _log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         assert trainer.run_dir is not None
-        journal = Journal(trainer.run_dir / "wandb")
-        run = self._run
-        if run is None or self._restores != trainer.restores:
-            run = self._open(trainer, journal)
+        run, journal = self.ready(trainer), Journal(trainer.run_dir / "wandb")
         point = journal.append(update, metrics)
         if point is not None and (trainer.verb == "fit" or self._offline):
             self._send(run, journal, point)
         elif point is not None:  # wandb takes no more points at the last update of the fit
             run.summary.update(point.get("scalars", {}))
 
-    def _open(self, trainer: forge.Run, journal: Journal) -> wandb.Run:
+    def open(self, trainer: forge.Run) -> wandb.Run:
         """Open the run, without the points of an abandoned attempt, and hand over those that wandb does not have."""
         assert trainer.run_dir is not None
-        self._restores = trainer.restores
-        identity = run_id(journal, new=trainer.verb == "fit" and trainer.resumed_from is None)
-        if trainer.verb == "fit" and trainer.resumed_from is not None:
-            journal.trim(trainer.resumed_from)
-        if self._run is not None and not self._offline:
-            return self._run  # after a rewind: points of updates that wandb has are not sent again
-        if self._run is not None:
-            self._run.finish()
+        journal, last = Journal(trainer.run_dir / "wandb"), last_kept(trainer)
+        identity = run_id(trainer, "wandb/run.json", "id", journal.begin)
+        if last is not None:
+            drop_after(journal.file, last, self.name)
+        if self.opened is not None and not self._offline:
+            return self.opened  # after a rewind: points of updates that wandb has are not sent again
+        if self.opened is not None:
+            self.opened.finish()
         for folder in journal.folder.glob(f"offline-run-*-{identity}") if self._offline else ():
             shutil.rmtree(folder, ignore_errors=True)  # the journal has it all; a folder of the same second would mix
-        run = self._run = self._init(trainer, identity)
+        run = self._init(trainer, identity)
         self._next = run.starting_step
         for point in journal.points():
             self._send(run, journal, point)
         return run
+
+    reopen = open
 
     def _init(self, trainer: forge.Run, identity: str) -> wandb.Run:
         import wandb
@@ -171,20 +163,55 @@ class Wandb(forge.Plugin):
             self._next = update  # the train log and the validation of an update are one row
             run.log(as_values(point, journal), step=update)
 
-    @forge.hookimpl
-    def forge_exception(self) -> None:
-        self._failed = True
+    def close(self, trainer: forge.Run) -> None:
+        if self.config.checkpoints and trainer.verb == "fit":
+            log_checkpoints(self.opened, checkpoints(trainer))
+        self.opened.finish(exit_code=int(self.error is not None))
 
-    @forge.hookimpl
-    def forge_end(self, trainer: forge.Run) -> None:
-        run, self._run = self._run, None
-        if run is None or trainer.run_dir is None:
-            return
-        with self._failures.noted():
-            if self.config.checkpoints and trainer.verb == "fit":
-                wait_until_written()
-                log_checkpoints(run, trainer.run_dir / "checkpoints")
-            run.finish(exit_code=int(self._failed))
+
+class Journal:
+    """The logs of a run, a line each, with images as files beside it: wandb can get them again, each update once."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.file, self.pictures = folder, folder / "journal.jsonl", folder / "pictures"
+
+    def begin(self) -> str:
+        """Forget the logs of an earlier run in this folder; return an id for a new one."""
+        self.file.unlink(missing_ok=True)
+        shutil.rmtree(self.pictures, ignore_errors=True)
+        return uuid.uuid4().hex[:12]
+
+    def append(self, update: int, metrics: dict[str, Any]) -> Point | None:
+        """Write a log to disk; None if nothing in it can be shown."""
+        histograms = of_kind(metrics, forge.Histogram)
+        parts = {
+            "scalars": scalars_of(metrics),
+            "images": {name: [self._keep(i), i.caption] for name, i in of_kind(metrics, forge.Image).items()},
+            "texts": {name: value.text for name, value in of_kind(metrics, forge.Text).items()},
+            "histograms": {name: [h.counts.tolist(), h.edges.tolist()] for name, h in histograms.items()},
+        }
+        parts = {kind: values for kind, values in parts.items() if values}
+        if not parts:
+            return None
+        point = {"update": update, **parts}
+        with open(self.file, "a", encoding="utf-8", opener=regular_only) as file:
+            file.write(json.dumps(point) + "\n")
+        return point
+
+    def points(self) -> Iterator[Point]:
+        """Read all logs, in order."""
+        if self.file.exists():
+            with open(self.file, encoding="utf-8", opener=regular_only) as file:
+                yield from map(json.loads, file)
+
+    def _keep(self, image: forge.Image) -> str:
+        drawn = drawing.png(image)
+        name = f"{hashlib.sha256(drawn).hexdigest()[:32]}.png"
+        if not (self.pictures / name).exists():
+            make_folder(self.pictures)
+            with atomic_write(self.pictures / name) as path:
+                path.write_bytes(drawn)
+        return name
 
 
 def log_in() -> None:
@@ -201,27 +228,14 @@ def log_in() -> None:
         )
 
 
-def run_id(journal: Journal, new: bool) -> str:
-    """Return the id of the wandb run of a run folder; it is on disk before wandb hears of it."""
-    file = journal.folder / "run.json"
-    make_folder(journal.folder)
-    if not new and file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))["id"]
-    journal.clear()
-    identity = uuid.uuid4().hex[:12]
-    with atomic_write(file) as path:
-        path.write_text(json.dumps({"id": identity}) + "\n", encoding="utf-8")
-    return identity
-
-
 def as_values(point: Point, journal: Journal) -> dict[str, Any]:
     """Return a log with wandb's own types."""
     import wandb
 
     values: dict[str, Any] = dict(point.get("scalars", {}))
     for name, (file, caption) in point.get("images", {}).items():
-        if journal.picture(file).exists():
-            values[name] = wandb.Image(str(journal.picture(file)), caption=caption or None)
+        if (journal.pictures / file).exists():
+            values[name] = wandb.Image(str(journal.pictures / file), caption=caption or None)
     for name, text in point.get("texts", {}).items():
         values[name] = wandb.Html(str(as_html(text)))
     for name, (counts, edges) in point.get("histograms", {}).items():
@@ -230,15 +244,11 @@ def as_values(point: Point, journal: Journal) -> dict[str, Any]:
     return values
 
 
-def log_checkpoints(run: wandb.Run, folder: Path) -> None:
+def log_checkpoints(run: wandb.Run, found: dict[str, Path]) -> None:
     """Log the latest and the best checkpoint as versions of one artifact."""
     import wandb
 
-    aliases: dict[Path, list[str]] = {}
-    for alias in ("best", "latest"):
-        if (folder / alias).is_dir():
-            aliases.setdefault((folder / alias).resolve(), []).append(alias)
-    for path, names in aliases.items():
+    for path in dict.fromkeys(found.values()):
         artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model", metadata={"checkpoint": path.name})
         artifact.add_dir(str(path), policy="immutable", skip_cache=True)
-        run.log_artifact(artifact, aliases=names)
+        run.log_artifact(artifact, aliases=[alias for alias, where in found.items() if where == path])
