@@ -68,6 +68,8 @@ class Plugin:
     types; non_finite, a NaN in the weights; processes that nothing connects; best, no best checkpoint, and rewind, none
     to go back to; meta, a task without values; measure, a step that cannot be planned; board, nothing for
     TensorBoard."""
+    explains: Mapping[str, str] = {}
+    """Words of an error, in lower case, that it causes, and what to do, with its name as {name}."""
     in_trials: bool = True
     """Runs in the short trial runs of `forge tune`, `plan` and `doctor`. Plugins that only observe or save never do."""
     trades: str = ""

@@ -42,11 +42,11 @@ def advise(rows: Sequence[StrategyRow], asked: Levers, memory: int, frugal: Coll
         return Advice(
             smallest, f"nothing leaves a fifth of the memory free; this needs least: {_share(smallest, memory)}"
         )
-    smaller = registry.advice("batch", " ({})", window=2)
+    smaller = "smaller micro-batches" + registry.advice("batch", " ({})", window=2)
     return Advice(
         None,
-        f"nothing fits: the least is {label(smallest)}, {_share(smallest, memory)}. Use smaller micro-batches{smaller}, "
-        "more devices, or a smaller model",
+        f"nothing fits: the least is {label(smallest)}, {_share(smallest, memory)}. Use {smaller}, more devices, or a "
+        "smaller model",
     )
 
 

@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from forge import registry
 from forge.errors import ForgeError, TaskError
 from forge.util.frames import is_library
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 UNKNOWN = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
-MEASURE = "Measure it on the device instead, with -p throughput, or find the largest batch with forge tune."
 
 
 @contextmanager
@@ -41,7 +41,11 @@ def explained() -> Iterator[None]:
             why = f"needs a tensor's values ({_first_line(error)})"
         else:
             why = f"failed in a rehearsal without values: {type(error).__name__}: {_first_line(error)}"
-        raise TaskError(f"{at} {why}. It cannot be planned without running it. {MEASURE}") from error
+        measured = registry.advice("measure", ", with {},")
+        raise TaskError(
+            f"{at} {why}. It cannot be planned without running it. Measure it on the device instead{measured} or find "
+            "the largest batch with forge tune."
+        ) from error
 
 
 def culprit(error: BaseException) -> tuple[str, str]:

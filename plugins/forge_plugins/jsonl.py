@@ -40,6 +40,7 @@ class JSONL(forge.Plugin):
     """
 
     observer = True
+    example = {}
 
     def __init__(self) -> None:
         super().__init__()

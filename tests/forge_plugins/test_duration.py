@@ -14,8 +14,8 @@ import forge
 from forge.errors import ForgeError, RecipeError, StackError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Duration, EarlyStop, ValidateFirst, duration
-from tests.forge.snapshot.test_resume import die, live, log_of
 from forge_plugins.limit import SMOKE
+from tests.forge.snapshot.test_resume import die, live, log_of
 from tests.forge_plugins.test_limit import Seen
 
 

@@ -54,7 +54,9 @@ def split(name: str, step: RehearsedStep) -> Iterator[StrategyRow]:
             times = samples / f.samples * (10 + 24 / size) / 34
             made = {"plugins": {sharding: {}, name: {"size": size}}, "is_last": True}
             f = replace(f, samples=samples)
-            yield _sharded(f"{sharding} + {name} {size}", f, levers, 1 / devices, gathered=1 / size, times=times, **made)
+            yield _sharded(
+                f"{sharding} + {name} {size}", f, levers, 1 / devices, gathered=1 / size, times=times, **made
+            )
 
 
 def _sharded(

@@ -59,6 +59,7 @@ class Tensorboard(forge.Plugin):
 
     config: Config
     observer = True
+    cures = {"board": "-p {name}"}
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)
