@@ -154,21 +154,32 @@ def declared(what: str) -> dict[str, Any]:
 
 @cache
 def _declaration(entry: EntryPoint, what: str) -> Any:
-    kind = _definition(entry)
-    if isinstance(kind, ast.ClassDef):
-        for node in kind.body:
-            names = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if any(isinstance(name, ast.Name) and name.id == what for name in names):
-                with suppress(ValueError):
-                    return ast.literal_eval(node.value)  # pyright: ignore[reportAttributeAccessIssue]
-                break
-        else:
-            bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in kind.bases]
-            if bases == ["Plugin"]:
-                return None
+    with suppress(LookupError):
+        return _written(entry.module, entry.attr, what)
     with suppress(ForgeError):
         return getattr(load("plugin", entry.name), what, None)
     return None
+
+
+def _written(module: str, kind: str, what: str) -> Any:
+    """Return what a class or its base declares in its source, None without; raise LookupError if that cannot tell."""
+    found = _definition(module, kind)
+    if not isinstance(found, ast.ClassDef) or len(found.bases) != 1:
+        raise LookupError
+    for node in found.body:
+        names = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(name, ast.Name) and name.id == what for name in names):
+            try:
+                return ast.literal_eval(node.value)  # pyright: ignore[reportAttributeAccessIssue]
+            except ValueError:
+                raise LookupError from None
+    base = found.bases[0]
+    name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+    if name == "Plugin":
+        return None
+    imports = [node for node in getattr(_tree(module), "body", ()) if isinstance(node, ast.ImportFrom)]
+    homes = [node.module or "" for node in imports if name in (alias.name for alias in node.names)]
+    return _written(homes[0] if homes else module, name, what)
 
 
 def providers(thing: str) -> list[str]:
@@ -199,16 +210,16 @@ def advice(problem: str, sentence: str, beside: Iterable[Any] = (), **values: An
 
 def summary(entry: EntryPoint) -> str:
     """Return the first line of an entry's docstring, read from its source without importing it; "" if unreadable."""
-    found = _definition(entry)
+    found = _definition(entry.module, entry.attr)
     return "" if found is None else (ast.get_docstring(found) or "").strip().partition("\n")[0]
 
 
-def _definition(entry: EntryPoint) -> ast.Module | ast.ClassDef | ast.FunctionDef | None:
-    """Return the class, function or module that an entry names; None if its source cannot be read."""
-    tree = _tree(entry.module)
-    if tree is None or not entry.attr:
+def _definition(module: str, name: str) -> ast.Module | ast.ClassDef | ast.FunctionDef | None:
+    """Return a class or function of a module, or with no name the module; None if its source cannot be read."""
+    tree = _tree(module)
+    if tree is None or not name:
         return tree
-    found = (n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == entry.attr)
+    found = (node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name)
     return next(found, None)
 
 

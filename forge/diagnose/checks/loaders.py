@@ -16,7 +16,7 @@ def refuse_endless(trainer: Run) -> None:
     """Refuse a fit that nothing would end."""
     endless = trainer.max_epochs is None and trainer.max_updates is None
     if endless and not any(plugin.ends_run for plugin in trainer.stack):
-        others = " or ".join(f"the plugin {name}" for name in registry.declared("ends_run"))
+        others = " or ".join(f"the plugin {name}" for name, ends in registry.declared("ends_run").items() if ends)
         raise ForgeError(
             "Neither max_epochs nor max_updates is set: say how long to train. With another end, such as max_time or "
             f"{others}, neither is needed."
