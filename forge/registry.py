@@ -2,7 +2,7 @@
 
 Only package metadata is read; an entry is imported when it is loaded by name, so a broken third-party package breaks
 only runs that use it. forge names none of the packages around it, except in `packages.toml`, which says what to install
-for a name that is missing.
+for a name that is missing; and it names no plugin, but asks what the installed ones declare.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 import sys
 import tomllib
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, entry_points
@@ -34,6 +36,8 @@ GROUPS = {
     "format": "forge.export_formats",
     "probe": "forge.probes",
     "lever": "forge.levers",
+    "setting": "forge.settings",
+    "strategy": "forge.strategies",
 }
 """A kind of thing, and its group of entry points."""
 
@@ -135,21 +139,96 @@ def _name_and_version(package: Distribution) -> str:
     return f"{package.name} {package.version}"
 
 
+# -- what plugins declare ---------------------------------------------------------------------------------------------
+
+
+def declared(what: str) -> dict[str, Any]:
+    """Return a declaration of every installed plugin that makes it, by the plugin's name: `declared("provides")`.
+
+    It is read from the source, as a literal in the body of the class; a plugin is imported only where it may be
+    elsewhere: computed, or inherited. One that cannot be imported declares nothing.
+    """
+    found = {name: _declaration(entry, what) for name, entry in installed("plugin").items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@cache
+def _declaration(entry: EntryPoint, what: str) -> Any:
+    with suppress(LookupError):
+        return _written(entry.module, entry.attr, what)
+    with suppress(ForgeError):
+        return getattr(load("plugin", entry.name), what, None)
+    return None
+
+
+def _written(module: str, kind: str, what: str) -> Any:
+    """Return what a class or its base declares in its source, None without; raise LookupError if that cannot tell."""
+    found = _definition(module, kind)
+    if not isinstance(found, ast.ClassDef) or len(found.bases) != 1:
+        raise LookupError
+    for node in found.body:
+        names = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(name, ast.Name) and name.id == what for name in names):
+            try:
+                return ast.literal_eval(node.value)  # pyright: ignore[reportAttributeAccessIssue]
+            except ValueError:
+                raise LookupError from None
+    base = found.bases[0]
+    name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+    if name == "Plugin":
+        return None
+    imports = [node for node in getattr(_tree(module), "body", ()) if isinstance(node, ast.ImportFrom)]
+    homes = [node.module or "" for node in imports if name in (alias.name for alias in node.names)]
+    return _written(homes[0] if homes else module, name, what)
+
+
+def providers(thing: str) -> list[str]:
+    """Return the installed plugins that provide a thing."""
+    return [name for name, things in declared("provides").items() if thing in things]
+
+
+def cures(problem: str, beside: Iterable[Any] = (), **values: Any) -> list[str]:
+    """Return what installed plugins do about a problem, with `values` filled in; not those whose place in the stack
+    `beside` is taken."""
+    taken = {thing for plugin in beside for thing in plugin.provides}
+    things = declared("provides")
+    return [
+        problems[problem].format(name=name, **values)
+        for name, problems in declared("cures").items()
+        if problem in problems and taken.isdisjoint(things.get(name, ()))
+    ]
+
+
+def advice(problem: str, sentence: str, beside: Iterable[Any] = (), **values: Any) -> str:
+    """Return a sentence with the cures of a problem in the place of {}; "" if no installed plugin has one."""
+    found = cures(problem, beside, **values)
+    return sentence.replace("{}", ", or ".join(found)) if found else ""
+
+
+# -- source, read without importing it --------------------------------------------------------------------------------
+
+
 def summary(entry: EntryPoint) -> str:
     """Return the first line of an entry's docstring, read from its source without importing it; "" if unreadable."""
-    source = _source_file(entry.module)
-    if source is None:
-        return ""
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ""
-    if not entry.attr:
-        return (ast.get_docstring(tree) or "").strip().partition("\n")[0]
-    for node in tree.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == entry.attr:
-            return (ast.get_docstring(node) or "").strip().partition("\n")[0]
-    return ""
+    found = _definition(entry.module, entry.attr)
+    return "" if found is None else (ast.get_docstring(found) or "").strip().partition("\n")[0]
+
+
+def _definition(module: str, name: str) -> ast.Module | ast.ClassDef | ast.FunctionDef | None:
+    """Return a class or function of a module, or with no name the module; None if its source cannot be read."""
+    tree = _tree(module)
+    if tree is None or not name:
+        return tree
+    found = (node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name)
+    return next(found, None)
+
+
+@cache
+def _tree(module: str) -> ast.Module | None:
+    source = _source_file(module)
+    with suppress(OSError, SyntaxError, UnicodeDecodeError):
+        return None if source is None else ast.parse(source.read_text(encoding="utf-8"))
+    return None
 
 
 def constant(entry: EntryPoint, name: str) -> str:

@@ -19,7 +19,7 @@ def placed_like(live: Mapping[str, Any], holds: Callable[[Keys], bool] = lambda 
     """Return a `place` for `StoredCheckpoint.load` that makes DTensors with the meshes and placements of `live`.
 
     `live` are a task's tensors by name (`task.state_dict()`, say). A stored tensor matches one if it has its shape and
-    its path ends in the name (`model.<name>`, `plugins.ema.weights.<name>`) or in the name and one more key (an
+    its path ends in the name (`model.<name>`, `plugins.<plugin>.weights.<name>`) or in the name and one more key (an
     optimizer's `state.<name>.exp_avg`), or if it is tied to an earlier match. All others are loaded whole, on the
     CPU. A tensor at a path that this rank does not hold is not read: it has its shape and no values.
     """

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
+from forge import registry
 from forge.checkpoint import sharding, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
@@ -38,7 +39,7 @@ NOTE = "forge"
 RAW = "raw"
 """Selects the trained weights; the name of a plugin selects its average."""
 BEST = "best"
-"""Selects the checkpoint of a run that the plugin `checkpoint` links as the best; also RUN:best, as a path."""
+"""Selects the checkpoint of a run that is linked as the best; also RUN:best, as a path."""
 SHOWN = 20
 """Names that a report prints of each kind."""
 
@@ -121,9 +122,9 @@ def load_weights(
     - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save or Lightning, if it can be read without running code;
     - the URL of any of these (`s3://bucket/runs/first`, `gs://…`, any that fsspec knows), downloaded and verified.
 
-    `weights="ema"` loads the average of the plugin `ema`, `weights="raw"` the trained weights, and `weights="best"`, or
-    the path `RUN:best`, those of a run's best checkpoint. By default a weights
-    file gives its content (the average, if the fit evaluated one) and a checkpoint the trained weights.
+    `weights` may be the name of a plugin, for the average that it kept, "raw", for the trained weights, or "best", for
+    those of a run's best checkpoint, as with the path `RUN:best`. By default a weights file gives its content (the
+    average, if the fit evaluated one) and a checkpoint the trained weights.
 
     Names and shapes must match, else nothing is changed and TaskError names the differences. `strict=False` loads the
     matching tensors and logs those that are missing, unexpected or of another shape; the returned report lists all.
@@ -287,9 +288,7 @@ def find_best(run: Path) -> Path:
     found = best_of(run)
     if found is None:
         what = "has no best checkpoint" if run.is_dir() else "is no run folder"
-        raise TaskError(
-            f"{run} {what}. The plugin checkpoint keeps one with checkpoint.best={{monitor: val/loss, mode: min}}."
-        )
+        raise TaskError(f"{run} {what}.{registry.advice('best', ' Train with {}.')}")
     return found
 
 
@@ -329,7 +328,7 @@ def find_weights(path: Path) -> Path:
     if not file.is_file():
         raise TaskError(
             f"There is no weights file at {file}, and no valid checkpoint beside it. fit writes "
-            "RUN/weights.safetensors at its end; the plugin checkpoint saves during training."
+            "RUN/weights.safetensors at its end; a plugin that saves checkpoints does so during training."
         )
     return file
 

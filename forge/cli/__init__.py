@@ -48,7 +48,7 @@ forge {__version__}, a PyTorch training framework: one readable step rhythm, plu
 
   forge fit quickstart                                   train the example recipe
   forge fit quickstart --resume                          continue its newest run after an interruption
-  forge fit quickstart clip.max_norm=0.5 -p no:jsonl     change an option, remove a plugin
+  forge fit quickstart task.hidden=64 -p no:PLUGIN       change an option, remove a plugin
   forge fit my_task.py:MyTask --recipe fast              train a task of your own
   forge VERB --help                                      all options of a verb
 """

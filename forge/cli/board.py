@@ -11,6 +11,7 @@ import webbrowser
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from forge import registry
 from forge.cli.board_links import Links, base_of
 from forge.cli.board_server import serve
 from forge.errors import ForgeError
@@ -44,10 +45,8 @@ def run(args: Namespace) -> int:
         links = Links(Path(folder), given, base_of(given))
         if not links.renew():
             where = ", ".join(map(str, given))
-            raise ForgeError(
-                f"No run in {where} was written for TensorBoard. "
-                "Train with the plugin: forge fit quickstart -p tensorboard."
-            )
+            how = registry.advice("board", " Train with the plugin: forge fit quickstart {}.")
+            raise ForgeError(f"No run in {where} was written for TensorBoard.{how}")
         _interrupt_on_signals()
         try:
             address = serve(folder, args.host, args.port)

@@ -34,7 +34,7 @@ examples:
   forge ckpt verify runs/quickstart/RUN                      check every byte; exit code 1 if one is damaged
   forge ckpt diff RUN_A RUN_B                                exit code 1 if anything differs
   forge ckpt export runs/quickstart/RUN model.safetensors    the weights alone
-  forge ckpt export RUN ema.safetensors --weights ema        the average of the plugin ema
+  forge ckpt export RUN OUT.safetensors --weights PLUGIN     the average that a plugin kept
 """
 USAGE = {"show": "PATH", "verify": "PATH ...", "diff": "PATH PATH", "export": "PATH OUT.safetensors"}
 

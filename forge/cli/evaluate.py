@@ -26,7 +26,7 @@ NOT_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 def measuring_parser(verb: str, description: str) -> ArgumentParser:
     example = f"forge {verb} quickstart --weights runs/quickstart/RUN"
-    examples = [example, f"{example} --nproc 2 -p ddp"]
+    examples = [example, f"{example} --nproc 2 -p STRATEGY"]
     if verb in SPLITS:
         examples.append(f"{example} --at-least {SPLITS[verb]}/accuracy=0.9")
     parser = show.new_parser(verb, description, "examples:\n  " + "\n  ".join(examples) + "\n")

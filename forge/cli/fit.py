@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   forge fit quickstart
-  forge fit quickstart trainer.max_epochs=3 clip.max_norm=0.5 -p no:tensorboard
+  forge fit quickstart trainer.max_epochs=3 task.hidden=64
   forge fit my_task.py:MyTask --recipe fast task.lr=1e-3
   forge fit my_task.py:MyTask --smoke
   forge fit my_recipe.yaml --run-dir runs/first --resume
-  forge fit quickstart --nproc 2 -p ddp --max-restarts 1
+  forge fit quickstart -p PLUGIN PLUGIN.OPTION=VALUE -p no:PLUGIN
+  forge fit quickstart --nproc 2 -p STRATEGY --max-restarts 1
 """
 
 
@@ -122,7 +123,8 @@ def _refuse_kept(args: Namespace) -> None:
 def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) -> None:
     """Print the result; on a terminal the progress bar has printed it, and only the next command is added."""
     console = show.console()
-    shown = "progress" in trainer.stack and sys.stdout.isatty() and sys.stderr.isatty()
+    prints = any("result_table" in plugin.provides for plugin in trainer.stack)
+    shown = prints and sys.stdout.isatty() and sys.stderr.isatty()
     lines = {} if shown else _lines(result, trainer.resumed_from == result.updates)
     if args.smoke:
         lines["smoke"] = "it runs: two batches of each stage; nothing was kept"

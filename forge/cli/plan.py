@@ -24,7 +24,7 @@ from forge.util import show
 EXAMPLES = """\
 examples:
   forge plan quickstart
-  forge plan quickstart -p accumulate accumulate.window=4
+  forge plan quickstart -p PLUGIN PLUGIN.OPTION=VALUE
   forge plan my_task.py:MyTask --recipe fast --json
   forge plan quickstart --measure --updates 100
   forge plan quickstart --devices 8 --memory 80

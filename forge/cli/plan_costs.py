@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from forge import registry
 from forge.cli import target
 from forge.config import Recipe
 from forge.errors import ForgeError
@@ -21,19 +22,23 @@ from forge.util import show
 if TYPE_CHECKING:
     from forge.contract.plugin import Callback
 
-LEDGER, STOP, WARNING = "ledger", "forge.plan.stop", "warning: "
+STOP, WARNING = "forge.plan.stop", "warning: "
 UPDATES = 30
 RARE_HOOKS = ("forge_log", "forge_evaluate", "forge_save")
 """Hooks that are not called in every update, so a short measurement may miss them."""
 
 
 def measure(recipe: Recipe, updates: int | None) -> dict[str, Any]:
-    """Train some updates in a temporary folder and return the report of the plugin ledger."""
+    """Train some updates in a temporary folder and return the report of the plugin that provides "hook_costs"."""
     updates = UPDATES if updates is None else updates
     if updates < 2:
         raise ForgeError("--updates must be at least 2: the first update is a warm-up and is not counted.")
-    if LEDGER not in recipe.plugins:
-        recipe = replace(recipe, config={**recipe.config, "plugins": {**recipe.plugins, LEDGER: {}}})
+    meters = registry.providers("hook_costs")
+    if not meters:
+        raise ForgeError("--measure needs a plugin that provides hook_costs, and none is installed.")
+    meter = next((name for name in recipe.plugins if name in meters), meters[0])
+    if meter not in recipe.plugins:
+        recipe = replace(recipe, config={**recipe.config, "plugins": {**recipe.plugins, meter: {}}})
     folder = tempfile.mkdtemp(prefix="forge-plan-")
     try:
         with _muted():
@@ -42,7 +47,7 @@ def measure(recipe: Recipe, updates: int | None) -> dict[str, Any]:
             trainer.fit(task, data.train, data.val)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report: dict[str, Any] = trainer.stack[LEDGER].report  # pyright: ignore[reportAttributeAccessIssue]
+    report: dict[str, Any] = trainer.stack[meter].report  # pyright: ignore[reportAttributeAccessIssue]
     for key in ("rows", "once"):
         report[key] = [row for row in report[key] if row["plugin"] != STOP]
     return report
@@ -75,7 +80,7 @@ def _muted() -> Iterator[None]:
 
 
 def show_costs(report: dict[str, Any], implemented: Sequence[str]) -> None:
-    """Print the ledger's report; `implemented` are the hooks that the stack implements."""
+    """Print the report; `implemented` are the hooks that the stack implements."""
     console = show.console()
     console.print()
     console.print(show.heading("Costs, measured"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from forge import registry
 from forge.cli import target
 from forge.errors import ForgeError
 from forge.util import show
@@ -54,7 +56,7 @@ def show_plan(found: MemoryPlan, args: Namespace, recipe: Recipe) -> None:
         sizes = [format_bytes(getattr(row, part)) for part in PARTS]
         name = f"≈ {row.strategy}" if row.is_estimate else row.strategy
         chosen = "bold" if row is found.advice.row else ""
-        grid.add_row(Text(name, chosen), str(row.levers), str(row.samples), *sizes, Text(fits, STYLES[fits]))
+        grid.add_row(Text(name, chosen), " + ".join(row.levers), str(row.samples), *sizes, Text(fits, STYLES[fits]))
     console.print(grid)
     for line in _notes(found):
         console.print(Text(line, "dim"), soft_wrap=True)
@@ -81,7 +83,7 @@ def as_json(found: MemoryPlan, args: Namespace, recipe: Recipe) -> dict[str, Any
         "rows": [
             {
                 "strategy": row.strategy,
-                **row.levers._asdict(),
+                **_switches(row, found),
                 "samples": row.samples,
                 **{part: getattr(row, part) for part in PARTS},
                 "fits": fit(row.peak, found.memory),
@@ -91,32 +93,29 @@ def as_json(found: MemoryPlan, args: Namespace, recipe: Recipe) -> dict[str, Any
         ],
         "recommended": None
         if row is None
-        else {"strategy": row.strategy, **row.levers._asdict(), "command": command(row, found, args, recipe)},
+        else {"strategy": row.strategy, **_switches(row, found), "command": command(row, found, args, recipe)},
         "reason": found.advice.reason,
         "notes": found.notes,
     }
 
 
+def _switches(row: StrategyRow, found: MemoryPlan) -> dict[str, bool]:
+    return {name: name in row.levers for name in found.levers}
+
+
 def command(row: StrategyRow, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str:
     """Return the command that trains with a row's strategy."""
-    from forge.planning.plan import STRATEGIES
-
-    strategy, _, extra = row.strategy.partition(" + ")
-    kind, _, number = extra.partition(" ")
-    wanted = [] if strategy == "single" else [strategy]
-    wanted += [kind] if number else []
-    wanted += [name for name, on in row.levers._asdict().items() if on]
+    strategies = {*registry.installed("strategy"), *(name for row in found.rows for name in row.plugins)}
     words = ["forge", "fit", *target.same_target(args, plugins=())]
-    words += ["--nproc", str(found.devices)] if found.devices > 1 and strategy != "single" else []
-    given = [name for name in args.plugins if name not in STRATEGIES]
+    words += ["--nproc", str(found.devices)] if found.devices > 1 and row.plugins else []
+    given = [name for name in args.plugins if name not in strategies]
     there = {name for name in recipe.plugins if name in given or name not in args.plugins}
-    removed = [f"no:{name}" for name in STRATEGIES if name in there and name not in wanted]
+    wanted = [*row.plugins, *row.levers]
+    removed = [f"no:{name}" for name in sorted(strategies) if name in there and name not in wanted]
     for name in (*given, *removed, *(name for name in wanted if name not in there)):
         words += ["-p", name]
-    if number:
-        words.append(f"{kind}.size={number}")
-    elif extra:
-        words.append(f"{strategy}.{extra}=true")
+    for name, options in row.plugins.items():
+        words += [f"{name}.{key}={json.dumps(value)}" for key, value in options.items()]
     return shlex.join(words)
 
 

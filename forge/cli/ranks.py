@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge import registry
 from forge.errors import ForgeError, StackError
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ def only_first_talks(number: int) -> Iterator[None]:
 
 def add_arguments(parser: ArgumentParser, only_nproc: bool = False) -> None:
     """Add the arguments that start ranks; a single pass over data has no restarts and no changing hosts."""
-    group = parser.add_argument_group("several processes", "with -p ddp or -p fsdp; torchrun and srun work as well")
+    group = parser.add_argument_group(
+        "several processes", "with a plugin that provides strategy; torchrun and srun work as well"
+    )
     group.add_argument("--nproc", type=int, metavar="N", help="number of processes to start on this host")
     if only_nproc:
         return
@@ -114,8 +117,8 @@ def _checked_trainer(args: Namespace, recipe: Recipe) -> Trainer:
     trainer = Trainer(recipe=recipe, **({} if run_dir is None else {"run_dir": run_dir}))
     if not any("strategy" in plugin.provides for plugin in trainer.stack):
         raise StackError(
-            f"--nproc {args.nproc} starts {args.nproc} processes, but no plugin in this stack connects them. Add "
-            "-p ddp, or -p fsdp if the model is too big for one device."
+            f"--nproc {args.nproc} starts {args.nproc} processes, but no plugin in this stack connects "
+            f"them.{registry.advice('processes', ' Add {}.')}"
         )
     return trainer
 

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "target", metavar="RECIPE", help="an installed recipe's name, FILE.yaml, or FILE.py:Task for a task of your own"
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="e.g. trainer.max_epochs=3 task.lr=1e-3 clip.max_norm=0.5"
+        "overrides", metavar="key=value", nargs="*", help="e.g. trainer.max_epochs=3 task.lr=1e-3 PLUGIN.OPTION=VALUE"
     )
     parser.add_argument("--recipe", metavar="NAME", help="a stack to use: fast, frugal, debug, ...")
     parser.add_argument("--data", metavar="FILE.py:function", help="a function that returns forge.data.Splits")

@@ -61,7 +61,7 @@ def run(args: Namespace) -> int:
 
 def run_child(args: Namespace) -> int:
     """Run one attempt in this process: continue from the newest checkpoint; it may be killed."""
-    from forge.registry import load
+    from forge import registry
     from forge.testing.trace import Recorder
 
     folder = Path(args.life)
@@ -71,9 +71,10 @@ def run_child(args: Namespace) -> int:
     trainer, task, data = target.build(recipe, folder / "run")
     trainer.resume = "auto"
     trainer.max_updates = min(args.updates, trainer.max_updates or args.updates)
-    for name in [plugin.name for plugin in trainer.stack if "checkpoint" in plugin.provides]:
+    for name in [plugin.name for plugin in trainer.stack if getattr(plugin, "forge_save", None) is not None]:
         trainer.stack.remove(name)
-    trainer.stack.add(load("plugin", "checkpoint")(every=f"{args.every} updates"))
+    for name in registry.providers("checkpoints")[:1]:
+        trainer.stack.add(registry.load("plugin", name)(every=f"{args.every} updates"))
     trainer.stack.add(Recorder(folder / "trace.jsonl", args.kill_at))
     trainer.fit(task, data.train, data.val)
     return 0

@@ -7,9 +7,9 @@
     data: {name: digits, batch_size: 64}
     trainer: {max_epochs: 10, seed: 42}
     plugins:                                   # merged by name, order kept
-      clip: {max_norm: 1.0}
-      tensorboard: null                        # null removes
-      ema@slow: {decay: 0.9999}                # the part after the @ labels a second instance
+      one: {option: 1.0}
+      two: null                                # null removes
+      one@other: {option: 2.0}                 # the part after the @ labels a second instance
 
 Every value has an origin: a file and line, the command line, or a default. A recipe passes through four files, in this
 order: `files` (YAML and line numbers), `merge` (layers and overrides), `schema` (types and defaults) and `recipe` (the

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from forge import registry
 from forge.config.build import make_plugin, make_plugins
 from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
-from forge.config.trainer_defaults import FOLDERS, SMOKE, SWITCHES, Settings
+from forge.config.trainer_defaults import CARRIED, FOLDERS, Settings
 from forge.contract.plugin import Plugin, plugin_options
 from forge.errors import StackError, did_you_mean
 
@@ -65,20 +65,21 @@ def answers_foreign_arguments(verb: Callable[Concatenate[Any, P], T]) -> Callabl
 
 def _switched(settings: Settings, plugins: list[Plugin]) -> tuple[Settings, list[Plugin]]:
     """Add the plugins that carry out settings; for a smoke run, shorten it and leave out what would save it."""
-    asked: dict[str, dict[str, Any]] = {}
     if settings.smoke:
         every = "1 epoch" if settings.validate_every else None
         ends = {"max_epochs": 1, "max_updates": None, "max_time": None, "min_epochs": None, "min_updates": None}
         settings = replace(settings, run_dir=False, validate_every=every, log_every=1, **ends)
         plugins = [plugin for plugin in plugins if getattr(plugin, "forge_save", None) is None]
-        asked["limit"] = SMOKE
-    for name, (plugin, option) in SWITCHES.items():
-        value = getattr(settings, name)
-        if value:
-            asked.setdefault(plugin, {}).update({} if option is None else {option: value})
-    for name, values in asked.items():
-        given = next((plugin_options(plugin) for plugin in plugins if plugin.name == name), {})
-        plugins = [*(plugin for plugin in plugins if plugin.name != name), make_plugin(name, {**given, **values})]
+    asked: dict[type[Plugin], dict[str, Any]] = {}
+    for name in CARRIED:
+        if value := getattr(settings, name):
+            if name not in registry.installed("setting"):
+                raise StackError(f"{name}={value!r}: no installed plugin carries out this setting. Leave it out.")
+            carrier: type[Plugin] = registry.load("setting", name)
+            asked.setdefault(carrier, {}).update(carrier.for_setting(name, value))
+    for carrier, values in asked.items():
+        given = next((plugin_options(plugin) for plugin in plugins if type(plugin) is carrier), {})
+        plugins = [*(plugin for plugin in plugins if type(plugin) is not carrier), carrier(**{**given, **values})]
     return settings, plugins
 
 

@@ -13,7 +13,7 @@ from forge.errors import StackError
 def make_plugins(given: Any) -> list[Plugin]:
     """Build plugins from a list of plugins, classes or names, or from a mapping of name to options.
 
-    In a mapping `None` leaves the plugin out, and `ema@slow` is a second `ema` with a name of its own.
+    In a mapping `None` leaves the plugin out, and `name@label` is a second one with a name of its own.
     """
     if isinstance(given, Mapping):
         return [make_plugin(key, values) for key, values in given.items() if values is not None]

@@ -14,7 +14,7 @@ from forge import registry
 from forge.errors import RecipeError, did_you_mean
 
 TOP_LEVEL = ("description", "extends", "task", "data", "trainer", "plugins")
-SECTIONS = {"task": "{name: ...}", "data": "{name: ...}", "trainer": "{max_epochs: 10}", "plugins": "{clip: {}}"}
+SECTIONS = {"task": "{name: ...}", "data": "{name: ...}", "trainer": "{max_epochs: 10}", "plugins": "{name: {}}"}
 """The sections of a recipe, each with an example."""
 Where = Callable[[str], str]
 """Maps a full key to its origin."""

@@ -57,7 +57,7 @@ class Layers:
             self.drop(f"plugins.{name}")
 
     def override(self, overrides: Sequence[str], local: Mapping[str, Maker]) -> None:
-        """Merge "key=value" overrides; `clip.max_norm=0.5` is short for `plugins.clip.max_norm=0.5`."""
+        """Merge "key=value" overrides; `name.option=0.5` is short for `plugins.name.option=0.5`."""
         layer: dict[str, Any] = {}
         for text in overrides:
             key, equals, value = text.partition("=")

@@ -11,15 +11,8 @@ from forge import registry
 from forge.errors import ForgeError, did_you_mean
 from forge.progress import Interval
 
-SWITCHES = {
-    "max_time": ("duration", "max_time"),
-    "min_epochs": ("duration", "min_epochs"),
-    "min_updates": ("duration", "min_updates"),
-    "validate_first": ("validate_first", None),
-}
-"""Settings that a plugin carries out: its name, and the option that takes the value."""
-SMOKE = {"train": 2, "val": 2, "test": 2, "predict": 2}
-"""The options of `limit` in a smoke run."""
+CARRIED = ("max_time", "min_epochs", "min_updates", "validate_first", "smoke")
+"""Settings that a plugin carries out, found by the entry point of that name in `forge.settings`."""
 FOLDERS = ("run_dir", "resume")
 """Settings that name folders of this machine: given in code they stay out of the recipe that a run writes."""
 
@@ -74,9 +67,9 @@ class Settings:
     max_time: str | int | None = None
     "Time after which the run ends: 00:10:00, 10 min, 2 h; then neither max_epochs nor max_updates is needed."
     min_epochs: int | None = None
-    "Epochs before which neither early_stop nor max_time ends the run."
+    "Epochs before which neither a plugin nor max_time ends the run."
     min_updates: int | None = None
-    "Updates before which neither early_stop nor max_time ends the run."
+    "Updates before which neither a plugin nor max_time ends the run."
     validate_first: bool = False
     "Validate before the first update."
     smoke: bool = False
@@ -114,7 +107,7 @@ class Settings:
             "log_every": self.log_every,
             "deterministic": self.deterministic,
             "group_access": self.group_access,
-            **{name: getattr(self, name) for name in (*SWITCHES, "smoke") if getattr(self, name)},
+            **{name: getattr(self, name) for name in CARRIED if getattr(self, name)},
         }
 
 

@@ -133,8 +133,8 @@ def forge_train_step(step: Step) -> bool:
     """Action. One optimizer's whole update: `step.run_window()`, then `step.finish()`. With several optimizers it fires
     once per name.
 
-    Wrap: a profiler's range. Own: sam, whole-step capture, pipelines; call the two halves as often as needed and return
-    True. An owner that runs the window more than once declares `replays = True` on its class.
+    Wrap: a profiler's range. Own: a second pass, whole-step capture, pipelines; call the two halves as often as needed
+    and return True. An owner that runs the window more than once declares `replays = True` on its class.
     """
     ...
 
@@ -164,8 +164,8 @@ def forge_inspect_grads(step: Step) -> None:
 
 @hookspec
 def forge_edit_grads(step: Step) -> None:
-    """Event. Change gradients: clip, add noise. Use `step.parameters()`: those of the current optimizer. Not called for
-    a skipped update."""
+    """Event. Change gradients: limit their norm, add noise. Use `step.parameters()`: those of the current optimizer.
+    Not called for a skipped update."""
 
 
 @hookspec(firstresult=True)
@@ -189,8 +189,8 @@ def forge_step_end(step: Step) -> None:
 
 @hookspec(firstresult=True)
 def forge_prepare_batch(step: Step, batch: Any) -> Any:
-    """Action. Return the batch as the task shall see it; the default moves it to the device. Wrap: mixup, channels_last
-    (look at `step.stage`)."""
+    """Action. Return the batch as the task shall see it; the default moves it to the device. Wrap: mixup, another
+    memory format (look at `step.stage`)."""
 
 
 @hookspec(firstresult=True)

@@ -15,6 +15,7 @@ from forge.progress import Interval
 
 if TYPE_CHECKING:
     from forge.contract.step import Step
+    from forge.contract.task import TaskModule
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,8 +28,11 @@ class Plugin:
 
     Subclasses may define a nested dataclass `Config`, the declarations below, and methods named after hooks (see
     :mod:`forge.contract.hooks`) marked with `@forge.hookimpl`. Every option can be given by name, the first one also by
-    position: `Clip(0.5)`, `Clip(max_norm=0.5)`. An instance drops a hook of its class by `self.<hook> = None` in
+    position: `Noise(0.5)`, `Noise(scale=0.5)`. An instance drops a hook of its class by `self.<hook> = None` in
     `__init__`; ownership and `provides` are per instance.
+
+    forge knows no plugin by name: planning, tuning, reports and messages ask what the installed ones declare. Write
+    declarations as literals in the body of the class, where they are read without importing it.
     """
 
     Config: ClassVar[type[Any]] = NoOptions
@@ -40,7 +44,7 @@ class Plugin:
     """Names, or things provided, that must be in the stack too; a mapping gives each a sentence that names the fix."""
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
     """Names, or things provided, that cannot be in the same stack. A mapping gives each a sentence that names the fix:
-    `{"grad_scaler": "Use amp.dtype=bf16, which needs none."}`."""
+    `{"grad_scaler": "Use bf16, which needs none."}`."""
     before: tuple[str, ...] = ()
     """Come before (outside of) these in the stack."""
     after: tuple[str, ...] = ()
@@ -57,6 +61,23 @@ class Plugin:
     """Promises to end the run at some time: then neither max_epochs nor max_updates is needed."""
     charts: Mapping[str, str] = {}
     """Charts of the metrics that it logs: `section/title` to a regular expression of their names."""
+    cures: Mapping[str, str] = {}
+    """What it does about problems that forge meets, for its messages, with its name as {name}:
+    `{"memory": "-p {name}, which keeps less"}`. They are: memory, of a step; activations, memory of a backward pass;
+    batch, memory of a micro-batch (with {window}, twice the micro-batches of an update); dtypes, tensors of different
+    types; non_finite, a NaN in the weights; processes that nothing connects; best, no best checkpoint, and rewind, none
+    to go back to; meta, a task without values; measure, a step that cannot be planned; board, nothing for
+    TensorBoard."""
+    explains: Mapping[str, str] = {}
+    """Words of an error, in lower case, that it causes, and what to do, with its name as {name}."""
+    in_trials: bool = True
+    """Runs in the short trial runs of `forge tune`, `plan` and `doctor`. Plugins that only observe or save never do."""
+    trades: str = ""
+    """What it gives for memory, if `forge plan` is to try it: "compute" or "precision"."""
+    batches_ahead: int = 0
+    """Batches that it keeps on the device beside the one that trains."""
+    example: Mapping[str, Any] | None = None
+    """Options with which it acts in a short fit, if the conformance kit is to run other plugins beside it."""
 
     name: str
     """The recipe key, or the class name in snake case."""
@@ -79,6 +100,22 @@ class Plugin:
     def due(self, step: Step) -> bool:
         """Whether the plugin's step hooks do anything at this step; whole-step capture runs between due steps."""
         return True
+
+    @classmethod
+    def for_setting(cls, setting: str, value: Any) -> dict[str, Any]:
+        """Return the options that carry out a setting of the Trainer: by default, the option of the same name.
+
+        An entry point `forge.settings` names the plugin that carries out a setting: `max_time = "package:Plugin"`.
+        """
+        return {setting: value} if setting in (option.name for option in options.of_config(cls.Config)) else {}
+
+    @classmethod
+    def for_plan(cls, given: Mapping[str, Any], task: TaskModule | None) -> Mapping[str, Any] | str:
+        """Return the options with which `forge plan` rehearses a plugin that `trades`; a text says why it does not.
+
+        `given` are those of the recipe. `task` has shapes and no values; None if it cannot be made so.
+        """
+        return given
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{o.name}={getattr(self.config, o.name)!r}" for o in options.of_config(type(self).Config))
@@ -157,7 +194,7 @@ def _as_hook(function: Callable[..., Any], every: Interval | None) -> Callable[.
 
 
 def snake_case(name: str) -> str:
-    """`EarlyStop` -> `early_stop`, `AMP` -> `amp`."""
+    """`GradientNoise` -> `gradient_noise`, `LRFinder` -> `lr_finder`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 

@@ -165,7 +165,7 @@ class Run:
 
     @property
     def hyperparameters(self) -> dict[str, bool | int | float | str]:
-        """The options that can differ between runs, by their names in a recipe (`task.lr`, `clip.max_norm`)."""
+        """The options that can differ between runs, by their names in a recipe (`task.lr`, `plugin.option`)."""
         data = self.recipe.config.get("data") if self.recipe is not None else None
         acting = {plugin.name: plugin_options(plugin) for plugin in self.stack if not plugin.observer}
         return flat({"task": self.task.init_args, "data": data or {}, "trainer": self.settings, **acting})

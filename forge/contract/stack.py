@@ -107,7 +107,7 @@ class Stack:
         return manager
 
     def switch(self, name: str, hooks: Iterable[str], on: bool) -> None:
-        """Leave out hooks of a plugin from the next `freeze` on, or take them in again."""
+        """Leave out hooks of a plugin from the next call of freeze on, or take them in again."""
         asked = {(name, hook) for hook in hooks}
         self._off = self._off - asked if on else self._off | asked
         self._manager = self._registered(self._manager.get_plugin(CORE), self._manager.get_plugin(TASK))

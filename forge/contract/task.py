@@ -85,8 +85,8 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         """Make a task again as it was saved, with its weights, on the CPU and in training mode.
 
         `path` is a run folder, a checkpoint, a weights file, or a file of torch.save's, as for `forge.load_weights`.
-        `weights="ema"` takes the average that the plugin `ema` kept, `weights="raw"` what was trained; without it a
-        finished run gives what it exported (an average, where one was evaluated) and a checkpoint what was trained.
+        `weights` takes the average of the plugin of that name, or "raw", what was trained; without it a finished
+        run gives what it exported (an average, where one was evaluated) and a checkpoint what was trained.
         The arguments of `__init__` that are plain data were saved with the weights; others must be given again, by
         name, and `overrides` win over what was saved. `strict=False` loads what fits and logs the rest. The random
         numbers of the caller are left as they were.

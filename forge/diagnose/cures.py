@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from forge import registry
 from forge.diagnose.again import backward_line, forward_line
 from forge.diagnose.scene import Scene, scene_of
 from forge.torch_internals import BatchNorm
@@ -179,7 +180,8 @@ def _types(scene: Scene, found: re.Match[str]) -> str:
         return f"{_listed(whole)} {_are(whole)} no floats: write .float() (for bytes of images: .float() / 255)."
     if len(by_type) > 1:
         kinds = "; ".join(f"{_listed(names)}: {str(dtype)[6:]}" for dtype, names in by_type.items())
-        return f"Types differ ({kinds}). Convert one with .to(other.dtype), or let -p amp choose types."
+        chosen = registry.advice("dtypes", ", or let {} choose types")
+        return f"Types differ ({kinds}). Convert one with .to(other.dtype){chosen}."
     return ""
 
 
@@ -261,15 +263,12 @@ def _memory(trainer: Run, error: BaseException) -> Iterator[str]:
     if any("What helps:" in note for note in getattr(error, "__notes__", ())):
         return  # the profiler has said so, with numbers
     step, training = trainer.step, trainer.verb == "fit"
-    there = {name for plugin in trainer.stack for name in (plugin.name, *plugin.provides)}
     samples = step.samples // max(len(step.window), 1) if step is not None and training else 0
     now = f" with {samples} samples in a micro-batch" if samples else ""
     ways = ["a smaller batch (`forge tune batch` finds the largest that fits)"]
     if training:
         window = 2 * len(step.window) if step is not None else 2
-        ways.append(f"half the batch with -p accumulate accumulate.window={window}, which keeps the update the same")
-    if "autocast" not in there:
-        ways.append("-p amp, for activations in half precision")
-    if training and "activation_checkpointing" not in there:
-        ways.append("-p remat, which computes activations again in backward")
+        ways += registry.cures("batch", window=window)
+    for problem in ("memory", "activations") if training else ("memory",):
+        ways += registry.cures(problem, beside=trainer.stack)
     yield f"The memory of {trainer.env.device} is full{now}. What helps: {'; '.join(ways)}."

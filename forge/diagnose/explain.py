@@ -33,15 +33,6 @@ HINTS = {
         "BatchNorm needs two samples or more, and this batch, or this rank's share of it, has one: often the last "
         "batch of an epoch. Use drop_last=True, or another batch size."
     ),
-    "expected to have finished reduction in the prior iteration": (
-        "Some parameters were not used in the last step, so they have no gradients. Set ddp.find_unused=true "
-        "(zero.find_unused=true with zero), or freeze them."
-    ),
-    "out of bounds for storage of size 0": (
-        "fsdp has freed parameters that this backward pass needs. A block returned a view (.view, .flatten, "
-        ".transpose), and it was changed in place (x += y): torch's FSDP does not see its gradient then. Write "
-        "x = x + y, or set fsdp.reshard=false."
-    ),
     "device-side assert": (
         "A kernel failed on the GPU, often a label or index out of range. Run with device='cpu' to see which."
     ),
@@ -71,7 +62,8 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
             error.add_note(f"forge: raised in {where}.")
         if not message:
             _add_cures(trainer, error)
-    for symptom, hint in HINTS.items():
+    hints = [*HINTS.items(), *((s, h.format(name=p.name)) for p in trainer.stack for s, h in p.explains.items())]
+    for symptom, hint in hints:
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
     add_hint(error)

@@ -13,8 +13,8 @@ _own: Tensor | None = None
 def positions(x: Tensor, dim: int = 1) -> Tensor:
     """Return the position of each element of `x` along `dim`: 0, 1, 2, …
 
-    Under `context_parallel` a rank has a slice of every sequence, and these are the positions of the slice in the whole
-    sequence. Use it in place of `torch.arange(x.shape[1])` for embeddings of positions and rotations.
+    Under a strategy that divides sequences a rank has a slice of each, and these are the positions of the slice in the
+    whole sequence. Use it in place of `torch.arange(x.shape[1])` for embeddings of positions and rotations.
     """
     own, length = _own, x.shape[dim]
     if own is None:

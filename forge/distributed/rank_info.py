@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from forge import registry
 from forge.errors import ForgeError, StackError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -95,6 +96,6 @@ def refuse_alone(world: int) -> None:
     if world == 1 < processes:
         raise StackError(
             f"This is one of {processes} processes (by WORLD_SIZE or SLURM_NTASKS), but nothing in this stack joins "
-            "them: each would train alone and overwrite the others' files. Add -p ddp or -p fsdp; for independent "
-            "runs, unset that variable."
+            f"them: each would train alone and overwrite the others' files.{registry.advice('processes', ' Add {}.')} "
+            "For independent runs, unset that variable."
         )

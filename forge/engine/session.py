@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from forge import registry
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
@@ -159,9 +160,10 @@ class Session:
     def _load_weights(self) -> None:
         empty = [name for name, parameter in self.trainer.task.named_parameters() if parameter.is_meta]
         if empty:
+            how = registry.advice("meta", " ({})")
             raise TaskError(
                 f"The task was made on the meta device, so {empty[0]} has no memory yet to load weights into. Make the "
-                "task on the CPU (fsdp.meta=false) to start from weights."
+                f"task on the CPU{how} to start from weights."
             )
         load_weights(self.trainer.task, self.weights)
 

@@ -8,7 +8,7 @@ from forge.planning.advice import Advice, advise
 from forge.planning.footprint import WORKSPACE, Footprint, Moment
 from forge.planning.plan import MemoryPlan, device_memory, plan_memory
 from forge.planning.rehearsal import rehearse
-from forge.planning.strategies import Levers, StrategyRow, rows
+from forge.planning.strategies import Levers, RehearsedStep, StrategyRow, rows
 
 __all__ = [
     "WORKSPACE",
@@ -17,6 +17,7 @@ __all__ = [
     "Levers",
     "MemoryPlan",
     "Moment",
+    "RehearsedStep",
     "StrategyRow",
     "advise",
     "device_memory",

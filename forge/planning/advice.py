@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from forge.planning.strategies import Levers, StrategyRow
+from forge import registry
+from forge.planning.strategies import SINGLE, Levers, StrategyRow
 
 COMFORT = 0.8
 """Above this share of the memory a step barely fits: fragmentation, NCCL and the CUDA context are not counted."""
@@ -24,10 +25,13 @@ def fit(peak: int, memory: int) -> str:
     return "yes" if peak <= COMFORT * memory else "barely" if peak <= memory else "no"
 
 
-def advise(rows: Sequence[StrategyRow], asked: Levers, memory: int) -> Advice:
-    """Recommend the first row that fits with room to spare, in this order: ddp, fsdp, remat, amp, offload, tensor
-    parallel. `asked` are the levers of the recipe."""
-    ladder = _ladder(rows, asked)
+def advise(rows: Sequence[StrategyRow], asked: Levers, memory: int, frugal: Collection[str] = ()) -> Advice:
+    """Recommend the first row that fits with room to spare: strategies that divide less before those that divide more,
+    then the levers that cost only compute (`frugal`), then all levers, then last resorts.
+
+    `asked` are the levers of the recipe.
+    """
+    ladder = _ladder(rows, asked, frugal)
     passed: list[StrategyRow] = []
     for row in ladder:
         if fit(row.peak, memory) == "yes":
@@ -38,26 +42,28 @@ def advise(rows: Sequence[StrategyRow], asked: Levers, memory: int) -> Advice:
         return Advice(
             smallest, f"nothing leaves a fifth of the memory free; this needs least: {_share(smallest, memory)}"
         )
+    smaller = "smaller micro-batches" + registry.advice("batch", " ({})", window=2)
     return Advice(
         None,
-        f"nothing fits: the least is {label(smallest)}, {_share(smallest, memory)}. Use smaller micro-batches "
-        "(a smaller batch with -p accumulate), more devices, or a smaller model",
+        f"nothing fits: the least is {label(smallest)}, {_share(smallest, memory)}. Use {smaller}, more devices, or a "
+        "smaller model",
     )
 
 
 def label(row: StrategyRow) -> str:
-    levers = str(row.levers)
-    return f"{row.strategy} + {levers}" if levers else row.strategy
+    return " + ".join((row.strategy, *row.levers))
 
 
-def _ladder(rows: Sequence[StrategyRow], asked: Levers) -> list[StrategyRow]:
-    many = any(row.strategy == "ddp" for row in rows)
-    steps = [asked, asked._replace(remat=True), Levers(amp=True, remat=True), asked._replace(amp=True)]
-    plain = [("ddp", asked), *(("fsdp", step) for step in steps)] if many else [("single", step) for step in steps]
-    by_key = {(row.strategy, row.levers): row for row in rows}
-    first = [by_key[key] for key in dict.fromkeys(plain) if key in by_key]
-    others = [row for row in rows if row.strategy.startswith("fsdp + ") and row.levers.amp >= asked.amp]
-    return first + others
+def _ladder(rows: Sequence[StrategyRow], asked: Levers, frugal: Collection[str]) -> list[StrategyRow]:
+    by_key = {(row.strategy, frozenset(row.levers)): row for row in rows}
+    whole = {row.strategy: row.parameters + row.optimizer for row in rows if not row.is_last}
+    kinds = sorted((kind for kind in whole if kind != SINGLE), key=lambda kind: -whole[kind]) or [SINGLE]
+    every = {lever for row in rows for lever in row.levers}
+    steps = [{*asked}, {*asked, *frugal}, every, {*asked, *every.difference(frugal)}]
+    tried = [*((kind, frozenset(asked)) for kind in kinds[:-1]), *((kinds[-1], frozenset(step)) for step in steps)]
+    return [by_key[key] for key in dict.fromkeys(tried) if key in by_key] + [
+        row for row in rows if row.is_last and {*row.levers} >= {*asked}
+    ]
 
 
 def _why(row: StrategyRow, passed: Sequence[StrategyRow], memory: int) -> str:

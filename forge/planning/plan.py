@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, combinations
 from typing import Any
 
+from forge import registry
 from forge.config import Recipe
+from forge.config.build import plugin_class
 from forge.data.accumulation_windows import batch_size
 from forge.data.sharding import RankLoader
 from forge.errors import DataError, ForgeError
 from forge.planning.advice import Advice, advise
-from forge.planning.blocks import repeated
 from forge.planning.footprint import Footprint
 from forge.planning.rehearsal import rehearse
-from forge.planning.strategies import Levers, StrategyRow, rows
-
-AMP, REMAT, PREFETCH, DDP = "amp", "remat", "prefetch", "ddp"
-STRATEGIES = (DDP, "fsdp", "tensor_parallel")
+from forge.planning.strategies import Levers, RehearsedStep, StrategyRow, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,15 @@ class MemoryPlan:
     "Samples in a micro-batch, all devices together."
     asked: Levers
     "The levers of the recipe."
+    levers: Levers
+    "All that were planned."
     rows: list[StrategyRow]
     advice: Advice
     notes: list[str] = field(default_factory=list)
 
 
 def plan_memory(recipe: Recipe, devices: int, memory: int) -> MemoryPlan:
-    """Rehearse a step of the recipe on one device's share of its first batch, with and without amp and remat."""
+    """Rehearse a step of the recipe on one device's share of its first batch, with and without each lever."""
     batch = first_batch(recipe)
     size = batch_size(batch)
     if not size:
@@ -46,19 +47,25 @@ def plan_memory(recipe: Recipe, devices: int, memory: int) -> MemoryPlan:
     share = next(iter(RankLoader([batch], devices - 1, devices, "train"))).batch  # no other is larger
     if devices > size:
         notes.append(f"A batch of {size} leaves {devices - size} of {devices} devices without a sample of their own.")
-    asked = Levers(AMP in recipe.plugins, REMAT in recipe.plugins)
-    combinations = _combinations(recipe, asked, notes)
-    ahead = recipe.resolved.get("plugins", {}).get(PREFETCH, {}).get("depth", 0)
+    options = dict(sorted(_levers(recipe, notes)))
+    trades = registry.declared("trades")
+    asked = tuple(name for name in options if name in recipe.plugins)
+    frugal = tuple(name for name in options if trades[name] == "compute")
+    others = {name: given for name, given in recipe.plugins.items() if name not in trades}
 
     def rehearsed(batch: Any) -> dict[Levers, Footprint]:
-        return {levers: rehearse(recipe.make_task, batch, _stack(recipe, levers), ahead) for levers in combinations}
+        return {
+            levers: rehearse(recipe.make_task, batch, {**others, **{name: options[name] for name in levers}})
+            for levers in chain.from_iterable(combinations(options, count) for count in range(len(options) + 1))
+        }
 
     whole = rehearsed(batch)
-    bucket_views = recipe.plugins.get(DDP, {}).get("bucket_view", True)
-    found = rows(whole, rehearsed(share) if devices > 1 else whole, devices, bucket_views)
-    if "compile" in recipe.plugins:
-        notes.append("compile is left out: compiled code has other temporaries, usually fewer.")
-    return MemoryPlan(devices, memory, size, asked, found, advise(found, asked, memory), notes)
+    step = RehearsedStep(whole, rehearsed(share) if devices > 1 else whole, devices, frugal, recipe.plugins)
+    found = rows(step)
+    compiled = {*registry.providers("compiled_code")}.intersection(recipe.plugins)
+    notes += [f"{name} is left out: compiled code has other temporaries, usually fewer." for name in compiled]
+    advice = advise(found, asked, memory, frugal)
+    return MemoryPlan(devices, memory, size, asked, tuple(options), found, advice, notes)
 
 
 def device_memory() -> int:
@@ -76,31 +83,29 @@ def first_batch(recipe: Recipe) -> Any:
     raise DataError("The train loader yields no batch to plan with.")
 
 
-def _combinations(recipe: Recipe, asked: Levers, notes: list[str]) -> list[Levers]:
-    remats = [False, True]
-    if not asked.remat and not _repeats(recipe):
-        remats = [False]
-        notes.append("The task has no repeated blocks for remat; to plan with it: -p remat remat.modules=NAME.")
-    return [Levers(amp, remat) for remat in remats for amp in (False, True)]
+def _levers(recipe: Recipe, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the plugins that trade something for memory, with the options to rehearse them with.
+
+    Of several that provide the same thing, one is planned: the recipe's, else the first.
+    """
+    things, task, taken = registry.declared("provides"), _without_values(recipe), set[str]()
+    offered = [name for name, given in registry.declared("trades").items() if given]
+    for name in sorted(offered, key=lambda name: name not in recipe.plugins):
+        if not taken.isdisjoint(things.get(name, ())):
+            continue
+        taken.update(things.get(name, ()))
+        options = plugin_class(name).for_plan(recipe.plugins.get(name, {}), task)
+        if isinstance(options, str):
+            notes.append(options.format(name=name))
+        else:
+            yield name, options
 
 
-def _repeats(recipe: Recipe) -> bool:
+def _without_values(recipe: Recipe) -> Any:
     import torch
 
     try:
         with torch.device("meta"):
-            return bool(repeated(recipe.make_task()))
+            return recipe.make_task()
     except Exception:  # its __init__ needs real numbers
-        return True
-
-
-def _stack(recipe: Recipe, levers: Levers) -> dict[str, Mapping[str, Any]]:
-    """Return the recipe's plugins with these levers. bf16 stands for either short type, because fp16 reads values;
-    remat's budget is met by measuring, so every block is planned as recomputed."""
-    apart = (AMP, REMAT, *STRATEGIES)
-    stack: dict[str, Mapping[str, Any]] = {n: options for n, options in recipe.plugins.items() if n not in apart}
-    if levers.amp:
-        stack[AMP] = {"dtype": "bf16"}
-    if levers.remat:
-        stack[REMAT] = {key: value for key, value in recipe.plugins.get(REMAT, {}).items() if key != "budget"}
-    return stack
+        return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forge import registry
 from forge.errors import ForgeError, TaskError
 from forge.torch_internals import fake_tensors
 from forge.util.frames import is_library
@@ -18,7 +19,6 @@ UNKNOWN = (
     fake_tensors.UnsupportedOperatorException,
     NotImplementedError,
 )
-MEASURE = "Measure it on the device instead, with -p throughput, or find the largest batch with forge tune."
 
 
 @contextmanager
@@ -39,7 +39,11 @@ def explained() -> Iterator[None]:
             why = f"needs a tensor's values ({_first_line(error)})"
         else:
             why = f"failed in a rehearsal without values: {type(error).__name__}: {_first_line(error)}"
-        raise TaskError(f"{at} {why}. It cannot be planned without running it. {MEASURE}") from error
+        measured = registry.advice("measure", ", with {},")
+        raise TaskError(
+            f"{at} {why}. It cannot be planned without running it. Measure it on the device instead{measured} or find "
+            "the largest batch with forge tune."
+        ) from error
 
 
 def culprit(error: BaseException) -> tuple[str, str]:

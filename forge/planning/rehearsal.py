@@ -24,13 +24,13 @@ from forge.planning.fake_cuda import CUDA, FakeCudaMode
 from forge.planning.footprint import Footprint
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
-from forge.snapshot.left_out import is_left_out
+from forge.snapshot.left_out import LR_SCHEDULE, is_left_out
 from forge.torch_internals import fake_tensors, pytree
 from forge.tuning.trial import quiet
 
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""
-PLANNED_APART = ("compile", "schedule", "strategy")
+PLANNED_APART = ("compiled_code", LR_SCHEDULE, "strategy", "split_layers")
 """What plugins that are planned separately provide: strategies by formula, compiled code as if it were eager.
 
 Schedules are left out: rates take no memory.
@@ -59,16 +59,16 @@ def rehearse(
     make_task: MakeTask,
     batch: Any,
     plugins: Mapping[str, Mapping[str, Any]] | None = None,
-    ahead: int = 0,
     counter: StepCounter | None = None,
 ) -> Footprint:
     """Return the memory of a training step on `batch` on a CUDA device, with this stack; nothing is computed.
 
-    `ahead` is the number of batches that are prefetched to the device. `counter` counts the operations of the last
-    update.
+    `counter` counts the operations of the last update.
     """
     with explained(), quiet(), chosen_as_on_cuda():
-        kept = [plugin for plugin in make_plugins(plugins or {}) if not _is_planned_apart(plugin)]
+        made = make_plugins(plugins or {})
+        ahead = sum(plugin.batches_ahead for plugin in made)
+        kept = [plugin for plugin in made if not _is_planned_apart(plugin)]
         mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept})
         task = _without_values(make_task, mode)
         rehearsal = Rehearsal(_fake(batch, mode), ahead, counter)

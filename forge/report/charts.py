@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forge import registry
 from forge.report.svg import COLORS, DASHES, Chart, Look, Point
 from forge.runs.folder import RunFolder
 
 STAGES = ("train", "val", "test")
-TITLES = {
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "ledger": "time in plugins, µs per update",
-    "samples_per_s": "samples per second",
-    "tokens_per_s": "tokens per second",
-    "items_per_s": "items per second",
-    "step_ms": "milliseconds per step",
-}
+TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
 FIRST = ("loss", "accuracy")
-LAST = ("lr", "grad_norm", "samples_per_s", "tokens_per_s", "step_ms", "ledger")
+LAST = ("lr", "grad_norm")
+DECLARED = ": "
+"""Stands between section and title of a chart that a plugin declares."""
 MOST_SERIES = 14
 MOST_RUNS = COLORS
 """With more runs, each stage has a chart of its own, in which colour and dashes tell runs apart."""
@@ -36,7 +32,7 @@ class Panel:
     key: str
     series: dict[str, Sequence[Point]] = field(default_factory=dict)
     is_aside: bool = False
-    "Whether it shows what a plugin logs about itself, which is folded away."
+    "Whether it shows what a plugin logs about itself and declares no chart of, which is folded away."
     looks: dict[str, Look] = field(default_factory=dict)
     "With several runs: the colour of the run, and the dashes of its stage; with many, both of the run."
     line: str = ""
@@ -54,7 +50,7 @@ class Panel:
             return 0, FIRST.index(self.key), ""
         if self.key in LAST:
             return 2, LAST.index(self.key), ""
-        return (3 if self.is_aside else 1), 0, self.key
+        return (4 if self.is_aside else 3 if DECLARED in self.key else 1), 0, self.key
 
     def draw(self) -> str:
         values = [y for points in self.series.values() for _, y in points if math.isfinite(y)]
@@ -72,12 +68,12 @@ def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
     """Return the charts of runs by label; the label of a single run is omitted."""
     found: dict[str, Panel] = {}
     for number, (label, run) in enumerate(runs.items()):
-        plugins = _plugins(run)
+        plugins, charts = _plugins(run), _charts(run)
         drawn: Counter[str] = Counter()
         for name, points in run.series.items():
             if name.startswith("test/") and len(points) == 1:
                 continue
-            key, line, is_aside = place(name, plugins)
+            key, line, is_aside = place(name, plugins, charts)
             points = on_grid(points) if line == "train" else points
             if len(runs) > MOST_RUNS:
                 panel = found.setdefault(f"{key}, {line}", Panel(key, is_aside=is_aside, line=line))
@@ -97,20 +93,17 @@ def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
     return sorted(every, key=lambda panel: panel.rank)
 
 
-def place(name: str, plugins: frozenset[str]) -> tuple[str, str, bool]:
-    """Return (chart, curve, whether a plugin logs it about itself) of a metric."""
+def place(name: str, plugins: frozenset[str], charts: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Return (chart, curve, whether it is folded away) of a metric; `charts` are those that plugins declare."""
     head, _, rest = name.partition("/")
     last = name.rpartition("/")[2]
     if head in STAGES and rest:
         return last, name.removesuffix(f"/{last}"), False
     if head in ("lr", "grad_norm"):
         return head, rest or head, False
-    if head == "throughput" and last.startswith("step_ms"):
-        return "step_ms", last.removeprefix("step_ms_"), False
-    if head == "throughput" and last.endswith("_per_s"):
-        return last, last, False
-    if head == "ledger" and rest not in ("total_share", "syncs_per_update"):
-        return head, rest, False
+    for chart, pattern in charts.items():
+        if re.fullmatch(pattern, name):
+            return chart, rest, False
     if head in plugins:
         return name, last, True
     return name, name, False
@@ -144,3 +137,13 @@ def _parts(panel: Panel) -> list[Panel]:
 
 def _plugins(run: RunFolder) -> frozenset[str]:
     return frozenset(str(plugin.get("name")).partition("@")[0] for plugin in run.stack)
+
+
+def _charts(run: RunFolder) -> dict[str, str]:
+    """Return the charts of a run's plugins, as those installed here declare them: a run folder may be a stranger's."""
+    declared = registry.declared("charts")
+    return {
+        chart.replace("/", DECLARED, 1): pattern
+        for name in sorted(_plugins(run) & declared.keys())
+        for chart, pattern in declared[name].items()
+    }

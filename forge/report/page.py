@@ -76,7 +76,7 @@ def describe(run: RunFolder, label: str) -> dict[str, Any]:
         "attempts_note": omitted(every),
         "card": card_rows(run, is_only_attempt=len(every) < 2),
         "stack": [[plugin.get("name"), _options(plugin.get("options"))] for plugin in run.stack],
-        "ledger": ledger_rows(run),
+        "costs": cost_rows(run),
         "checkpoints": [[c.name, ", ".join(c.marks), format_bytes(c.bytes)] for c in run.checkpoints],
         "recipe": run.recipe_text,
     }
@@ -180,8 +180,8 @@ def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
     return [[key, value] for key, value in rows.items() if value not in (None, "")]
 
 
-def ledger_rows(run: RunFolder) -> list[list[Any]]:
-    """Return RUN/ledger.json as rows; a row of another shape is skipped."""
+def cost_rows(run: RunFolder) -> list[list[Any]]:
+    """Return the time that each hook of a plugin took as rows; a row of another shape is skipped."""
     rows = []
     for row in run.costs:
         match row:

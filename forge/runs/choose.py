@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge import registry
 from forge.checkpoint import Checkpoints, StoredCheckpoint, wait_until_written
 from forge.checkpoint.readers import Readers
 from forge.data.workers import refuse_in_starting_worker
@@ -120,10 +121,8 @@ def named_weights(trainer: Run, weights: Any, task: str) -> Any:
     found = next((link.resolve() for link in links if link.exists()), None)
     if found is None:
         where = f"{short_path(runs[0])} has no best checkpoint" if runs else f"no run is in {short_path(group)}"
-        raise CheckpointError(
-            f'weights="best": {where}. Train with checkpoint.best={{monitor: val/loss, mode: min}}, or name a run, a '
-            "checkpoint or a file."
-        )
+        how = registry.advice("best", "Train with {}, or name")
+        raise CheckpointError(f'weights="best": {where}. {how or "Name"} a run, a checkpoint or a file.')
     logger.info("The best weights are those of %s.", short_path(found))
     return found
 
@@ -135,7 +134,7 @@ def newest(trainer: Run) -> StoredCheckpoint:
         wait_until_written()
         found = None if run_dir is None else checkpoints_of(run_dir).newest_valid(Readers.of(trainer.env))
     if found is None:
-        raise CheckpointError("No checkpoint to return to yet. Save more often: checkpoint.every.")
+        raise CheckpointError(f"No checkpoint to return to yet. Save more often{registry.advice('rewind', ': {}')}.")
     return found
 
 

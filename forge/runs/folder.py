@@ -127,7 +127,7 @@ class RunFolder:
 
     @property
     def costs(self) -> list[dict[str, Any]]:
-        """The rows of the plugin ledger, one per hook."""
+        """The rows of what plugins cost, one per hook."""
         return [row for row in _list(self.ledger.get("rows")) if isinstance(row, dict)]
 
     @property

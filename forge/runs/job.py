@@ -23,7 +23,7 @@ FREE = frozenset(
     {"device", "workers", "num_workers", "prefetch", "prefetch_factor", "pin_memory", "persistent_workers"}
 )
 """Options of a task or its data that say where and how fast, not what."""
-RANKS = frozenset({"strategy", "sharding", "tensor_parallel"})
+RANKS = frozenset({"strategy", "sharding", "split_layers"})
 """What plugins provide that only say how many ranks there are, and what each of them has."""
 LIMITS = ("max_epochs", "max_updates")
 

@@ -51,8 +51,8 @@ def load(
 
     `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`) or a weights file. `task` is the
     class, for a task that is neither installed nor imported under the name in the run. Without `weights` the best
-    checkpoint is taken if the run keeps one, and the average where `ema` or `swa` ran; "raw", "ema", "swa" and "best"
-    select.
+    checkpoint is taken if the run keeps one, and the average where a plugin kept one; "raw", "best" and the name of
+    that plugin select.
     """
     return find(run, task, weights).task.to(device)
 
@@ -154,10 +154,7 @@ def _choose(path: Path, folder: Path | None, weights: str | None) -> tuple[Path,
     is_run = folder is not None and path.resolve() == folder.resolve()
     best = best_of(folder) if is_run and folder is not None and weights in (None, BEST) else None
     if weights == BEST and best is None and is_run:
-        raise ForgeError(
-            f"{path} has no best checkpoint: the plugin checkpoint keeps one with "
-            "checkpoint.best={monitor: val/accuracy, mode: max}."
-        )
+        raise ForgeError(f"{path} has no best checkpoint.{registry.advice('best', ' Train with {}.')}")
     if best is not None:
         return best, _average(best), BEST
     if weights in (None, BEST):

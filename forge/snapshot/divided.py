@@ -1,6 +1,6 @@
 """Describe the state of all ranks together, where ranks hold different whole tensors.
 
-Under a pipeline a rank has the parameters of its stage, under `zero` the optimizer state of its parameters. All ranks
+Under a pipeline a rank has the parameters of its stage, or only it has the optimizer state of its parameters. All ranks
 exchange outlines of what they have. Then each has the whole tree: where a tensor is held elsewhere, it stands without
 values (on the meta device), with a note of the ranks that hold it (`forge.checkpoint.sharding.Holders`).
 """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from forge import registry
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.sharding import on_one_rank
 from forge.errors import NonFiniteError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 """Tensors that an error names."""
-HALF = "They are float16, in which Adam's eps of 1e-08 is zero: keep the weights in float32, and use -p amp."
+HALF = "They are float16, in which Adam's eps of 1e-08 is zero: keep the weights in float32"
 
 _finite_at_start: WeakKeyDictionary[nn.Module, dict[str, torch.Size]] = WeakKeyDictionary()
 """By task: the tensors that were finite when its fit began, and their shapes."""
@@ -128,13 +129,12 @@ def _explain(trainer: Run, names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     verb = "is" if len(names) == 1 else "are"
     kept = Checkpoints(trainer.run_dir / "checkpoints").all() if trainer.run_dir is not None else []
-    guarded = any("guard" in plugin.provides for plugin in trainer.stack)
     text = [
         f"After update {trainer.progress.update}: {', '.join(names[:SHOWN])}{more} {verb} not finite. Such a state is "
         "saved neither as a checkpoint nor as weights.",
         f"The last good checkpoint is {kept[-1]}." if kept else "",
-        "" if guarded else "-p guard stops at the update that causes it.",
-        HALF if is_half(trainer.task, names) else "",
+        *registry.cures("non_finite", beside=trainer.stack),
+        HALF + registry.advice("dtypes", ", and use {}") + "." if is_half(trainer.task, names) else "",
     ]
     return " ".join(filter(None, text))
 

@@ -1,4 +1,7 @@
-"""Check of the order: beside forge's own plugins the position must not matter, unless it is declared."""
+"""Check of the order: beside the plugins of most runs the position must not matter, unless it is declared.
+
+They are the installed plugins that declare an `example`, options with which each acts in a short fit.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,6 @@ from forge.errors import ForgeError, StackError
 from forge.testing.metric_difference import metric_difference
 from forge.testing.subject import Subject
 from forge.testing.weights import first_difference
-
-NEIGHBOURS: dict[str, dict[str, Any]] = {
-    "accumulate": {"window": 2},
-    "clip": {"max_norm": 0.1},
-    "ema": {"decay": 0.5},
-    "guard": {},
-    "jsonl": {},
-    "schedule": {"warmup": 2},
-}
-"""Plugins of most runs, with options with which each acts in a short fit; those not installed are skipped."""
 
 Ended = tuple[TaskModule, FitResult]
 
@@ -90,11 +83,10 @@ def _difference(subject: Subject, names: list[str], outside: Any, inside: Any) -
 
 
 def _possible(subject: Subject) -> Iterator[str]:
-    """Yield neighbours that are installed and that a stack may hold beside the plugin."""
-    for name in NEIGHBOURS:
+    """Yield neighbours that a stack may hold beside the plugin."""
+    for name in registry.declared("example"):
         plugin, beside = subject.make(), list(subject.beside())
-        taken = {other.name for other in (plugin, *beside)}
-        if name not in registry.installed("plugin") or name in taken:
+        if name in {other.name for other in (plugin, *beside)}:
             continue
         stack = Stack([plugin, *beside, _neighbour(name)])
         try:
@@ -106,7 +98,7 @@ def _possible(subject: Subject) -> Iterator[str]:
 
 
 def _neighbour(name: str) -> Plugin:
-    return make_plugin(name, NEIGHBOURS[name])
+    return make_plugin(name, registry.declared("example")[name])
 
 
 def _label(name: str) -> str:

@@ -38,6 +38,10 @@ class Accumulate(forge.Plugin):
 
     config: Config
     provides = ("accumulation",)
+    cures = {
+        "batch": "half the batch with -p {name} {name}.window={window}, which keeps the update the same",
+    }
+    example = {"window": 2}
 
     def __init__(self, *first: int | dict[int, int], **values: int | dict[int, int]):
         super().__init__(*first, **values)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 import forge
@@ -75,6 +75,9 @@ class AMP(forge.Plugin):
         "fp16: updates in a row without overflow after which the scale is doubled."
 
     config: Config
+    provides = ("autocast",)
+    cures = {"memory": "-p {name}, for activations in half precision", "dtypes": "-p {name}"}
+    trades = "precision"
     captures_window = True
 
     def __init__(self, *first: str, **values: Any):
@@ -102,6 +105,11 @@ class AMP(forge.Plugin):
                 self.__dict__.pop(hook, None)
             else:
                 setattr(self, hook, None)
+
+    @classmethod
+    def for_plan(cls, given: Mapping[str, Any], task: nn.Module | None) -> Mapping[str, Any]:
+        """bf16 stands for either short type, because fp16 reads values."""
+        return {"dtype": "bf16"}
 
     # -- a run --------------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,8 @@ class Checkpoint(forge.Plugin):
 
     config: Config
     observer = True
-    provides = ("checkpoint",)
+    provides = ("checkpoints",)
+    cures = {"best": "{name}.best={{monitor: val/loss, mode: min}}", "rewind": "{name}.every"}
 
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)

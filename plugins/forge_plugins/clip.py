@@ -40,6 +40,7 @@ class Clip(forge.Plugin):
 
     config: Config
     provides = ("clip",)
+    example = {"max_norm": 0.1}
     capturable = True
     charts = {"gradient norm/before and after clipping": r"grad_norm/.+"}
 

@@ -30,3 +30,5 @@ class DDP(Replicated):
 
         forge fit quickstart --nproc 2 -p ddp trainer.max_epochs=1
     """
+
+    cures = {"processes": "-p {name}"}

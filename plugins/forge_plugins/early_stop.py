@@ -77,6 +77,7 @@ class EarlyStop(forge.Plugin):
     config: Config
     provides = ("early_stop",)
     ends_run = True
+    in_trials = False
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

@@ -56,6 +56,7 @@ class EMA(Averaging):
         "Evaluate and export the average; false: only keep it, beside another average."
 
     config: Config
+    example = {"decay": 0.5}
 
     def __init__(self, *first: float, **values: Any):
         super().__init__(*first, **values)

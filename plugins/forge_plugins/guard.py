@@ -85,6 +85,9 @@ class Guard(forge.Plugin):
 
     config: Config
     provides = ("guard",)
+    in_trials = False
+    cures = {"non_finite": "-p {name} stops at the update that causes it."}
+    example = {}
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

@@ -32,6 +32,8 @@ class JSONL(Sink):
         forge fit quickstart -p jsonl
     """
 
+    example = {}
+
     def open(self, trainer: forge.Run) -> TextIO:
         """Open the file, without the lines of an abandoned attempt."""
         assert trainer.run_dir is not None

@@ -12,6 +12,9 @@ from forge.data.accumulation_windows import length_of
 from forge.data.limited import Limited
 from forge.errors import ForgeError, RecipeError
 
+SMOKE = 2
+"""Batches of each stage in a smoke run."""
+
 
 class Limit(forge.Plugin):
     """Use only some batches of each loader: for a quick look, or to see whether a model can learn a few by heart.
@@ -51,6 +54,10 @@ class Limit(forge.Plugin):
 
     config: Config
     provides = ("limit",)
+
+    @classmethod
+    def for_setting(cls, setting: str, value: Any) -> dict[str, Any]:
+        return {"train": SMOKE, "val": SMOKE, "test": SMOKE, "predict": SMOKE}
 
     def __init__(self, *first: int | float, **values: int | float):
         super().__init__(*first, **values)

@@ -80,7 +80,8 @@ class Schedule(forge.Plugin):
         "step: factor of the lr at each drop."
 
     config: Config
-    provides = ("schedule",)
+    provides = ("lr_schedule",)
+    example = {"warmup": 2}
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

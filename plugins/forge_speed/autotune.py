@@ -80,6 +80,7 @@ class Autotune(Plugin):
 
     config: Config
     provides = ("autotune",)
+    in_trials = False
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

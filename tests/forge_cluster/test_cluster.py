@@ -21,8 +21,7 @@ from forge.cli import main
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.errors import ForgeError
-from forge.planning import rehearse
-from forge.planning.strategies import Levers, ddp, fsdp
+from forge.planning import RehearsedStep, rehearse, rows
 from forge_cluster.commands.plan_cluster import _plugins
 from forge_cluster.planning import (
     Layout,
@@ -175,9 +174,10 @@ def test_matrix_products_are_six_flops_a_weight_and_token(work: Workload) -> Non
 
 
 def test_memory_equals_the_plan_of_one_machine(work: Workload) -> None:
-    whole = rehearse(Net, batch(4))
-    assert memory_of(work, Layout("ddp", PLAIN, shard=4)) == pytest.approx(ddp(whole, Levers(), True).peak, rel=0.05)
-    assert memory_of(work, Layout("fsdp", PLAIN, shard=4)) == pytest.approx(fsdp(whole, Levers(), 4).peak, rel=0.05)
+    whole = {(): rehearse(Net, batch(4))}
+    planned = {row.strategy: row.peak for row in rows(RehearsedStep(whole, whole, devices=4))}
+    for name in ("ddp", "fsdp"):
+        assert memory_of(work, Layout(name, PLAIN, shard=4)) == pytest.approx(planned[name], rel=0.05)
 
 
 def test_zero_divides_state_and_only_state(work: Workload) -> None:

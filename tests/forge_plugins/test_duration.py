@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import forge
-from forge.config.trainer_defaults import SMOKE
 from forge.errors import ForgeError, RecipeError, StackError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Duration, EarlyStop, ValidateFirst, duration
+from forge_plugins.limit import SMOKE
 from tests.forge.snapshot.test_resume import die, live, log_of
 from tests.forge_plugins.test_limit import Seen
 
@@ -191,7 +191,7 @@ def test_a_smoke_run_takes_two_batches_and_keeps_nothing(tmp_path: Path, monkeyp
     result = trainer.fit(task, tiny_batches(), tiny_batches(seed=1))
     trainer.test(task, tiny_batches(seed=2))
     assert {stage: len(seen) for stage, seen in task.seen.items()} == {"train": 2, "val": 2, "test": 2}
-    assert len(trainer.predict(task, tiny_batches())) == SMOKE["predict"]
+    assert len(trainer.predict(task, tiny_batches())) == SMOKE
     assert (result.updates, result.run_dir) == (2, None)
     assert not list(tmp_path.rglob("*"))
 

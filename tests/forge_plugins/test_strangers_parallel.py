@@ -20,7 +20,6 @@ LEAKS = "the output of an early block is used by more than the next block"
 FEW = "2 blocks (model.{}.0, ...) cannot make 4 stages"
 NO_BLOCKS = "has neither repeated blocks in a ModuleList nor a Sequential to cut. Put its layers into one"
 BATCH_NORM = "BatchNorm (model.bn1, model.layer1.0.bn1, model.layer1.0.bn2 and 17 more) would take statistics of each"
-UNUSED = "Set ddp.find_unused=true (zero.find_unused=true with zero), or freeze them"
 MASK = "passes a mask to scaled_dot_product_attention"
 NO_TOKENS = "Name the tensors that hold the sequence in context_parallel.entries"
 PIPELINES = ("pipeline", "interleaved, remat", "sharded pipeline")
@@ -28,7 +27,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("t5", strategy): LEAKS for strategy in PIPELINES},
     **{("lstm", strategy): NO_BLOCKS for strategy in PIPELINES},
     **{("resnet", strategy): BATCH_NORM for strategy in ("pipeline", "sharded pipeline")},
-    **{("pooled bert", strategy): UNUSED for strategy in ("ddp", "zero")},
+    **{("pooled bert", strategy): f"Set {strategy}.find_unused=true, or freeze them" for strategy in ("ddp", "zero")},
     ("resnet", "interleaved, remat"): FEW.format("layer4"),
     ("grouped resnet", "interleaved, remat"): FEW.format("layer4"),
     ("swin", "interleaved, remat"): FEW.format("swin.encoder.layers"),

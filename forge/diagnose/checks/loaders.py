@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forge import registry
 from forge.data.adapt import has_single_position, resumable_reason
 from forge.errors import DataError, ForgeError, TaskError
 
@@ -15,9 +16,10 @@ def refuse_endless(trainer: Run) -> None:
     """Refuse a fit that nothing would end."""
     endless = trainer.max_epochs is None and trainer.max_updates is None
     if endless and not any(plugin.ends_run for plugin in trainer.stack):
+        others = " or ".join(f"the plugin {name}" for name, ends in registry.declared("ends_run").items() if ends)
         raise ForgeError(
             "Neither max_epochs nor max_updates is set: say how long to train. With another end, such as max_time or "
-            "the plugin early_stop, neither is needed."
+            f"{others}, neither is needed."
         )
 
 
@@ -48,9 +50,11 @@ def refuse_inexact_data(trainer: Run) -> None:
     saves = trainer.hooks.forge_save is not None or trainer.resume
     reason = resumable_reason(trainer.feed.loader) if saves else None
     if reason is not None and not trainer.allow_inexact:
+        savers = [plugin.name for plugin in trainer.stack if getattr(plugin, "forge_save", None) is not None]
+        without = " ".join(f"-p no:{name}" for name in savers) or "leave out resume"
         raise DataError(
             f"A run over this loader cannot be continued exactly: {reason} Or set allow_inexact=True "
-            "(trainer.allow_inexact=true on the command line), or train without checkpoints (-p no:checkpoint)."
+            f"(trainer.allow_inexact=true on the command line), or train without checkpoints ({without})."
         )
 
 

@@ -19,9 +19,9 @@ from forge.contract.plugin import Plugin
 from forge.contract.step import Step
 from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
-from forge.planning.plan import AMP, REMAT, first_batch
+from forge.planning.plan import first_batch
 from forge_cluster.planning.hardware import Cluster, MeasuredStep
-from forge_cluster.planning.workload import APART, _part
+from forge_cluster.planning.workload import AMP, APART, REMAT, _part
 
 UPDATES, WARM_UP = 12, 4
 

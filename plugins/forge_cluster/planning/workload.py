@@ -23,14 +23,15 @@ from forge.data.sharding import RankLoader
 from forge.errors import DataError
 from forge.planning.blocks import repeated
 from forge.planning.footprint import Footprint
-from forge.planning.plan import AMP, REMAT, STRATEGIES, first_batch
+from forge.planning.plan import first_batch
 from forge.planning.rehearsal import rehearse
 from forge_cluster.planning.counting import OpCounter
 
 FEW, MORE = 2, 3
 """Blocks of the short versions. remat and fsdp find blocks by their repetition, so there are at least two."""
 WORTH_IT = 6
-APART = (AMP, REMAT, "accumulate", "compile", "zero", "pipeline", "context_parallel", *STRATEGIES)
+AMP, REMAT, STRATEGIES = "amp", "remat", ("zero", "pipeline", "context_parallel", "ddp", "fsdp", "tensor_parallel")
+APART = (AMP, REMAT, "accumulate", "compile", *STRATEGIES)
 """Plugins that are planned, and so not rehearsed."""
 PHASES = ("forward", "backward", "optimizer")
 MOMENTS = (*PHASES, "loss", "blocks")

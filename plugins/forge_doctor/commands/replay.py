@@ -142,6 +142,7 @@ def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
     """Build the recorded plugins, without those that observe, save, or handle values that are not finite."""
     from forge import registry
     from forge.config.build import make_plugin
+    from forge.snapshot.left_out import is_left_out
 
     plugins: list[Plugin] = []
     for entry in recorded:
@@ -151,7 +152,7 @@ def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
             show.warning(f"the plugin {entry['name']!r} is not installed: it is left out.")
             continue
         plugin = make_plugin(entry["name"], entry["options"])
-        if getattr(plugin, "forge_save", None) is None and not {"guard", "anomaly"} & set(plugin.provides):
+        if not is_left_out(plugin):
             plugins.append(plugin)
     return plugins
 

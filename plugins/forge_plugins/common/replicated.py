@@ -54,6 +54,10 @@ class Replicated(forge.Plugin):
 
     config: Config
     provides = ("strategy",)
+    explains = {
+        "expected to have finished reduction in the prior iteration": "Some parameters were not used in the last step, "
+        "so they have no gradients. Set {name}.find_unused=true, or freeze them."
+    }
 
     def __init__(self, *first: str | None, **values: Any):
         super().__init__(*first, **values)

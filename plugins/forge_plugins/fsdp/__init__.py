@@ -108,6 +108,12 @@ class FSDP(forge.Plugin):
 
     config: Config
     provides = ("strategy", "sharding")
+    cures = {"processes": "-p {name} if the model is too big for one device", "meta": "{name}.meta=false"}
+    explains = {
+        "out of bounds for storage of size 0": "{name} has freed parameters that this backward pass needs. A block "
+        "returned a view (.view, .flatten, .transpose), and it was changed in place (x += y): torch's FSDP does not "
+        "see its gradient then. Write x = x + y, or set {name}.reshard=false."
+    }
     conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
 
     def __init__(self, *first: str | list[str] | None, **values: Any):

@@ -56,7 +56,7 @@ class Ledger(forge.Plugin):
 
     config: Config
     observer = True
-    provides = ("ledger",)
+    provides = ("hook_costs",)
     charts = {
         "plugin ledger/each plugin, in µs per update": r"ledger/(?!total_share$|syncs_per_update$).+",
         "plugin ledger/all plugins, as a share of an update": r"ledger/total_share",

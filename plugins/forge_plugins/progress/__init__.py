@@ -48,6 +48,7 @@ class Progress(forge.Plugin):
 
     config: Config
     observer = True
+    provides = ("result_table",)
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

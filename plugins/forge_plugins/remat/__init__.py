@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ class Remat(forge.Plugin):
 
     config: Config
     provides = ("activation_checkpointing",)
+    cures = {"activations": "-p {name}, which computes activations again in backward"}
+    trades = "compute"
 
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)
@@ -76,6 +78,13 @@ class Remat(forge.Plugin):
         elif config.every > 1:
             raise RecipeError("remat.every and remat.budget both say how many blocks to take. Set one of them.")
         self._begin()
+
+    @classmethod
+    def for_plan(cls, given: Mapping[str, Any], task: nn.Module | None) -> Mapping[str, Any] | str:
+        """A budget is met by measuring, so every block is planned as recomputed."""
+        if not given and task is not None and not repeated(task):
+            return "The task has no repeated blocks for {name}; to plan with it: -p {name} {name}.modules=NAME."
+        return {key: value for key, value in given.items() if key != "budget"}
 
     def _begin(self) -> None:
         """Reset the state of one run."""

@@ -82,6 +82,7 @@ class Throughput(forge.Plugin):
     config: Config
     observer = True
     provides = ("throughput",)
+    cures = {"measure": "-p {name}"}
     charts = {
         "throughput/samples per second": r"throughput/samples_per_s",
         "throughput/tokens or items per second": r"throughput/(?!samples_)\w+_per_s",

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 import forge
 from forge.cli import main, plan, plan_memory, target
 from forge.errors import TaskError
-from forge.planning import WORKSPACE, Advice, Footprint, Levers, MemoryPlan, Moment, StrategyRow, advise, rehearse, rows
+from forge.planning import (
+    WORKSPACE,
+    Advice,
+    Footprint,
+    MemoryPlan,
+    Moment,
+    RehearsedStep,
+    StrategyRow,
+    advise,
+    rehearse,
+    rows,
+)
 from forge.planning.advice import fit
 from forge.planning.cuda_ops import chosen_as_on_cuda
 
@@ -174,7 +185,7 @@ def test_what_plugins_hold_is_counted() -> None:
     averaged = rehearse(Net, batch(), {"ema": {}})
     parameters = plain().parameters - plain().buffers
     assert averaged.rest("backward") - plain().rest("backward") >= parameters
-    ahead = rehearse(Net, batch(), ahead=2)
+    ahead = rehearse(Net, batch(), {"prefetch": {"depth": 2}})
     assert ahead.peak - plain().peak == 2 * (SAMPLES * WIDTH * 4 + 512)
 
 
@@ -297,8 +308,8 @@ STEP = Footprint(
 
 
 def table(devices: int, bucket_views: bool = True) -> dict[str, StrategyRow]:
-    share = {Levers(): STEP}
-    return {row.strategy: row for row in rows(share, share, devices, bucket_views)}
+    step = RehearsedStep({(): STEP}, {(): STEP}, devices, options={"ddp": {"bucket_view": bucket_views}})
+    return {row.strategy: row for row in rows(step)}
 
 
 def test_one_device_takes_what_was_rehearsed() -> None:
@@ -336,7 +347,12 @@ def test_tensor_parallel_gathers_less_and_shares_the_batch() -> None:
 
 
 def row(strategy: str, gib: float, amp: bool = False, remat: bool = False) -> StrategyRow:
-    return StrategyRow(strategy, Levers(amp, remat), 0, 0, 0, 0, 0, round(gib * GIB), 8)
+    levers = tuple(name for name, on in (("amp", amp), ("remat", remat)) if on)
+    first, _, second = strategy.partition(" + ")
+    name, _, size = second.partition(" ")
+    plugins = {} if first == "single" else {first: {"offload": True} if second == "offload" else {}}
+    plugins |= {name: {"size": int(size)}} if size else {}
+    return StrategyRow(strategy, levers, 0, 0, 0, 0, 0, round(gib * GIB), 8, plugins, is_last=bool(second))
 
 
 LADDER = [
@@ -364,22 +380,22 @@ LADDER = [
     ],
 )
 def test_the_first_rung_that_fits_is_advised(memory: int, strategy: str, levers: str, because: str) -> None:
-    advice = advise(LADDER, Levers(), memory * GIB)
+    advice = advise(LADDER, (), memory * GIB, frugal=["remat"])
     assert advice.row is not None
-    assert (advice.row.strategy, str(advice.row.levers)) == (strategy, levers)
+    assert (advice.row.strategy, " + ".join(advice.row.levers)) == (strategy, levers)
     assert because in advice.reason
 
 
 def test_nothing_is_advised_where_nothing_fits() -> None:
-    advice = advise(LADDER, Levers(), 7 * GIB)
+    advice = advise(LADDER, (), 7 * GIB, frugal=["remat"])
     assert advice.row is None
     assert "nothing fits: the least is fsdp + tensor_parallel 2 + remat" in advice.reason
 
 
 def test_levers_that_the_recipe_has_are_kept() -> None:
-    advice = advise([*LADDER, row("ddp", 9, amp=True)], Levers(amp=True), 80 * GIB)
+    advice = advise([*LADDER, row("ddp", 9, amp=True)], ("amp",), 80 * GIB, frugal=["remat"])
     assert advice.row is not None
-    assert advice.row.levers.amp
+    assert advice.row.levers == ("amp",)
 
 
 def test_above_80_percent_it_fits_barely() -> None:
@@ -523,5 +539,5 @@ def test_what_cannot_be_planned_is_refused(
 )
 def test_the_command_runs_what_is_advised(words: list[str], chosen: StrategyRow, command: str) -> None:
     args = plan.parser().parse_intermixed_args(words)
-    found = MemoryPlan(8, 80 * GIB, 64, Levers(), [chosen], Advice(chosen, ""))
+    found = MemoryPlan(8, 80 * GIB, 64, (), (), [chosen], Advice(chosen, ""))
     assert plan_memory.command(chosen, found, args, target.load(args)) == command
