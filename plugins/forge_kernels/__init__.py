@@ -21,13 +21,10 @@ if TYPE_CHECKING:
     from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
     from forge_kernels.ops.cpp import all_finite
     from forge_kernels.ops.cross_entropy import cross_entropy
-    from forge_kernels.ops.cudnn_attention import cudnn_attention
-    from forge_kernels.ops.glu import geglu, swiglu
     from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
     from forge_kernels.ops.matmul import matmul
     from forge_kernels.ops.mlp import mlp
     from forge_kernels.ops.norms import layer_norm, rms_norm
-    from forge_kernels.ops.rope import rope
     from forge_kernels.ops.softmax import softmax
 
 _HOME = {
@@ -36,16 +33,12 @@ _HOME = {
     "ClipAdamW": "clip_adamw_optimizer",
     "clip_adamw": "clip_adamw",
     "cross_entropy": "cross_entropy",
-    "cudnn_attention": "cudnn_attention",
-    "geglu": "glu",
     "layer_norm": "norms",
     "linear_cross_entropy": "linear_cross_entropy",
     "matmul": "matmul",
     "mlp": "mlp",
     "rms_norm": "norms",
-    "rope": "rope",
     "softmax": "softmax",
-    "swiglu": "glu",
 }
 
 __all__ = [
@@ -54,16 +47,12 @@ __all__ = [
     "attention",
     "clip_adamw",
     "cross_entropy",
-    "cudnn_attention",
-    "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "matmul",
     "mlp",
     "rms_norm",
-    "rope",
     "softmax",
-    "swiglu",
 ]
 
 
