@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge_kernels.ops.attention import attention
-    from forge_kernels.ops.clip_adamw import clip_adamw
-    from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
     from forge_kernels.ops.cpp import all_finite
     from forge_kernels.ops.cross_entropy import cross_entropy
     from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 _HOME = {
     "all_finite": "cpp",
     "attention": "attention",
-    "ClipAdamW": "clip_adamw_optimizer",
-    "clip_adamw": "clip_adamw",
     "cross_entropy": "cross_entropy",
     "layer_norm": "norms",
     "linear_cross_entropy": "linear_cross_entropy",
@@ -42,10 +38,8 @@ _HOME = {
 }
 
 __all__ = [
-    "ClipAdamW",
     "all_finite",
     "attention",
-    "clip_adamw",
     "cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
