@@ -8,21 +8,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn import functional as F
 
 from forge.errors import KernelError, did_you_mean
-from forge_kernels import liger
-from forge_kernels.contract import INTERPRETED, Case, Cost, Kernel, dtype_name
-from forge_kernels.eager import eager
+from forge_kernels.contract import INTERPRETED, Case, Cost, Kernel, dtype_name, leaves
 from forge_kernels.timing import Ceilings, Pass, Stopwatch, distance, measure_ceilings
 
-FORGE, AGAINST = "forge", ("eager", "compile", "liger")
-"""The kernel, and its alternatives: torch's own function, the compiled reference, and Liger's kernel."""
+FORGE, AGAINST = "forge", ("eager", "compile")
+"""The kernel, and its alternatives: torch's own function, and the compiled reference."""
+TORCHS_OWN: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5),
+    "rms_norm": lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6),
+    "softmax": lambda x: F.softmax(x, dim=-1),
+}
+"""By kernel name, where the reference is not torch's own function: it computes in a wider dtype."""
 SEED = 1234
 
 
@@ -65,14 +69,13 @@ class Bench:
         self.ceilings: Ceilings = measure_ceilings(self.stopwatch)
 
     def describe(self) -> dict[str, Any]:
-        """Return the device, its ceilings, and the versions of torch, Triton and Liger."""
+        """Return the device, its ceilings, and the versions of torch and Triton."""
         return {
             "device": device_name(self.device),
             "copy_bytes_per_s": self.ceilings.bytes,
             "bf16_flops_per_s": self.ceilings.flops,
             "torch": torch.__version__,
             "triton": package_version("triton"),
-            "liger": package_version("liger_kernel"),
         }
 
     def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[BenchRow]:
@@ -90,28 +93,22 @@ class Bench:
             yield BenchRow(*head, FORGE, note=f"not supported: {reason}")
             return
         cost = kernel.cost(*args, **case.options)
-        contenders = self._contenders(kernel)
         exact = Exact(kernel, args, case.options)
-        for name, function in contenders.items():
+        for name, function in self._contenders(kernel).items():
             bound = kernel.tolerance.get(dtype) if name == FORGE else None
             try:
-                if isinstance(function, str):
-                    raise KernelError(function)
                 yield self._measured(head, name, function, args, case.options, cost, exact, bound)
             except Exception as error:  # one failing contender must not stop the others
                 yield BenchRow(*head, name, note=_short(error))
             free()
 
-    def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any] | str]:
-        """Return by name the function to run, or why it cannot run."""
-        made: dict[str, Callable[..., Any] | str] = {FORGE: kernel.function}
-        for name in self.against:
-            if name == "eager":
-                made[name] = eager(kernel)
-            elif name == "compile":
-                made[name] = _compiled(kernel.reference)
-            elif kernel.name in liger.ADAPTERS:
-                made[name] = liger.adapted(kernel.name)
+    def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any]]:
+        made = {FORGE: kernel.function}
+        if "eager" in self.against:
+            made["eager"] = TORCHS_OWN.get(kernel.name, kernel.reference)
+        if "compile" in self.against:
+            torch.compiler.reset()  # else another case's shape would count as a recompile
+            made["compile"] = torch.compile(kernel.reference, dynamic=False)
         return made
 
     def _measured(
@@ -127,8 +124,6 @@ class Bench:
     ) -> BenchRow:
         work = Pass(function, copied(given), options)
         off = exact.off(work)
-        work = Pass(function, copied(given), options)  # fresh inputs, since it may have changed them in place
-        work()
         peak = self._peak(work)
         (timing,) = self.stopwatch(work)
         return BenchRow(
@@ -155,16 +150,13 @@ class Bench:
 
 
 class Exact:
-    """The reference's results in float64: outputs, gradients, and the inputs that it changes in place.
-
-    If float64 does not fit in memory it is float32, and `note` says so.
-    """
+    """The reference's results in float64, outputs and gradients. If float64 does not fit in memory it is float32, and
+    `note` says so."""
 
     def __init__(self, kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any]):
         self.note = ""
         self.kernel, self.args, self.options = kernel, args, options
         self.results: list[Tensor | None] | None = None
-        self.changed: list[int] = []
 
     def off(self, work: Pass) -> float | None:
         """Return the largest error of a contender's results; None if the reference does not fit in memory."""
@@ -172,7 +164,6 @@ class Exact:
         if self.results is None and not self._is_computed(work.given):
             return None
         assert self.results is not None
-        results += [work.inputs[i].detach() for i in self.changed]
         if len(results) != len(self.results):
             raise KernelError(f"it gives {len(results)} results where the reference gives {len(self.results)}")
         pairs = [(r, e) for r, e in zip(results, self.results, strict=True) if r is not None and e is not None]
@@ -192,26 +183,17 @@ class Exact:
     def _compute(self, dtype: torch.dtype, given: Sequence[Tensor] | None) -> None:
         work = Pass(self.kernel.reference, copied(self.args, dtype), self.options)
         work.given = None if given is None else [gradient.to(dtype) for gradient in given]
-        versions = [leaf._version for leaf in work.inputs]
-        results = work.results()
-        self.changed = [i for i, leaf in enumerate(work.inputs) if leaf._version != versions[i]]
-        self.results = [*results, *(work.inputs[i].detach() for i in self.changed)]
+        self.results = work.results()
 
 
-def copied(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
+def copied(args: Any, dtype: torch.dtype | None = None) -> Any:
     """Return new leaves with the same values and strides, floating-point ones in `dtype` if given."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-        new = torch.empty_like(tensor, dtype=kind).copy_(tensor.detach())
-        return new.requires_grad_(tensor.requires_grad)
-
-    with torch.no_grad():
-        made = tree_map_only(Tensor, copy, list(args))
-    for leaf in tree_leaves(made):
-        if isinstance(leaf, Tensor):
-            leaf.grad = None
-    return made
+    if isinstance(args, (list, tuple)):
+        return [copied(value, dtype) for value in args]
+    if not isinstance(args, Tensor):
+        return args
+    kind = args.dtype if dtype is None or not args.is_floating_point() else dtype
+    return torch.empty_like(args, dtype=kind).copy_(args.detach()).requires_grad_(args.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,10 +230,8 @@ def _dtypes(kernel: Kernel, wanted: Sequence[str] | None) -> list[torch.dtype]:
 
 
 def _has_backward(kernel: Kernel) -> bool:
-    dtype = next(iter(kernel.tolerance))
-    with FakeTensorMode():
-        args = kernel.cases[0].make(torch.device("cpu"), dtype)
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(list(args)))
+    args = kernel.cases[0].make(torch.device("meta"), next(iter(kernel.tolerance)))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(args))
 
 
 def device_name(device: torch.device) -> str:
@@ -260,17 +240,10 @@ def device_name(device: torch.device) -> str:
 
 def package_version(module: str) -> str | None:
     """Return the version of an installed package without importing it."""
-    from importlib import metadata
-
     try:
         return metadata.version(module)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch.compiler.reset()  # else another case's shape would count as a recompile
-    return torch.compile(function, dynamic=False)
 
 
 def free() -> None:

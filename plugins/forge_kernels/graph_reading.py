@@ -171,6 +171,6 @@ def _other(a: Any, b: Any, number: float) -> Any:
 
 def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Erase calls that nothing reads any more, the last one first."""
-    for node in nodes:
-        if not node._erased and not node.users:
+    for node in dict.fromkeys(nodes):
+        if not node.users:
             graph.erase_node(node)

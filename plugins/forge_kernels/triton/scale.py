@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from forge_kernels.contract import device_of
+from forge_kernels.torch_internals import is_last_backward
 
 
 @triton.jit
@@ -40,8 +40,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
     """Return gradient · factor, for a backward: in place if the graph is used once, so that a factor of 1 is free."""
-    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    if traced or torch._C._autograd._get_current_graph_task_keep_graph():
+    if torch.compiler.is_compiling() or not is_last_backward():
         return gradient * factor
     scale_(gradient, factor)
     return gradient
