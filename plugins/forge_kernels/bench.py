@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge.errors import KernelError, did_you_mean
-from forge_kernels.contract import INTERPRETED, Case, Cost, Kernel, dtype_name, leaves
+from forge_kernels import discovery
+from forge_kernels.contract import INTERPRETED, Case, Kernel, dtype_name, leaves
 from forge_kernels.timing import Ceilings, Pass, Stopwatch, distance, measure_ceilings
 
 FORGE, AGAINST = "forge", ("eager", "compile")
@@ -28,6 +28,7 @@ TORCHS_OWN: dict[str, Callable[..., Any]] = {
 }
 """By kernel name, where the reference is not torch's own function: it computes in a wider dtype."""
 SEED = 1234
+TOO_LARGE = "error not measured: out of memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Bench:
             "copy_bytes_per_s": self.ceilings.bytes,
             "bf16_flops_per_s": self.ceilings.flops,
             "torch": torch.__version__,
-            "triton": package_version("triton"),
+            "triton": discovery.package_version("triton"),
         }
 
     def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[BenchRow]:
@@ -92,14 +93,19 @@ class Bench:
         if reason is not None:
             yield BenchRow(*head, FORGE, note=f"not supported: {reason}")
             return
-        cost = kernel.cost(*args, **case.options)
         exact = Exact(kernel, args, case.options)
         for name, function in self._contenders(kernel).items():
-            bound = kernel.tolerance.get(dtype) if name == FORGE else None
             try:
-                yield self._measured(head, name, function, args, case.options, cost, exact, bound)
+                work = Pass(function, args, case.options)
+                off, peak = exact.off(work), self._peak(work)
+                (timing,) = self.stopwatch(work)
             except Exception as error:  # one failing contender must not stop the others
                 yield BenchRow(*head, name, note=_short(error))
+            else:
+                ms, low, high = (1e3 * seconds for seconds in (timing.median, timing.low, timing.high))
+                share = self.ceilings.share(kernel.cost(*args, **case.options), timing.median)
+                bound = kernel.tolerance.get(dtype) if name == FORGE else None
+                yield BenchRow(*head, name, ms, low, high, share, off, bound, peak, exact.note)
             free()
 
     def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any]]:
@@ -110,34 +116,6 @@ class Bench:
             torch.compiler.reset()  # else another case's shape would count as a recompile
             made["compile"] = torch.compile(kernel.reference, dynamic=False)
         return made
-
-    def _measured(
-        self,
-        head: tuple[str, str, str],
-        name: str,
-        function: Callable[..., Any],
-        given: Sequence[Any],
-        options: Mapping[str, Any],
-        cost: Cost,
-        exact: Exact,
-        bound: float | None,
-    ) -> BenchRow:
-        work = Pass(function, copied(given), options)
-        off = exact.off(work)
-        peak = self._peak(work)
-        (timing,) = self.stopwatch(work)
-        return BenchRow(
-            *head,
-            name,
-            timing.median * 1e3,
-            timing.low * 1e3,
-            timing.high * 1e3,
-            self.ceilings.share(cost, timing.median),
-            off,
-            bound,
-            peak,
-            exact.note,
-        )
 
     def _peak(self, work: Pass) -> float | None:
         if self.device.type != "cuda":
@@ -161,39 +139,35 @@ class Exact:
     def off(self, work: Pass) -> float | None:
         """Return the largest error of a contender's results; None if the reference does not fit in memory."""
         results = work.results()
-        if self.results is None and not self._is_computed(work.given):
+        if self.results is None and self.note != TOO_LARGE:
+            self._compute(work.given)
+        if self.results is None:
             return None
-        assert self.results is not None
         if len(results) != len(self.results):
             raise KernelError(f"it gives {len(results)} results where the reference gives {len(self.results)}")
         pairs = [(r, e) for r, e in zip(results, self.results, strict=True) if r is not None and e is not None]
         return max((distance(result.to(right.dtype), right) for result, right in pairs), default=0.0)
 
-    def _is_computed(self, given: Sequence[Tensor] | None) -> bool:
+    def _compute(self, given: Sequence[Tensor] | None) -> None:
         for dtype, note in ((torch.float64, ""), (torch.float32, "error against float32")):
+            work = Pass(self.kernel.reference, copied(self.args, dtype), self.options)
+            work.given = None if given is None else [gradient.to(dtype) for gradient in given]
             try:
-                self._compute(dtype, given)
-                self.note = note
-                return True
+                self.results, self.note = work.results(), note
+                return
             except torch.OutOfMemoryError:
+                del work
                 free()
-        self.note = "error not measured: out of memory"
-        return False
-
-    def _compute(self, dtype: torch.dtype, given: Sequence[Tensor] | None) -> None:
-        work = Pass(self.kernel.reference, copied(self.args, dtype), self.options)
-        work.given = None if given is None else [gradient.to(dtype) for gradient in given]
-        self.results = work.results()
+        self.note = TOO_LARGE
 
 
-def copied(args: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return new leaves with the same values and strides, floating-point ones in `dtype` if given."""
+def copied(args: Any, dtype: torch.dtype) -> Any:
+    """Return new leaves with the same values, floating-point ones in `dtype`."""
     if isinstance(args, (list, tuple)):
         return [copied(value, dtype) for value in args]
-    if not isinstance(args, Tensor):
+    if not isinstance(args, Tensor) or not args.is_floating_point():
         return args
-    kind = args.dtype if dtype is None or not args.is_floating_point() else dtype
-    return torch.empty_like(args, dtype=kind).copy_(args.detach()).requires_grad_(args.requires_grad)
+    return args.detach().to(dtype, copy=True).requires_grad_(args.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,14 +210,6 @@ def _has_backward(kernel: Kernel) -> bool:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def package_version(module: str) -> str | None:
-    """Return the version of an installed package without importing it."""
-    try:
-        return metadata.version(module)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def free() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,14 @@ def load(name: str) -> Kernel:
             f"{registry.origin(entry)} registers the kernel {kernel.name!r} as {name!r}: the names must be equal."
         )
     return kernel
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def version(kernel: Kernel) -> str:

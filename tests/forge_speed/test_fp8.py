@@ -31,7 +31,6 @@ from forge_plugins import (
 from forge_ship.qat import QAT
 from forge_speed import fp8
 from forge_speed.fp8 import FP8, linear, linear_layers
-from forge_speed.kernels import Kernels
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of

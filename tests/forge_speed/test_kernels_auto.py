@@ -248,16 +248,16 @@ def test_the_cache_can_be_a_folder_of_ones_own(install: Any, clock: type[Clock],
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["kernels.json"]
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"form": 2, "steps": 3}', '{"form": 2, "steps": {"KEY": 7}}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"form": 2, "known": 3}', '{"form": 2, "known": {"KEY": 7}}'])
 def test_a_damaged_cache_is_measured_anew(install: Any, clock: type[Clock], tmp_path: Path, damage: str) -> None:
     install("toy")
     folder = tmp_path / "own"
     fit_tiny([Kernels(cache=str(folder))], max_updates=1)
-    key = next(iter(json.loads((folder / "kernels.json").read_text())["steps"]))
+    key = next(iter(json.loads((folder / "kernels.json").read_text())["known"]))
     (folder / "kernels.json").write_text(damage.replace("KEY", key))
     fit_tiny([Kernels(cache=str(folder))], max_updates=1)
     assert clock.measured == 2
-    assert key in json.loads((folder / "kernels.json").read_text())["steps"]
+    assert key in json.loads((folder / "kernels.json").read_text())["known"]
 
 
 def test_a_kernel_whose_source_changed_is_measured_again(

@@ -42,14 +42,8 @@ def cross_entropy(
     _check(logits, target, label_smoothing, z_loss, reduction)
     learns = torch.is_grad_enabled() and logits.requires_grad
     if not learns or torch.compiler.is_compiling() or falls_back("cross_entropy", supports(logits, target, reduction)):
-        return reference(
-            logits,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-        )
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        return reference(logits, target, reduction=reduction, **options)
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     mean = reduction == "mean"
     return ops.CrossEntropy.apply(rows, labels, ignore_index, label_smoothing, z_loss, mean, in_place)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from forge.errors import KernelError
 from forge_kernels.contract import (
     HALF_TO_FULL,
-    INTERPRETED,
     Case,
     Cost,
     Kernel,
@@ -26,10 +25,10 @@ from forge_kernels.graph_reading import (
     activation_call,
     before_idle_dropout,
     erase,
-    example,
     is_function,
     linear_call,
     only_used_by,
+    runs_in,
 )
 from forge_kernels.ops.matmul import ACTIVATIONS, autocast_is_on, check_activation, check_dtypes, wants_grad
 
@@ -106,13 +105,9 @@ def rewrite(graph: fx.Graph, second: fx.Node) -> str | None:
         before.users
     ) <= set(between):
         return "the values between the layers are used elsewhere too"
-    kind = example(first.x).device.type
-    autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else example(first.x).dtype
-    if kind != "cuda" and not (INTERPRETED and kind == "cpu"):
-        return f"it runs on CUDA, not on {kind}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it does not support {dtype_name(dtype)}"
+    dtype, why_not = runs_in(first.x)
+    if why_not or dtype not in (torch.bfloat16, torch.float16):
+        return why_not or f"it does not support {dtype_name(dtype)}"
     with graph.inserting_before(second):
         w1, w2 = first.weight_of(graph), after.weight_of(graph)
         new = graph.call_function(mlp, (first.x, w1, first.bias, w2, after.bias, name))

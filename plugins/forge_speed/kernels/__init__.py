@@ -6,7 +6,6 @@ import logging
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +18,17 @@ from forge_kernels.contract import INTERPRETED, Functional, Kernel, Subgraph
 from forge_kernels.graph_rewriting import GraphRewriting
 from forge_kernels.torch_internals import build_dynamo_table, rewriting_graphs, without_counting
 from forge_plugins.common.patterns import as_list
-from forge_speed.kernels.caching import Cache, default_folder, step_key
+from forge_speed.json_cache import JsonCache, cache_folder
 from forge_speed.kernels.judgement import StepTrial, StepVerdict, judge
 from forge_speed.kernels.observation import Candidate, ObservedCalls, observe_calls
+from forge_speed.kernels.step_key import step_key
 from forge_speed.kernels.variants import StepVariants, in_graphs, stand_ins
 
 logger = logging.getLogger("forge")
 
 AUTO, ALL = "auto", "all"
+FILE = "kernels.json"
+"""Where verdicts are kept, in the folder of the option `cache`."""
 
 
 class Kernels(forge.Plugin):
@@ -233,7 +235,8 @@ class Kernels(forge.Plugin):
         functions = [candidate for candidate in self._candidates if isinstance(candidate.replaces, Functional)]
         seen = observe_calls(step, functions, compiled)
         with trainer.env.no_timeout():
-            verdict = StepVerdict.from_data(trainer.env.from_first(lambda: self._verdict(step, seen).as_data()))
+            decided = trainer.env.from_first(lambda: self._verdict(step, seen).as_data())
+        verdict = StepVerdict.from_data(decided) or StepVerdict()
         self._used += [name for name in verdict.kept if name not in self._used]
         build_dynamo_table()
         self._apply()
@@ -246,12 +249,12 @@ class Kernels(forge.Plugin):
         offered = {c.kernel.name: c.kernel for c in self._candidates if c.kernel.name in seen.taken or compiler}
         if not offered or not seen.kinds:
             return StepVerdict()
-        device, cache = trainer.env.device, Cache(self._folder())
+        device, cache = trainer.env.device, JsonCache(cache_folder(self.config.cache), FILE)
         key = step_key(seen.kinds, offered.values(), trainer.task, device, compiler is not None, self.config.memory)
-        known = cache.get(key)
+        known = StepVerdict.from_data(cache.get(key))
         if known is not None:
             logger.info("kernels: this step is known from an earlier run.")
-            return StepVerdict.from_data(known)
+            return known
         if trainer.env.world > 1:
             logger.info(
                 "kernels.use=auto: a step of several ranks is not measured. Run once with one process and the same "
@@ -269,12 +272,6 @@ class Kernels(forge.Plugin):
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the trials used other sizes than the run
         return verdict
-
-    def _folder(self) -> Path | None:
-        cache = self.config.cache
-        if isinstance(cache, str):
-            return Path(cache).expanduser()
-        return default_folder() if cache else None
 
     def _refuse_missing(self) -> None:
         """Refuse to resume a run without a kernel that it used: it could not continue exactly."""

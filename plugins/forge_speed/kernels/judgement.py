@@ -73,9 +73,13 @@ class StepVerdict:
         return {"kept": list(self.kept), "costs": costs}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> StepVerdict:
-        costs = {frozenset(names): StepCost(ms, peak, why) for names, ms, peak, why in data["costs"]}
-        return cls(tuple(data["kept"]), costs)
+    def from_data(cls, data: Any) -> StepVerdict | None:
+        """Return a verdict that was written down; None if it cannot be one."""
+        try:
+            costs = {frozenset(names): StepCost(ms, peak, why) for names, ms, peak, why in data["costs"]}
+            return cls(tuple(data["kept"]), costs)
+        except (TypeError, KeyError, ValueError):
+            return None
 
 
 Measure = Callable[[Sequence[Kernels]], Sequence[StepCost]]
