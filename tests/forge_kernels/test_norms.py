@@ -69,6 +69,17 @@ def test_any_shape_and_dtypes_equal_the_reference(kernel, shape, dtype, weights,
 
 
 @both
+def test_a_residual_is_added_first(kernel):
+    for dtype, other in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        args = arguments(kernel, (3, 10), dtype, torch.float32)
+        residual = torch.randn(3, 10, device=DEVICE).to(other).requires_grad_()
+        check_against_reference(kernel, [*args, residual])
+        y, h = kernel.function(*args, residual)
+        assert (y.dtype, h.dtype) == (dtype, torch.float32)
+        torch.testing.assert_close(h, args[0] + residual)
+
+
+@both
 def test_a_large_offset_costs_no_more_than_its_own_rounding(kernel):
     x = torch.randn(6, 50, device=DEVICE) + 1000
     assert distance(kernel.function(x), kernel.reference(x.double())) < 1000 * torch.finfo(torch.float32).eps
@@ -292,6 +303,8 @@ def test_shapes_that_do_not_fit_are_refused():
         rms_norm(x, torch.ones(3, device=DEVICE))
     with pytest.raises(KernelError, match=r"bias of shape \(5,\).*\(1, 5\)"):
         layer_norm(x, None, torch.ones(1, 5, device=DEVICE))
+    with pytest.raises(KernelError, match=r"residual of x's shape.*\(5, 3\)"):
+        layer_norm(x, residual=torch.ones(5, 3, device=DEVICE))
     with pytest.raises(KernelError, match="has none"):
         rms_norm(torch.ones((), device=DEVICE))
 

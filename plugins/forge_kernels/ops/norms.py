@@ -30,16 +30,28 @@ WIDEST = 8192
 """The widest supported row: it must fit the registers of a program."""
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · weight.
 
+    With `residual` it normalises h = x + residual and returns both: (rms_norm(h), h).
+
     The computation is in float32. The result has x's dtype for any dtype of the weight, also under autocast: bfloat16
-    stays bfloat16, where `torch.nn.functional` may return float32. `dtype` requests another.
+    stays bfloat16, where `torch.nn.functional` may return float32. `dtype` requests another. h has the wider dtype of x
+    and residual, as in plain torch.
     """
-    _check("rms_norm", x, weight, None, dtype)
-    if falls_back("rms_norm", supports_rms(x, weight, eps, dtype)):
-        return rms_norm_reference(x, weight, eps, dtype)
-    return ops.norm(x, weight, None, eps, False, dtype or x.dtype)[0]
+    _check("rms_norm", x, residual, weight, None, dtype)
+    dtype, h = dtype or x.dtype, x if residual is None else x + residual
+    if falls_back("rms_norm", supports_rms(h, weight, dtype=dtype)):
+        y = rms_norm_reference(h, weight, eps, dtype=dtype)
+    else:
+        y = ops.norm(h, weight, None, eps, False, dtype)[0]
+    return y if residual is None else (y, h)
 
 
 def layer_norm(
@@ -47,24 +59,34 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Any:
     """LayerNorm over the last dimension: (x - mean(x)) / sqrt(var(x) + eps) · weight + bias.
 
-    Dtypes are as for `rms_norm`.
+    With `residual` it normalises h = x + residual and returns both: (layer_norm(h), h). Dtypes are as for `rms_norm`.
     """
-    _check("layer_norm", x, weight, bias, dtype)
-    if falls_back("layer_norm", supports_layer(x, weight, bias, eps, dtype)):
-        return layer_norm_reference(x, weight, bias, eps, dtype)
-    return ops.norm(x, weight, bias, eps, True, dtype or x.dtype)[0]
+    _check("layer_norm", x, residual, weight, bias, dtype)
+    dtype, h = dtype or x.dtype, x if residual is None else x + residual
+    if falls_back("layer_norm", supports_layer(h, weight, bias, dtype=dtype)):
+        y = layer_norm_reference(h, weight, bias, eps, dtype=dtype)
+    else:
+        y = ops.norm(h, weight, bias, eps, True, dtype)[0]
+    return y if residual is None else (y, h)
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype | None = None
-) -> Tensor:
-    wide = _widen(x)
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    h = x if residual is None else x + residual
+    wide = _widen(h)
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * _widen(weight)).to(dtype or x.dtype)
+    y = (y if weight is None else y * _widen(weight)).to(dtype or x.dtype)
+    return y if residual is None else (y, h)
 
 
 def layer_norm_reference(
@@ -72,18 +94,19 @@ def layer_norm_reference(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    wide = _widen(x)
+) -> Any:
+    h = x if residual is None else x + residual
+    wide = _widen(h)
     weight = None if weight is None else weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
-    return F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype or x.dtype)
+    y = F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype or x.dtype)
+    return y if residual is None else (y, h)
 
 
-def supports_rms(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype | None = None
-) -> str | None:
-    return supports_layer(x, weight, None, eps, dtype)
+def supports_rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *rest: Any, **options: Any) -> str | None:
+    return supports_layer(x, weight, None, eps, *rest, **options)
 
 
 def supports_layer(
@@ -91,18 +114,21 @@ def supports_layer(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> str | None:
     if dtype is not None and dtype not in HALF_TO_FULL:
         return "it returns bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:
         return f"it supports rows of at most {WIDEST} entries"
-    return unusable(x, weight, bias)
+    return unusable(x, residual, weight, bias)
 
 
-def cost(x: Tensor, *vectors: Any, dtype: torch.dtype | None = None) -> Cost:
+def cost(x: Tensor, *rest: Any, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Cost:
     # forward reads x and writes y; backward reads x and dy and writes dx
     size = 3 * x.itemsize + 2 * (dtype or x.dtype).itemsize
+    if residual is not None:  # read, and h written
+        size += residual.itemsize + max(x.itemsize, residual.itemsize)
     return Cost(flops=20 * x.numel(), bytes=size * x.numel())
 
 
@@ -110,12 +136,24 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> None:
-    check_floating(name, x=x, weight=weight, bias=bias)
+def _check(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+) -> None:
+    check_floating(name, x=x, residual=residual, weight=weight, bias=bias)
     if dtype is not None and not dtype.is_floating_point:
         raise KernelError(f"forge.kernels.{name} returns floating-point numbers, not {dtype}.")
     if x.dim() == 0:
         raise KernelError(f"forge.kernels.{name} normalises the last dimension; x has none.")
+    if residual is not None and (residual.shape != x.shape or residual.device != x.device):
+        raise KernelError(
+            f"forge.kernels.{name} needs residual of x's shape and device; it got {tuple(residual.shape)} on "
+            f"{residual.device} for {tuple(x.shape)} on {x.device}."
+        )
     for what, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and (vector.shape != x.shape[-1:] or vector.device != x.device):
             raise KernelError(
@@ -143,7 +181,7 @@ def stand_in_for_layer_norm(
     """Replace torch's `layer_norm`, with torch's dtypes: float32 under CUDA's autocast, unlike forge's."""
     dtype = _dtype("layer_norm", input)
     if dtype and _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
-        return layer_norm(input, weight, bias, eps, dtype)
+        return layer_norm(input, weight, bias, eps, dtype=dtype)
     return original(input, normalized_shape, weight, bias, eps)
 
 
@@ -154,7 +192,7 @@ def stand_in_for_rms_norm(
     torch does so. The default eps is float32's, the dtype of the computation, for any dtype of the input."""
     dtype = _dtype("rms_norm", input)
     if dtype and _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
-        return rms_norm(input, weight, torch.finfo(torch.float32).eps if eps is None else eps, dtype)
+        return rms_norm(input, weight, torch.finfo(torch.float32).eps if eps is None else eps, dtype=dtype)
     return original(input, normalized_shape, weight, eps)
 
 
