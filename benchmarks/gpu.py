@@ -103,7 +103,7 @@ ROWS = {
     "forge off": "only the plugins that the case needs; GPT-2 compiled",
     "forge cuda_graph": "jsonl and tensorboard every 50 updates, cuda_graph",
     "forge cuda_graph compiled": "jsonl and tensorboard every 50 updates, compile, cuda_graph",
-    "forge kernels": "forge's loss, MLP and clip + AdamW, cuDNN's attention; jsonl and tensorboard",
+    "forge kernels": "forge's loss and MLP, cuDNN's attention; jsonl and tensorboard",
     "forge kernels attention": "the same with forge's attention",
     "forge kernels bf16": "the same with cuDNN's attention and a bf16 residual stream, as in the recipe gpt2_124m",
     "lightning off": "barebones=True; GPT-2 compiled",
@@ -224,7 +224,7 @@ def ours(logs: bool = True, default: bool = False, compiled: bool = False, task:
         stack: dict[str, Any] = {"jsonl": {}, "tensorboard": {}} if logs else {}
         if case.bf16:
             stack["amp"] = {"dtype": "bf16"}
-        if case.clip and "max_norm" not in (task or {}):
+        if case.clip:
             stack["clip"] = {"max_norm": case.clip}
         if compiled or case.name == "gpt2":
             stack["compile"] = {}
@@ -339,7 +339,7 @@ def accelerated(case: Case, batches: Batches, tiny: bool, folder: Path) -> float
     return float(loss)
 
 
-FUSED: dict[str, Any] = {"attention": "cudnn", "loss": "chunked", "max_norm": 1.0}
+FUSED: dict[str, Any] = {"attention": "cudnn", "loss": "chunked"}
 SWAPPED: dict[str, Any] = {"use": ["mlp"]}
 CONTENDERS: dict[str, Train] = {
     "bare": bare(None),

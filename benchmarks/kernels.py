@@ -1,4 +1,4 @@
-"""Every kernel on its cases: time, share of the roofline, error and memory, against eager, torch.compile and Liger.
+"""Every kernel on its cases: time, share of the roofline, error and memory, against eager and torch.compile.
 
     python -m benchmarks.kernels                                  # all kernels, about 10 minutes
     python -m benchmarks.kernels layer_norm softmax --against compile

@@ -17,53 +17,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge_kernels.ops.attention import attention
-    from forge_kernels.ops.clip_adamw import clip_adamw
-    from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
     from forge_kernels.ops.cpp import all_finite
     from forge_kernels.ops.cross_entropy import cross_entropy
-    from forge_kernels.ops.cudnn_attention import cudnn_attention
-    from forge_kernels.ops.glu import geglu, swiglu
     from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
     from forge_kernels.ops.matmul import matmul
     from forge_kernels.ops.mlp import mlp
     from forge_kernels.ops.norms import layer_norm, rms_norm
-    from forge_kernels.ops.rope import rope
     from forge_kernels.ops.softmax import softmax
 
 _HOME = {
     "all_finite": "cpp",
     "attention": "attention",
-    "ClipAdamW": "clip_adamw_optimizer",
-    "clip_adamw": "clip_adamw",
     "cross_entropy": "cross_entropy",
-    "cudnn_attention": "cudnn_attention",
-    "geglu": "glu",
     "layer_norm": "norms",
     "linear_cross_entropy": "linear_cross_entropy",
     "matmul": "matmul",
     "mlp": "mlp",
     "rms_norm": "norms",
-    "rope": "rope",
     "softmax": "softmax",
-    "swiglu": "glu",
 }
 
 __all__ = [
-    "ClipAdamW",
     "all_finite",
     "attention",
-    "clip_adamw",
     "cross_entropy",
-    "cudnn_attention",
-    "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "matmul",
     "mlp",
     "rms_norm",
-    "rope",
     "softmax",
-    "swiglu",
 ]
 
 

@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn import functional as F
 
 from forge.errors import KernelError, did_you_mean
-from forge_kernels import liger
-from forge_kernels.contract import INTERPRETED, Case, Cost, Kernel, dtype_name
-from forge_kernels.eager import eager
+from forge_kernels import discovery
+from forge_kernels.contract import INTERPRETED, Case, Kernel, dtype_name, leaves
 from forge_kernels.timing import Ceilings, Pass, Stopwatch, distance, measure_ceilings
 
-FORGE, AGAINST = "forge", ("eager", "compile", "liger")
-"""The kernel, and its alternatives: torch's own function, the compiled reference, and Liger's kernel."""
+FORGE, AGAINST = "forge", ("eager", "compile")
+"""The kernel, and its alternatives: torch's own function, and the compiled reference."""
+TORCHS_OWN: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5),
+    "rms_norm": lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6),
+    "softmax": lambda x: F.softmax(x, dim=-1),
+}
+"""By kernel name, where the reference is not torch's own function: it computes in a wider dtype."""
 SEED = 1234
+TOO_LARGE = "error not measured: out of memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +70,13 @@ class Bench:
         self.ceilings: Ceilings = measure_ceilings(self.stopwatch)
 
     def describe(self) -> dict[str, Any]:
-        """Return the device, its ceilings, and the versions of torch, Triton and Liger."""
+        """Return the device, its ceilings, and the versions of torch and Triton."""
         return {
             "device": device_name(self.device),
             "copy_bytes_per_s": self.ceilings.bytes,
             "bf16_flops_per_s": self.ceilings.flops,
             "torch": torch.__version__,
-            "triton": package_version("triton"),
-            "liger": package_version("liger_kernel"),
+            "triton": discovery.package_version("triton"),
         }
 
     def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[BenchRow]:
@@ -89,60 +93,29 @@ class Bench:
         if reason is not None:
             yield BenchRow(*head, FORGE, note=f"not supported: {reason}")
             return
-        cost = kernel.cost(*args, **case.options)
-        contenders = self._contenders(kernel)
         exact = Exact(kernel, args, case.options)
-        for name, function in contenders.items():
-            bound = kernel.tolerance.get(dtype) if name == FORGE else None
+        for name, function in self._contenders(kernel).items():
             try:
-                if isinstance(function, str):
-                    raise KernelError(function)
-                yield self._measured(head, name, function, args, case.options, cost, exact, bound)
+                work = Pass(function, args, case.options)
+                off, peak = exact.off(work), self._peak(work)
+                (timing,) = self.stopwatch(work)
             except Exception as error:  # one failing contender must not stop the others
                 yield BenchRow(*head, name, note=_short(error))
+            else:
+                ms, low, high = (1e3 * seconds for seconds in (timing.median, timing.low, timing.high))
+                share = self.ceilings.share(kernel.cost(*args, **case.options), timing.median)
+                bound = kernel.tolerance.get(dtype) if name == FORGE else None
+                yield BenchRow(*head, name, ms, low, high, share, off, bound, peak, exact.note)
             free()
 
-    def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any] | str]:
-        """Return by name the function to run, or why it cannot run."""
-        made: dict[str, Callable[..., Any] | str] = {FORGE: kernel.function}
-        for name in self.against:
-            if name == "eager":
-                made[name] = eager(kernel)
-            elif name == "compile":
-                made[name] = _compiled(kernel.reference)
-            elif kernel.name in liger.ADAPTERS:
-                made[name] = liger.adapted(kernel.name)
+    def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any]]:
+        made = {FORGE: kernel.function}
+        if "eager" in self.against:
+            made["eager"] = TORCHS_OWN.get(kernel.name, kernel.reference)
+        if "compile" in self.against:
+            torch.compiler.reset()  # else another case's shape would count as a recompile
+            made["compile"] = torch.compile(kernel.reference, dynamic=False)
         return made
-
-    def _measured(
-        self,
-        head: tuple[str, str, str],
-        name: str,
-        function: Callable[..., Any],
-        given: Sequence[Any],
-        options: Mapping[str, Any],
-        cost: Cost,
-        exact: Exact,
-        bound: float | None,
-    ) -> BenchRow:
-        work = Pass(function, copied(given), options)
-        off = exact.off(work)
-        work = Pass(function, copied(given), options)  # fresh inputs, since it may have changed them in place
-        work()
-        peak = self._peak(work)
-        (timing,) = self.stopwatch(work)
-        return BenchRow(
-            *head,
-            name,
-            timing.median * 1e3,
-            timing.low * 1e3,
-            timing.high * 1e3,
-            self.ceilings.share(cost, timing.median),
-            off,
-            bound,
-            peak,
-            exact.note,
-        )
 
     def _peak(self, work: Pass) -> float | None:
         if self.device.type != "cuda":
@@ -155,63 +128,46 @@ class Bench:
 
 
 class Exact:
-    """The reference's results in float64: outputs, gradients, and the inputs that it changes in place.
-
-    If float64 does not fit in memory it is float32, and `note` says so.
-    """
+    """The reference's results in float64, outputs and gradients. If float64 does not fit in memory it is float32, and
+    `note` says so."""
 
     def __init__(self, kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any]):
         self.note = ""
         self.kernel, self.args, self.options = kernel, args, options
         self.results: list[Tensor | None] | None = None
-        self.changed: list[int] = []
 
     def off(self, work: Pass) -> float | None:
         """Return the largest error of a contender's results; None if the reference does not fit in memory."""
         results = work.results()
-        if self.results is None and not self._is_computed(work.given):
+        if self.results is None and self.note != TOO_LARGE:
+            self._compute(work.given)
+        if self.results is None:
             return None
-        assert self.results is not None
-        results += [work.inputs[i].detach() for i in self.changed]
         if len(results) != len(self.results):
             raise KernelError(f"it gives {len(results)} results where the reference gives {len(self.results)}")
         pairs = [(r, e) for r, e in zip(results, self.results, strict=True) if r is not None and e is not None]
         return max((distance(result.to(right.dtype), right) for result, right in pairs), default=0.0)
 
-    def _is_computed(self, given: Sequence[Tensor] | None) -> bool:
+    def _compute(self, given: Sequence[Tensor] | None) -> None:
         for dtype, note in ((torch.float64, ""), (torch.float32, "error against float32")):
+            work = Pass(self.kernel.reference, copied(self.args, dtype), self.options)
+            work.given = None if given is None else [gradient.to(dtype) for gradient in given]
             try:
-                self._compute(dtype, given)
-                self.note = note
-                return True
+                self.results, self.note = work.results(), note
+                return
             except torch.OutOfMemoryError:
+                del work
                 free()
-        self.note = "error not measured: out of memory"
-        return False
-
-    def _compute(self, dtype: torch.dtype, given: Sequence[Tensor] | None) -> None:
-        work = Pass(self.kernel.reference, copied(self.args, dtype), self.options)
-        work.given = None if given is None else [gradient.to(dtype) for gradient in given]
-        versions = [leaf._version for leaf in work.inputs]
-        results = work.results()
-        self.changed = [i for i, leaf in enumerate(work.inputs) if leaf._version != versions[i]]
-        self.results = [*results, *(work.inputs[i].detach() for i in self.changed)]
+        self.note = TOO_LARGE
 
 
-def copied(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return new leaves with the same values and strides, floating-point ones in `dtype` if given."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-        new = torch.empty_like(tensor, dtype=kind).copy_(tensor.detach())
-        return new.requires_grad_(tensor.requires_grad)
-
-    with torch.no_grad():
-        made = tree_map_only(Tensor, copy, list(args))
-    for leaf in tree_leaves(made):
-        if isinstance(leaf, Tensor):
-            leaf.grad = None
-    return made
+def copied(args: Any, dtype: torch.dtype) -> Any:
+    """Return new leaves with the same values, floating-point ones in `dtype`."""
+    if isinstance(args, (list, tuple)):
+        return [copied(value, dtype) for value in args]
+    if not isinstance(args, Tensor) or not args.is_floating_point():
+        return args
+    return args.detach().to(dtype, copy=True).requires_grad_(args.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,29 +204,12 @@ def _dtypes(kernel: Kernel, wanted: Sequence[str] | None) -> list[torch.dtype]:
 
 
 def _has_backward(kernel: Kernel) -> bool:
-    dtype = next(iter(kernel.tolerance))
-    with FakeTensorMode():
-        args = kernel.cases[0].make(torch.device("cpu"), dtype)
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(list(args)))
+    args = kernel.cases[0].make(torch.device("meta"), next(iter(kernel.tolerance)))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(args))
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def package_version(module: str) -> str | None:
-    """Return the version of an installed package without importing it."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(module)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch.compiler.reset()  # else another case's shape would count as a recompile
-    return torch.compile(function, dynamic=False)
 
 
 def free() -> None:

@@ -29,7 +29,7 @@ examples:
   forge kernels bench layer_norm softmax --against compile
   forge kernels bench --dtype bfloat16,float32 --json > kernels.jsonl
 """
-AGAINST = ("eager", "compile", "liger")
+AGAINST = ("eager", "compile")
 
 
 def parser() -> ArgumentParser:
@@ -41,13 +41,13 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--dtype",
         metavar="NAMES",
-        help="bench: float32, bfloat16, float16, with commas between (default: bfloat16; float32 for optimizers)",
+        help="bench: float32, bfloat16, float16, with commas between (default: bfloat16; float32 without a backward)",
     )
     parser.add_argument(
         "--against",
         metavar="NAMES",
         default=",".join(AGAINST),
-        help="bench: eager (torch's own), compile (torch.compile of the reference), liger; none for the kernels alone",
+        help="bench: eager (torch's own), compile (torch.compile of the reference); none for the kernels alone",
     )
     parser.add_argument("--quick", action="store_true", help="bench: a tenth of the time, for a first look")
     parser.add_argument(
@@ -150,21 +150,17 @@ def _show(name: str) -> int:
 def _cost(kernel: Kernel, case: Any) -> list[str]:
     """Return the least work of a case, computed from shapes only."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def digits(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     dtype = torch.bfloat16 if torch.bfloat16 in kernel.tolerance else next(iter(kernel.tolerance))
     try:
-        with FakeTensorMode():
-            cost = kernel.cost(*case.make(torch.device("cpu"), dtype), **case.options)
+        cost = kernel.cost(*case.make(torch.device("meta"), dtype), **case.options)
     except Exception:  # e.g. arguments made from values
         return ["?", "", ""]
-    flops, moved, each = cost.flops / 1e9, cost.bytes / 1e6, cost.flops / max(cost.bytes, 1)
-    return [f"{_digits(flops)} GFLOP", f"{_digits(moved)} MB", _digits(each)]
-
-
-def _digits(value: float) -> str:
-    """Format with three significant digits, and no fewer than the integer part has."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    each = cost.flops / max(cost.bytes, 1)
+    return [f"{digits(cost.flops / 1e9)} GFLOP", f"{digits(cost.bytes / 1e6)} MB", digits(each)]
 
 
 def _place(function: Callable[..., Any]) -> str:
@@ -208,13 +204,13 @@ def _picked(names: Sequence[str]) -> list[Kernel]:
     """Load the named kernels, or by default all that can be imported."""
     from forge_kernels import discovery as kernels
 
+    if names:
+        return [kernels.load(name) for name in names]
     found: list[Kernel] = []
-    for name in names or kernels.names():
+    for name in kernels.names():
         try:
             found.append(kernels.load(name))
         except ForgeError as error:
-            if names:
-                raise
             show.warning(str(error))
     return found
 
@@ -245,43 +241,35 @@ def _print(bench: Bench, rows: Sequence[BenchRow]) -> None:
         Text(
             f"{machine['device']}: {machine['copy_bytes_per_s'] / 1e12:.2f} TB/s copied, "
             f"{machine['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s in bfloat16, both measured now; "
-            f"torch {machine['torch']}, triton {machine['triton']}, liger {machine['liger'] or 'not installed'}"
+            f"torch {machine['torch']}, triton {machine['triton']}"
         ),
         soft_wrap=True,
     )
     console.print("Forward and backward, medians, caches cold. Roofline: share of the larger of the two.", style="dim")
     console.print()
     console.print(table_of(rows))
-    broken = [row for row in rows if not row.holds]
-    for row in broken:
-        show.warning(
-            f"{row.kernel} {row.case} in {row.dtype} is off by {row.error:.1e}; it promises {row.tolerance:g}."
-        )
+    for row in rows:
+        if not row.holds:
+            off = f"is off by {row.error:.1e}; it promises {row.tolerance:g}."
+            show.warning(f"{row.kernel} {row.case} in {row.dtype} {off}")
 
 
 def table_of(rows: Sequence[BenchRow]) -> Table:
     """Return the rows as a rich table."""
-    grid = show.table(
-        "kernel", "case", "dtype", "who", "ms", "spread", "roofline", "error", "peak MB", "note", wrap=["note"]
-    )
+    head = ("kernel", "case", "dtype", "who", "ms", "spread", "roofline", "error", "peak MB", "note")
+    grid = show.table(*head, wrap=["note"])
     for column in grid.columns[4:9]:
         column.justify = "right"
     last = None
     for row in rows:
-        head = (row.kernel, row.case, row.dtype)
-        shown = ("", "", "") if head == last else head
-        last = head
-        style = "bold" if row.contender == "forge" else ""
-        grid.add_row(*map(Text, shown), Text(row.contender, style), *_numbers(row), Text(row.note, "dim"))
+        shown = (row.kernel, row.case, row.dtype)
+        spread = None if row.ms is None else (row.ms_high or 0) / row.ms - 1
+        numbers = [(row.ms, ".4g"), (spread, "+.1%"), (row.roofline, ".1%"), (row.error, ".1e"), (row.peak_mb, ",.0f")]
+        grid.add_row(
+            *map(Text, ("", "", "") if shown == last else shown),
+            Text(row.contender, "bold" if row.contender == "forge" else ""),
+            *("-" if value is None else format(value, form) for value, form in numbers),
+            Text(row.note, "dim"),
+        )
+        last = shown
     return grid
-
-
-def _numbers(row: BenchRow) -> list[str]:
-    spread = "" if row.ms is None else f"{(row.ms_high or 0) / row.ms - 1:+.1%}"
-    return [
-        "-" if row.ms is None else f"{row.ms:.4g}",
-        spread,
-        "-" if row.roofline is None else f"{row.roofline:.1%}",
-        "-" if row.error is None else f"{row.error:.1e}",
-        "-" if row.peak_mb is None else f"{row.peak_mb:,.0f}",
-    ]

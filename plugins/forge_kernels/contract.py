@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd import forward_ad
 
 from forge.errors import KernelError
+from forge_kernels.torch_internals import is_transformed
 
 logger = logging.getLogger("forge")
 
@@ -72,16 +72,6 @@ class Functional:
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
-    """A module class that the kernel can replace."""
-
-    target: str
-    "The full name of the class."
-    swap: Callable[[nn.Module], nn.Module | None]
-    "Returns a replacement with the same parameters, or None if the module is not supported."
-
-
-@dataclass(frozen=True, slots=True)
 class Subgraph:
     """Several calls in a compiled step that the kernel can replace, such as a linear layer and its loss."""
 
@@ -109,7 +99,7 @@ class Kernel:
     cost: Callable[..., Cost]
     "Given the arguments, returns the least work of forward and backward."
     cases: tuple[Case, ...]
-    replaces: tuple[Functional | Module | Subgraph, ...] = ()
+    replaces: tuple[Functional | Subgraph, ...] = ()
 
 
 # -- helpers for public functions ------------------------------------------------------------------------------------
@@ -124,7 +114,7 @@ def unusable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = HALF_TO_
     """Return why no Triton kernel can run on these tensors, or None."""
     if not HAS_TRITON:
         return "Triton is not installed"
-    if transformed():
+    if is_transformed():
         return "it supports neither torch.func nor forward-mode differentiation"
     for tensor in tensors:
         if tensor is None:
@@ -137,15 +127,9 @@ def unusable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = HALF_TO_
 
 
 def plain(*values: Any) -> bool:
-    """Whether a kernel can replace torch's own function on these values: no tensor subclasses, no functorch transform,
-    no forward-mode differentiation."""
-    return not transformed() and all(type(value) in PLAIN for value in values if isinstance(value, Tensor))
-
-
-def transformed() -> bool:
-    """Whether a functorch transform (torch.func) or forward-mode differentiation is active, which would treat a
-    kernel's result as a constant."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a kernel can replace torch's own function on these values: no tensor subclasses, and no functorch
+    transform or forward-mode differentiation, which would treat a kernel's result as a constant."""
+    return not is_transformed() and all(type(value) in PLAIN for value in values if isinstance(value, Tensor))
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -163,6 +147,13 @@ def as_autocast(x: AnyTensor) -> AnyTensor:
     ):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what lies in nested lists, tuples and dictionaries, in their order."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def check_floating(name: str, **tensors: Tensor | None) -> None:

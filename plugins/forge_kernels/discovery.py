@@ -7,13 +7,14 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from forge import registry
 from forge.errors import KernelError
-from forge_kernels.contract import Functional, Kernel, Module, Subgraph
+from forge_kernels.contract import Functional, Kernel, Subgraph
 
 
 def names() -> list[str]:
@@ -38,6 +39,14 @@ def load(name: str) -> Kernel:
     return kernel
 
 
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def version(kernel: Kernel) -> str:
     """Return a short hash over a kernel's source: its module, and all modules of its package that it uses."""
     digest = hashlib.sha256()
@@ -48,7 +57,7 @@ def version(kernel: Kernel) -> str:
 
 def _modules(kernel: Kernel) -> set[ModuleType]:
     found: set[ModuleType] = set()
-    for function in (kernel.function, *(_stand_in(target) for target in kernel.replaces)):
+    for function in (kernel.function, *map(_stand_in, kernel.replaces)):
         module = _home(inspect.unwrap(function))
         if module is not None:
             _gather(module, _package(module.__name__), found)
@@ -60,10 +69,8 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _stand_in(target: Functional | Module | Subgraph) -> Callable[..., Any]:
-    if isinstance(target, Subgraph):
-        return target.rewrite
-    return target.call if isinstance(target, Functional) else target.swap
+def _stand_in(target: Functional | Subgraph) -> Callable[..., Any]:
+    return target.rewrite if isinstance(target, Subgraph) else target.call
 
 
 def _gather(module: ModuleType, package: str, found: set[ModuleType]) -> None:

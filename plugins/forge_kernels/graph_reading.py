@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from forge_kernels.contract import INTERPRETED
+
 LINEAR: Any = F.linear
 GELU_NEW = (0.7978845608028654, 0.044715)
 """The constants of the tanh form of GELU, as models write it out."""
@@ -169,8 +171,16 @@ def _other(a: Any, b: Any, number: float) -> Any:
     return None
 
 
+def runs_in(x: fx.Node) -> tuple[torch.dtype, str]:
+    """Return the dtype of a product of this node under the present autocast, and why no kernel runs there, or ""."""
+    kind = example(x).device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else example(x).dtype
+    runs = kind == "cuda" or (INTERPRETED and kind == "cpu")
+    return dtype, "" if runs else f"it runs on CUDA, not on {kind}"
+
+
 def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Erase calls that nothing reads any more, the last one first."""
-    for node in nodes:
-        if not node._erased and not node.users:
+    for node in dict.fromkeys(nodes):
+        if not node.users:
             graph.erase_node(node)

@@ -13,7 +13,7 @@ from forge_kernels.contract import Kernel, Subgraph
 
 @dataclass(slots=True)
 class GraphRewriting:
-    """A pass over the graphs that torch.compile makes; `torch._inductor.config.pre_grad_custom_pass` takes it.
+    """A pass over the graphs that torch.compile makes; `torch_internals.rewriting_graphs` takes it.
 
     It sees the functions of torch as the user's code calls them. torch then differentiates what the pass leaves, so a
     kernel brings its own backward.
@@ -36,16 +36,15 @@ class GraphRewriting:
             for replaces in kernel.replaces
             if isinstance(replaces, Subgraph)
         ]
+        there = set(graph.nodes)
         for node in list(graph.nodes):
             for target, name, rewrite in places:
-                if node.op == "call_function" and node.target is target and not node._erased:
-                    self._note(name, rewrite(graph, node))
+                if node.op != "call_function" or node.target is not target or node not in there:
+                    continue
+                why_not = rewrite(graph, node)
+                if why_not is None:
+                    self.found[name] = self.found.get(name, 0) + 1
+                    there = set(graph.nodes)
+                elif why_not and why_not not in self.refused.setdefault(name, []):
+                    self.refused[name].append(why_not)
         graph.lint()
-
-    def _note(self, name: str, why_not: str | None) -> None:
-        if why_not is None:
-            self.found[name] = self.found.get(name, 0) + 1
-        elif why_not:
-            reasons = self.refused.setdefault(name, [])
-            if why_not not in reasons:
-                reasons.append(why_not)

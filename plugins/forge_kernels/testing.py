@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from forge_kernels.contract import Kernel
+from forge_kernels.contract import Kernel, leaves
 
 PERTURBATIONS = 4
 """Number of perturbations of the arguments by one rounding, to measure how far the exact result moves."""
@@ -108,7 +107,7 @@ def run(
     That gradient is rounded to the dtypes `rounded`, if given, for outputs of a wider dtype.
     """
     outputs = outputs_of(function, args, options)
-    wanted = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.requires_grad]
+    wanted = [a for a in leaves(args) if isinstance(a, Tensor) and a.requires_grad]
     if not wanted:
         return [o.detach() for o in outputs]
     with torch.random.fork_rng(devices=[]):
@@ -133,14 +132,19 @@ def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list
     The copies are contiguous: some of torch's functions refuse unaligned tensors.
     """
 
-    def copy(a: Any) -> Any:
-        if not isinstance(a, Tensor):
-            return a
+    def copy(a: Tensor) -> Tensor:
         wanted = dtype if dtype is not None and a.is_floating_point() else a.dtype
         new = a.detach().to(wanted, memory_format=torch.contiguous_format, copy=True)
         return new.requires_grad_(a.requires_grad)
 
-    return tree_map(copy, list(args))
+    return _mapped(copy, list(args))
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to the tensors in nested lists."""
+    if isinstance(value, (list, tuple)):
+        return [_mapped(function, item) for item in value]
+    return function(value) if isinstance(value, Tensor) else value
 
 
 def in_float64(args: Sequence[Any]) -> list[Any]:
@@ -152,18 +156,19 @@ def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
     """Copy the arguments in float64, every floating-point entry moved up or down by one rounding of its dtype."""
     drawn = torch.Generator().manual_seed(seed)
 
-    def perturb(a: Any, wide: Any) -> Any:
-        if not isinstance(a, Tensor) or not a.is_floating_point():
+    def perturb(a: Tensor) -> Tensor:
+        if not a.is_floating_point():
             return a
         sign = torch.randint(0, 2, a.shape, generator=drawn).to(a.device) * 2 - 1
-        return (wide.detach() * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
+        wide = a.detach().to(torch.float64, memory_format=torch.contiguous_format)
+        return (wide * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
 
-    return tree_map(perturb, list(args), in_float64(args))
+    return _mapped(perturb, list(args))
 
 
 def tolerance_of(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
     """Return the tolerance of the least precise dtype among the result and the arguments."""
-    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
+    tensors = [a for a in leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
     dtypes = {tensor.dtype for tensor in (*tensors, result)}
     missing = [str(dtype) for dtype in dtypes if dtype not in kernel.tolerance]
     assert not missing, f"{kernel.name} has no tolerance for {missing[0]}"

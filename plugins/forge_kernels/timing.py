@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from forge_kernels.contract import Cost
+from forge_kernels.contract import Cost, leaves
+from forge_kernels.torch_internals import sleep_on_device
 
 Work = Callable[[], Any]
 
@@ -85,7 +85,7 @@ class Stopwatch:
             work()
             return time.perf_counter() - began
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(nap * CYCLES))
+        sleep_on_device(int(nap * CYCLES))
         before.record()
         work()
         after.record()
@@ -104,29 +104,23 @@ class Stopwatch:
 class Pass:
     """A function on arguments, forward, and backward for all inputs that require a gradient."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        options: Mapping[str, Any] | None = None,
-        also: Sequence[Tensor] = (),
-    ):
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None = None):
         self.function, self.args, self.options = function, args, options or {}
-        self.inputs = [leaf for leaf in tree_leaves([list(args), dict(self.options)]) if isinstance(leaf, Tensor)]
-        self.wanted = [leaf for leaf in [*self.inputs, *also] if leaf.requires_grad]
+        self.wanted = [leaf for leaf in leaves([args, self.options]) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.given: list[Tensor] | None = None
         "The gradients of the outputs, drawn in the first pass unless set before."
 
     def __call__(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return outputs, and gradients in the order of `wanted`."""
         output = self.function(*self.args, **self.options)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         behind = [leaf for leaf in outputs if leaf.requires_grad]
         if not self.wanted or not behind:
             return outputs, []
         if self.given is None:
             self.given = [_gradient(leaf) for leaf in behind]
-        return outputs, list(torch.autograd.grad(behind, self.wanted, self.given, allow_unused=True))
+        with torch.autocast(behind[0].device.type, enabled=False):  # it is for the forward only
+            return outputs, list(torch.autograd.grad(behind, self.wanted, self.given, allow_unused=True))
 
     def results(self) -> list[Tensor | None]:
         """Return outputs and gradients of one pass in one list, detached."""

@@ -1,11 +1,10 @@
-"""Answers of earlier searches: on disk by everything that they depend on, and in the checkpoints of a run."""
+"""Answers of earlier searches: what they depend on, and those in the checkpoints of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,54 +21,13 @@ from forge.options import plain
 from forge.runs.card import device_name, group_of
 from forge.runs.choose import checkpoints_of, newest_first
 from forge.runs.job import another_job, describe, job_in, job_of, name_of
-from forge.util.files import absolute, atomic_write
+from forge.util.files import absolute
 from forge.version import __version__
 
 FILE = "speed.json"
-FORM = 1
-"""Format version of the file; a file of another version is ignored."""
 
 Answer = dict[str, dict[str, Any]]
 """Options of the plugins to add, by name."""
-
-
-class AnswerCache:
-    """Answers by `answer_key`; always empty without a folder."""
-
-    def __init__(self, folder: Path | None):
-        self.path = None if folder is None else folder / FILE
-
-    def get(self, key: str) -> Answer | None:
-        """Return an answer, if it is known."""
-        return as_answer(self._read().get(key))
-
-    def put(self, key: str, answer: Answer) -> None:
-        """Add an answer to the file, which another run may have changed; ignore errors such as a full disk."""
-        if self.path is None:
-            return
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(self.path) as beside:
-                beside.write_text(json.dumps({"form": FORM, "answers": {**self._read(), key: answer}}, indent=1))
-
-    def _read(self) -> dict[str, Any]:
-        """Read the file; a missing, damaged or incompatible one counts as empty."""
-        if self.path is None:
-            return {}
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        answers = found.get("answers") if isinstance(found, dict) and found.get("form") == FORM else None
-        return answers if isinstance(answers, dict) else {}
-
-
-def cache_folder(cache: bool | str) -> Path | None:
-    """Return the folder of an option `cache`: true is $XDG_CACHE_HOME/forge or ~/.cache/forge."""
-    if isinstance(cache, str):
-        return Path(cache).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "forge" if cache else None
 
 
 def as_answer(value: Any) -> Answer | None:

@@ -29,7 +29,8 @@ from forge.options import plain
 from forge.rng import RNGState
 from forge.tuning.step_reading import in_ms
 from forge.util.generators import find_generators, generator_state, set_generator_state
-from forge_speed.answers import Answer, AnswerCache, answer_key, as_answer, cache_folder, resumed_answer
+from forge_speed.answers import FILE, Answer, answer_key, as_answer, resumed_answer
+from forge_speed.json_cache import JsonCache, cache_folder
 from forge_speed.levers import Numbers
 from forge_speed.speed import reason, speed_range
 from forge_speed.speed_report import SpeedReport
@@ -168,10 +169,10 @@ class Autotune(Plugin):
 
     def _cached(self, trainer: Run, device: torch.device, world: int) -> Answer:
         config = self.config
-        cache = AnswerCache(cache_folder(config.cache))
+        cache = JsonCache(cache_folder(config.cache), FILE)
         asked = {name: plain(getattr(config, name)) for name in ("numbers", "limit", "budget", "leave_out")}
         key = answer_key(trainer, asked, device, world, shapes(trainer.given_loaders["train"]))
-        known = cache.get(key)
+        known = as_answer(cache.get(key))
         if known is not None:
             logger.info("autotune: %s, as found before (%s).", _listed(known), cache.path)
             return known

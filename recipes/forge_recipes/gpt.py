@@ -64,8 +64,7 @@ class GPT(forge.TaskModule):
     `attention` is `sdpa` (torch's choice), `cudnn` (torch's, with cuDNN's kernel first) or `forge` (forge.kernels).
     `loss` is `plain`, `fused` (forge.kernels.cross_entropy) or `chunked` (forge.kernels.linear_cross_entropy, which
     never stores all logits). `residual` is the dtype of the residual stream: under autocast torch's is `float32`, and
-    `bf16` moves half the bytes. With `max_norm` clipping is part of the optimizer (forge.kernels.ClipAdamW): leave the
-    plugin clip out then. The vocabulary is padded to a multiple of 128, which is faster on matrix units; no text
+    `bf16` moves half the bytes. The vocabulary is padded to a multiple of 128, which is faster on matrix units; no text
     contains the added tokens.
     """
 
@@ -79,12 +78,11 @@ class GPT(forge.TaskModule):
         attention: Literal["sdpa", "cudnn", "forge"] = "sdpa",
         loss: Literal["plain", "fused", "chunked"] = "plain",
         residual: Literal["float32", "bf16"] = "float32",
-        max_norm: float | None = None,
         lr: float = 6e-4,
         weight_decay: float = 0.1,
     ):
         super().__init__()
-        self.loss_kind, self.lr, self.weight_decay, self.max_norm = loss, lr, weight_decay, max_norm
+        self.loss_kind, self.lr, self.weight_decay = loss, lr, weight_decay
         self.residual = torch.bfloat16 if residual == "bf16" else torch.float32
         padded = math.ceil(vocabulary / 128) * 128
         self.tokens, self.positions = nn.Embedding(padded, width), nn.Embedding(context, width)
@@ -124,8 +122,6 @@ class GPT(forge.TaskModule):
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        if self.max_norm is not None:
-            return kernels.ClipAdamW(groups, lr=self.lr, betas=(0.9, 0.95), max_norm=self.max_norm)
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=next(self.parameters()).is_cuda)
 
 

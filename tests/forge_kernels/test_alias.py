@@ -54,24 +54,24 @@ USER = """
 import forge
 import forge.kernels.contract
 from forge import kernels
-from forge.kernels import ClipAdamW, softmax
+from forge.kernels import softmax
 from forge.kernels.contract import Case, Cost, Functional, Kernel, unusable
 from forge.kernels.ops.cpp.build import missing
 from forge.kernels.testing import check_against_reference, poisoned_memory
 
 reveal_type((softmax, kernels.softmax))
-reveal_type((ClipAdamW, Kernel, forge.kernels.contract.Cost))
+reveal_type((Kernel, forge.kernels.contract.Cost))
 reveal_type((missing, unusable, poisoned_memory, check_against_reference))
 """
 
 
 def test_the_package_and_its_names_are_the_same_objects() -> None:
     from forge import kernels
-    from forge.kernels import ClipAdamW, softmax
+    from forge.kernels import linear_cross_entropy, softmax
 
     assert kernels is sys.modules["forge.kernels"] is forge.kernels
     assert softmax is forge_kernels.softmax
-    assert ClipAdamW is forge_kernels.ClipAdamW
+    assert linear_cross_entropy is forge_kernels.linear_cross_entropy
     assert all(getattr(kernels, name) is getattr(forge_kernels, name) for name in forge_kernels.__all__)
 
 
@@ -96,10 +96,10 @@ def test_a_missing_submodule_is_named_as_it_was_asked_for() -> None:
 
 
 def test_pickles_of_functions_and_classes_name_the_same_objects() -> None:
-    from forge.kernels import ClipAdamW, softmax
+    from forge.kernels import softmax
     from forge.kernels.contract import Cost
 
-    assert pickle.loads(pickle.dumps([softmax, ClipAdamW, Cost(1, 2)])) == [softmax, ClipAdamW, Cost(1, 2)]
+    assert pickle.loads(pickle.dumps([softmax, Cost, Cost(1, 2)])) == [softmax, Cost, Cost(1, 2)]
     aliased = pickle.dumps(Cost, protocol=0).replace(b"forge_kernels.", b"forge.kernels.")
     assert b"forge.kernels.contract" in aliased
     assert pickle.loads(aliased) is Cost
@@ -120,4 +120,4 @@ def test_a_type_checker_sees_the_types_of_the_alias(tmp_path: Path) -> None:
     assert len(seen) == 3
     assert not any("Any," in text or "Unknown" in text for text in seen[:2]), seen
     assert "(kernel: Kernel, args: Sequence[Any]" in seen[2], seen
-    assert "type[ClipAdamW], type[Kernel], type[Cost]" in seen[1]
+    assert "type[Kernel], type[Cost]" in seen[1]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
 from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
-from forge_kernels.triton import cross_entropy_losses
+from forge_kernels.triton import cross_entropy_rows
 from tests.support.kernel_kit import DEVICE, check_against_reference
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +21,12 @@ def batch(rows, classes, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("classes", [9217, 50257, 50304, 128256, 262144])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_split_rows_equal_the_reference(classes, dtype):
     for options in (
         {},
         {"in_place": True, "reduction": "sum"},
-        {"reduction": "none"},
         {"label_smoothing": 0.1, "z_loss": 1e-3},
-        {"label_smoothing": 0.1, "reduction": "none"},
     ):
         logits, target = batch(30, classes, dtype)
         target[::7], target[1] = -100, classes - 1
@@ -61,7 +59,7 @@ def test_parts_that_do_not_wait_give_the_same_bits(monkeypatch, in_place, smooth
         return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
     prompt = step(False)
-    monkeypatch.setattr(cross_entropy_losses, "PATIENCE", 0)
+    monkeypatch.setattr(cross_entropy_rows, "PATIENCE", 0)
     late = step(in_place)
     assert torch.equal(prompt[0], late[0])
     assert torch.equal(prompt[1], late[1])
@@ -70,7 +68,8 @@ def test_parts_that_do_not_wait_give_the_same_bits(monkeypatch, in_place, smooth
 def test_it_runs_on_the_device_of_its_tensors():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
-    logits, target = torch.randn(30, 50304, device="cuda:1"), torch.randint(50304, (30,), device="cuda:1")
+    logits = torch.randn(30, 50304, device="cuda:1", requires_grad=True)
+    target = torch.randint(50304, (30,), device="cuda:1")
     torch.testing.assert_close(cross_entropy(logits, target), F.cross_entropy(logits, target))
 
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.autograd import forward_ad
 
 from forge.errors import KernelError
-from forge_kernels.ops import mlp as mlp_module
-from forge_kernels.ops.mlp import MLP, FusedMLP, mlp, mlp_reference, swap
+from forge_kernels.ops.mlp import MLP, mlp, mlp_reference
 from tests.support.kernel_kit import (
     DEVICE,
     check_against_reference,
@@ -214,147 +212,6 @@ def test_numbers_that_are_not_floating_point_are_refused(dtype):
         mlp(*(argument.detach().to(dtype) for argument in arguments(3)))
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_a_sequential_is_swapped_with_its_own_parameters(approximate):
-    plain = nn.Sequential(nn.Linear(20, 40), nn.GELU(approximate), nn.Linear(40, 8, bias=False))
-    plain = plain.to(DEVICE, torch.bfloat16).eval()
-    fused = swap(plain)
-    assert isinstance(fused, FusedMLP)
-    assert not fused.training
-    assert list(fused.state_dict()) == ["0.weight", "0.bias", "2.weight"]
-    assert all(a is b for a, b in zip(fused.parameters(), plain.parameters(), strict=True))
-    x = torch.randn(3, 5, 20, device=DEVICE, dtype=torch.bfloat16)
-    result = fused(x)
-    exact = plain.double()(x.double())
-    assert distance(result.detach(), exact.detach()) < MLP.tolerance[torch.bfloat16]
-
-
 def test_float32_goes_to_plain_torch():
     args = arguments(12, dtype=torch.float32)
     assert torch.equal(mlp(*args), mlp_reference(*args))
-
-
-def test_names_of_the_layers_stay():
-    from collections import OrderedDict
-
-    plain = nn.Sequential(OrderedDict(fc=nn.Linear(4, 8), act=nn.GELU(), proj=nn.Linear(8, 4)))
-    fused = swap(plain)
-    assert fused is not None
-    assert list(fused.state_dict()) == list(plain.state_dict())
-
-
-def test_any_other_module_is_left_alone():
-    class Own(nn.Sequential):
-        pass
-
-    hooked = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-    hooked[0].register_forward_hook(lambda *_: None)
-    others = [
-        nn.Linear(4, 8),
-        nn.Sequential(nn.Linear(4, 8), nn.GELU()),
-        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)),
-        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Dropout()),
-        Own(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
-        hooked,
-    ]
-    assert [swap(other) for other in others] == [None] * len(others)
-
-
-# -- what happens to the layers of a fused one after the swap ---------------------------------------------------------
-
-
-def fused_and_input(dtype=torch.bfloat16):
-    layers = nn.Sequential(nn.Linear(20, 40), nn.GELU(), nn.Linear(40, 8)).to(DEVICE, dtype)
-    return swap(layers), torch.randn(5, 20, device=DEVICE, dtype=dtype)
-
-
-@pytest.fixture
-def kernel_runs(monkeypatch):
-    """A list that gets an entry with every call of the kernel."""
-    runs = []
-    original = mlp_module.mlp
-    monkeypatch.setattr(mlp_module, "mlp", lambda *args: runs.append(1) or original(*args))
-    return runs
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-)
-def test_a_hook_that_comes_later_is_called(place, register, kernel_runs):
-    fused, x = fused_and_input()
-    calls = []
-    handle = getattr(fused[place], register)(lambda *_: calls.append(1))
-    fused(x.requires_grad_()).sum().backward()
-    assert (len(calls), len(kernel_runs)) == (1, 0)
-    handle.remove()
-    fused(x)
-    assert (len(calls), len(kernel_runs)) == (1, 1)
-
-
-def test_a_hook_for_all_modules_is_called_for_the_layers(kernel_runs):
-    fused, x = fused_and_input()
-    seen = []
-    with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
-        fused(x)
-    assert seen == [*fused, fused]
-    assert not kernel_runs
-
-
-class Doubled(nn.Linear):
-    """As adapters do: more than its weight says."""
-
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
-@pytest.mark.parametrize(("place", "new"), [(0, Doubled(20, 40)), (1, nn.SiLU()), (2, Doubled(40, 8))])
-def test_a_layer_that_is_replaced_later_is_run_as_it_is(place, new, kernel_runs):
-    fused, x = fused_and_input(torch.float32)
-    fused[place] = new.to(DEVICE)
-    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
-    assert not kernel_runs
-
-
-def test_a_layer_that_is_added_later_is_run():
-    fused, x = fused_and_input(torch.float32)
-    fused.append(nn.Tanh())
-    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
-
-
-def test_a_parametrization_that_comes_later_is_run(kernel_runs):
-    fused, x = fused_and_input(torch.float32)
-    before = fused(x)
-    nn.utils.parametrizations.weight_norm(fused[0])
-    with torch.no_grad():
-        fused[0].parametrizations.weight.original0.mul_(2)
-    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
-    assert not torch.allclose(fused(x), before)
-    assert len(kernel_runs) == 1
-
-
-def test_a_forward_that_is_put_onto_a_layer_later_is_run(kernel_runs):
-    fused, x = fused_and_input()
-    fused[1].forward = torch.tanh
-    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
-    assert not kernel_runs
-
-
-@pytest.mark.slow
-def test_a_fused_one_compiles_whole():
-    fused, x = fused_and_input()
-    torch.compiler.reset()
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), fused(x))
-
-
-def test_a_fused_one_is_as_its_layers_under_torch_func(kernel_runs):
-    fused, x = fused_and_input(torch.float32)
-    plain = nn.Sequential(*fused)
-    fused_slope, slope = (torch.func.grad(lambda x, f=f: f(x).square().sum()) for f in (fused, plain))
-    torch.testing.assert_close(fused_slope(x), slope(x))
-    torch.testing.assert_close(torch.func.jvp(fused, (x,), (x,)), torch.func.jvp(plain, (x,), (x,)))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, x)
-        torch.testing.assert_close(forward_ad.unpack_dual(fused(dual)), forward_ad.unpack_dual(plain(dual)))
-    assert not kernel_runs

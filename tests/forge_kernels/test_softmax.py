@@ -38,39 +38,14 @@ def test_any_shape_and_dtype_equals_the_reference(shape, dtype, scale):
     check_against_reference(SOFTMAX, [leaf(shape, dtype, scale)])
 
 
-@pytest.fixture
-def rows_too_wide(monkeypatch):
-    """Rows are too wide for registers from 65 entries on."""
-    from forge_kernels.triton import softmax as triton_softmax
-
-    monkeypatch.setattr(triton_softmax, "WIDEST", 64)
-    monkeypatch.setattr(triton_softmax, "CHUNK", 32)
-
-
-def test_rows_too_wide_for_registers_equal_the_reference(rows_too_wide):
-    for shape, dtype in (((5, 200), torch.float32), ((3, 65), torch.bfloat16)):
-        check_against_reference(SOFTMAX, [leaf(shape, dtype)])
-
-
-def edges(width):
-    x = torch.randn(7, width, device=DEVICE)
-    x[1] = -INF
-    x[2, 3] = INF
-    x[3, : width - 2] = -INF
-    x[4, 5] = float("nan")
-    x[5, 2:] = -INF
-    return x
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in Triton's interpreter
 def test_infinite_and_nan_entries_are_as_in_torch():
-    x = edges(40)
-    torch.testing.assert_close(softmax(x), torch.softmax(x, -1), equal_nan=True)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_infinite_and_nan_entries_of_wide_rows_are_as_in_torch(rows_too_wide):
-    x = edges(150)
+    x = torch.randn(7, 40, device=DEVICE)
+    x[1] = -INF
+    x[2, 3] = INF
+    x[3, :38] = -INF
+    x[4, 5] = float("nan")
+    x[5, 2:] = -INF
     torch.testing.assert_close(softmax(x), torch.softmax(x, -1), equal_nan=True)
 
 
@@ -107,6 +82,10 @@ def test_a_dimension_that_is_not_the_last_goes_to_torch():
     torch.testing.assert_close(softmax(x, 2), torch.softmax(x, 2))
 
 
+def test_rows_too_wide_for_registers_go_to_torch():
+    assert "at most 32768 entries" in (SOFTMAX.supports(torch.empty(1, 32769, device=DEVICE)) or "")
+
+
 def test_compiles_whole():
     check_compiles_whole(SOFTMAX, [leaf((3, 100))])
 
@@ -121,11 +100,10 @@ def test_it_can_be_differentiated_once_only():
     check_second_derivative_is_refused(softmax, leaf((3, 8)))
 
 
-@pytest.mark.parametrize("width", [10, 100])
-def test_it_runs_on_the_device_of_its_tensors(width, rows_too_wide, monkeypatch):
+def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
     from forge_kernels.triton import softmax as triton_softmax
 
-    x = leaf((3, width))
+    x = leaf((3, 10))
     check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))
 
 

@@ -19,8 +19,9 @@ from forge.tuning import Change, Lever, SpeedReport, StepReading, step_timer
 from forge.util import peak_memory
 from forge_plugins import Checkpoint, Clip, FusedOptimizer
 from forge_speed import autotune
-from forge_speed.answers import AnswerCache, resumed_answer
+from forge_speed.answers import resumed_answer
 from forge_speed.autotune import Autotune
+from forge_speed.json_cache import JsonCache
 from tests.support.lasting_ranks import ranks
 from tests.support.plugin_kit import LEFT_OUT
 
@@ -125,10 +126,10 @@ def test_the_cache_answers_the_next_run_of_the_same_task(searches: Searches, cap
 
 
 def test_a_damaged_cache_is_no_cache(tmp_path: Path) -> None:
-    cache = AnswerCache(tmp_path)
+    cache = JsonCache(tmp_path, "speed.json")
     assert cache.get("key") is None
     cache.put("key", {"compile": {"dynamic": None}})
-    assert AnswerCache(tmp_path).get("key") == {"compile": {"dynamic": None}}
+    assert JsonCache(tmp_path, "speed.json").get("key") == {"compile": {"dynamic": None}}
     (tmp_path / "speed.json").write_text("{")
     assert cache.get("key") is None
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import forge
 from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
-from forge_kernels.ops.mlp import swap
 from forge_plugins import (
     AMP,
     DDP,
@@ -32,7 +31,6 @@ from forge_plugins import (
 from forge_ship.qat import QAT
 from forge_speed import fp8
 from forge_speed.fp8 import FP8, linear, linear_layers
-from forge_speed.kernels import Kernels
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of
@@ -97,17 +95,6 @@ def test_it_trains_beside_amp_clip_ema_and_freeze(emulated: None) -> None:
     for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert a.dtype is torch.float32
         assert torch.equal(a, b) == name.startswith("net.0.")
-
-
-def test_a_kernel_takes_no_layers_in_float8() -> None:
-    network = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    assert swap(network) is not None
-    linear.install(network[0])
-    assert swap(network) is None
-    order: list[str] = []
-    watch = forge.on("start")(lambda trainer: order.extend(plugin.name for plugin in trainer.stack))
-    fit_tiny([Kernels(), FP8(), watch], max_updates=1)
-    assert order.index("fp8") < order.index("kernels")
 
 
 def test_a_small_network_learns_as_well(emulated: None) -> None:

@@ -29,13 +29,14 @@ class Steps:
 @pytest.mark.parametrize(
     ("costs", "kept"),
     [
-        ({"": (100, 10), "a b": (97, 10)}, ("a", "b")),
+        ({"": (100, 10), "a b": (97, 10), "a": (99, 10), "b": (98.5, 10)}, ("a", "b")),
+        ({"": (100, 10), "a b": (97, 10), "a": (95, 10), "b": (103, 10)}, ("a",)),
         ({"": (100, 10), "a b": (99, 10), "a": (99.5, 10), "b": (99, 10)}, ()),
         ({"": (100, 10), "a b": (99, 10), "a": (90, 10), "b": (110, 10)}, ("a",)),
         ({"": (100, 10), "a b": (90, 20), "a": (95, 10), "b": (93, 20)}, ("a",)),
         ({"": (100, 10), "a b": (99, 10), "a": (95, 10), "b": (94, 10)}, ("b",)),
     ],
-    ids=["together", "none", "one", "memory", "best alone"],
+    ids=["together", "without the slow one", "none", "one", "memory", "best alone"],
 )
 def test_only_what_wins_is_kept(costs: dict[str, tuple[float, int]], kept: tuple[str, ...]) -> None:
     verdict = judge(["a", "b"], Steps(costs))

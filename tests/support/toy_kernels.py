@@ -7,10 +7,10 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from forge_kernels.contract import Case, Cost, Functional, Kernel, Module
+from forge_kernels.contract import Case, Cost, Functional, Kernel
 
 CALLS: list[tuple[str, tuple[int, ...]]] = []
 """(kernel, shape) of every call that a toy ran."""
@@ -55,35 +55,21 @@ def _fail(original: Any, *args: Any, **options: Any) -> Any:
     raise RuntimeError("no such instruction")
 
 
-class FastLinear(nn.Module):
-    def __init__(self, like: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = like.weight, like.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        CALLS.append(("toy_module", tuple(x.shape)))
-        return F.linear(x, self.weight, self.bias)
+LINEAR_ITSELF = F.linear
 
 
-class Stranger(nn.Linear):
-    """In the place of a linear layer, with parameters of its own."""
-
-
-def _fast(module: nn.Module) -> nn.Module | None:
-    assert isinstance(module, nn.Linear)
-    return FastLinear(module) if module.out_features > 4 else None
-
-
-def _strange(module: nn.Module) -> nn.Module:
-    assert isinstance(module, nn.Linear)
-    return Stranger(module.in_features, module.out_features)
+def _wide_linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.shape[0] <= 4:
+        return original(input, weight, bias)
+    CALLS.append(("toy_linear", tuple(input.shape)))
+    return LINEAR_ITSELF(input, weight, bias)
 
 
 def _make(rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor]:
     return (torch.randn(rows, 8, device=device, dtype=dtype, requires_grad=True),)
 
 
-def toy(name: str, *replaces: Functional | Module, summary: str = "half of x") -> Kernel:
+def toy(name: str, *replaces: Functional, summary: str = "half of x") -> Kernel:
     return Kernel(
         name=name,
         summary=summary,
@@ -98,7 +84,7 @@ def toy(name: str, *replaces: Functional | Module, summary: str = "half of x") -
 
 
 RELU = "torch.nn.functional.relu"
-LINEAR = "torch.nn.modules.linear.Linear"
+LINEAR = "torch.nn.functional.linear"
 
 TOY = toy("toy", Functional(RELU, partial(_relu, "toy", 0.0)))
 TOY_OPAQUE = toy("toy_opaque", Functional(RELU, partial(_relu, "toy_opaque", 0.0), fuses=False))
@@ -106,8 +92,7 @@ TOY_RIVAL = toy("toy_rival", Functional(RELU, partial(_relu, "toy_rival", 0.0)))
 TOY_WRONG = toy("toy_wrong", Functional(RELU, partial(_relu, "toy_wrong", 1.0)))
 TOY_FUSSY = toy("toy_fussy", Functional(RELU, _hand_back))
 TOY_BROKEN = toy("toy_broken", Functional(RELU, _fail))
-TOY_MODULE = toy("toy_module", Module(LINEAR, _fast))
-TOY_STRANGE = toy("toy_strange", Module(LINEAR, _strange))
+TOY_LINEAR = toy("toy_linear", Functional(LINEAR, _wide_linear))
 TOY_LOST = toy("toy_lost", Functional("torch.nn.functional.relu_of_tomorrow", _hand_back))
 TOY_BARE = toy("toy_bare")
 NO_KERNEL = "not a kernel"

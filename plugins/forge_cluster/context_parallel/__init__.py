@@ -85,7 +85,7 @@ class ContextParallel(Replicated):
     config: Config  # pyright: ignore[reportIncompatibleVariableOverride]
     provides = ("strategy", "context_parallel")
     conflicts = {
-        "swapped_modules": "Remove kernels: it replaces the attention that context_parallel divides.",
+        "kernels": "Remove kernels: it replaces the attention that context_parallel divides.",
         "step_capture": "Remove cuda_graph: the ring waits for other ranks in every attention.",
     }
 

@@ -48,7 +48,7 @@ class Zero(Replicated):
     Together with: `clip`, `ema`, `accumulate`, `schedule`, `guard` and `amp` work as with `ddp`. With stage 2 a loss
     scaler (fp16) and `sam` are refused, and plugins that look at single gradients (`monitor`) see those of their rank.
     An optimizer with a closure, one with two modes (schedule-free), or one whose step of one parameter depends on all
-    others (Prodigy, or forge's ClipAdamW with max_norm) is refused.
+    others (Prodigy, or one that clips by their norm) is refused.
 
     ::
 

@@ -40,7 +40,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
     dtype, as in torch.
     """
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
-    _check(q, k, v)
+    check_floating("attention", q=q, k=k, v=v)
+    if wrong := _wrong(q, k, v):
+        raise KernelError(f"forge.kernels.attention needs {wrong}.")
     if falls_back("attention", supports(q, k, v, causal, scale)):
         return attention_reference(q, k, v, causal, scale)
     size = q.shape[3]
@@ -72,20 +74,17 @@ def cost(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | N
     return Cost(flops=flops * 7 // 2, bytes=moved * q.itemsize)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_floating("attention", q=q, k=k, v=v)
+def _wrong(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return what these arguments lack, or None."""
     got = f"it got q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise KernelError(
-            f"forge.kernels.attention needs q (batch, heads, S, size) and k, v (batch, key heads, T, size); {got}."
-        )
+        return f"q (batch, heads, S, size) and k, v (batch, key heads, T, size); {got}"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise KernelError(f"forge.kernels.attention needs as many heads as key heads, or a multiple of them; {got}.")
+        return f"as many heads as key heads, or a multiple of them; {got}"
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise KernelError(
-            "forge.kernels.attention needs q, k and v of the same dtype and device; it got "
-            f"{q.dtype} on {q.device}, {k.dtype} on {k.device} and {v.dtype} on {v.device}."
-        )
+        got = f"{q.dtype} on {q.device}, {k.dtype} on {k.device} and {v.dtype} on {v.device}"
+        return f"q, k and v of the same dtype and device; it got {got}"
+    return None
 
 
 def stand_in(
@@ -102,17 +101,10 @@ def stand_in(
     tensors = all(isinstance(x, Tensor) for x in (query, key, value))
     if tensors and plain(query, key, value) and attn_mask is None and dropout_p == 0.0:
         q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
-        if _fits(q, k, v, enable_gqa) and supports(q, k, v, is_causal, scale) is None:
+        fits = _wrong(q, k, v) is None and (enable_gqa or q.shape[1] == k.shape[1])
+        if fits and supports(q, k, v, is_causal, scale) is None:
             return attention(q, k, v, is_causal, scale)
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def _fits(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
-    """Whether torch would accept these arguments and compute the same."""
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        return False
-    heads = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 if grouped else q.shape[1] == k.shape[1]
-    return heads and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
 
 
 def _make(b: int, h: int, s: int, d: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:

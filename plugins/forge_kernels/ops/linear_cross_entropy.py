@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from forge.errors import KernelError
 from forge_kernels.contract import (
-    INTERPRETED,
     Case,
     Cost,
     Kernel,
@@ -32,6 +31,7 @@ from forge_kernels.graph_reading import (
     is_function,
     linear_call,
     only_used_by,
+    runs_in,
 )
 from forge_kernels.ops.cross_entropy import MOST_CLASSES, check_loss
 from forge_kernels.ops.cross_entropy import reference as loss_of_logits
@@ -71,16 +71,8 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if falls_back("linear_cross_entropy", supports(hidden, weight, target, bias, reduction=reduction)):
-        return reference(
-            hidden,
-            weight,
-            target,
-            bias,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-        )
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        return reference(hidden, weight, target, bias, reduction=reduction, **options)
     learns = torch.is_grad_enabled()
     wanted = [learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     return ops.linear_cross_entropy(
@@ -103,35 +95,14 @@ def _chunk(bytes_per_token: int) -> int:
 
 
 def reference(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    chunk: int | None = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, chunk: int | None = None, **options: Any
 ) -> Tensor:
     logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-    return loss_of_logits(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-    )
+    return loss_of_logits(logits, target, **options)
 
 
 def supports(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    reduction: str = "mean",
-    **options: object,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, reduction: str = "mean", **options: Any
 ) -> str | None:
     if reduction == "none":
         return "reduction='none' needs the gradient of every loss before the weight's"
@@ -192,18 +163,8 @@ def _make(
 # -- in a compiled step -----------------------------------------------------------------------------------------------
 
 
-def _fused(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-    return linear_cross_entropy(hidden, weight, target, bias, **options).to(dtype)  # pyright: ignore[reportArgumentType]
+def _fused(*args: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+    return linear_cross_entropy(*args, **options).to(dtype)
 
 
 def rewrite(graph: fx.Graph, loss: fx.Node) -> str | None:
@@ -228,9 +189,12 @@ def rewrite(graph: fx.Graph, loss: fx.Node) -> str | None:
     if isinstance(found, str):
         return found
     layer, path = found
-    why_not = _cannot_run(example(layer.x), example(layer.weight))
-    if why_not:
-        return why_not
+    dtype, why_not = runs_in(layer.x)
+    of_weight = example(layer.weight).dtype
+    if why_not or dtype not in (torch.bfloat16, torch.float32) or of_weight not in (dtype, torch.float32):
+        return why_not or f"it does not support {dtype_name(dtype)} with a weight of {dtype_name(of_weight)}"
+    if example(layer.nodes[0]).shape[-1] > MOST_CLASSES:
+        return f"it supports at most {MOST_CLASSES:,} classes"
     with graph.inserting_before(loss):
         hidden = layer.x
         for node in reversed(path):
@@ -241,9 +205,9 @@ def rewrite(graph: fx.Graph, loss: fx.Node) -> str | None:
                 hidden.meta["example_value"] = value
         rows = graph.call_method("reshape", (hidden, -1, example(layer.x).shape[-1]))
         labels = graph.call_method("reshape", (target, -1))
-        rest = (options["ignore_index"], options["label_smoothing"], options["reduction"], example(loss).dtype)
-        weight = layer.weight_of(graph)
-        new = graph.call_function(_fused, (rows, weight, labels, layer.bias, *rest))
+        kept = {name: options[name] for name in ("ignore_index", "label_smoothing", "reduction")}
+        args = (rows, layer.weight_of(graph), labels, layer.bias)
+        new = graph.call_function(_fused, args, {**kept, "dtype": example(loss).dtype})
     new.meta.update(loss.meta)
     loss.replace_all_uses_with(new)
     erase(graph, [loss, *path, *layer.nodes])
@@ -294,17 +258,6 @@ def _slices_rows(index: Any, dimensions: int) -> bool:
         return False
     reaches_last = Ellipsis in items or len(items) == dimensions
     return not reaches_last or items[-1] is Ellipsis or items[-1] == slice(None)
-
-
-def _cannot_run(hidden: Tensor, weight: Tensor) -> str:
-    """Return why the kernel cannot run on these, as they are under the present autocast."""
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    if kind != "cuda" and not (INTERPRETED and kind == "cpu"):
-        return f"it runs on CUDA, not on {kind}"
-    if dtype not in (torch.bfloat16, torch.float32) or weight.dtype not in (dtype, torch.float32):
-        return f"it does not support {dtype_name(dtype)} with a weight of {dtype_name(weight.dtype)}"
-    return f"it supports at most {MOST_CLASSES:,} classes" if weight.shape[0] > MOST_CLASSES else ""
 
 
 LINEAR_CROSS_ENTROPY = Kernel(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional as F
-from torch.nn.modules import module as modules
 
 from forge.errors import KernelError
 from forge_kernels.contract import (
     HALF_TO_FULL,
-    INTERPRETED,
     Case,
     Cost,
     Kernel,
-    Module,
     Subgraph,
     as_autocast,
     dtype_name,
     falls_back,
-    plain,
     triton_module,
     unusable,
 )
@@ -31,10 +25,10 @@ from forge_kernels.graph_reading import (
     activation_call,
     before_idle_dropout,
     erase,
-    example,
     is_function,
     linear_call,
     only_used_by,
+    runs_in,
 )
 from forge_kernels.ops.matmul import ACTIVATIONS, autocast_is_on, check_activation, check_dtypes, wants_grad
 
@@ -93,52 +87,6 @@ def cost(
     return Cost(flops=6 * rows * weights, bytes=size)
 
 
-LAYERS = (nn.Linear, nn.GELU, nn.Linear)
-
-
-class FusedMLP(nn.Sequential):
-    """Linear, GELU, Linear, run by `mlp`, with nn.Sequential's parameter names.
-
-    It runs as nn.Sequential if layers were replaced or have hooks.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        layers: tuple[Any, ...] = tuple(self._modules.values())
-        if not _is_mlp(layers):
-            return super().forward(input)
-        first, between, second = layers
-        w1, b1, w2, b2 = first.weight, first.bias, second.weight, second.bias
-        if not plain(input, w1, b1, w2, b2):
-            return super().forward(input)
-        return mlp(input, w1, b1, w2, b2, "gelu" if between.approximate == "tanh" else "gelu_erf")
-
-
-def swap(module: nn.Module) -> nn.Module | None:
-    """Return a FusedMLP of the same layers for a Sequential of Linear, GELU and Linear; None for other modules, and for
-    hooks on it or its layers."""
-    if type(module) is not nn.Sequential or _hooked(module) or not _is_mlp(tuple(module._modules.values())):
-        return None
-    fused = FusedMLP(OrderedDict(module.named_children()))
-    fused.training = module.training
-    return fused
-
-
-def _is_mlp(layers: tuple[Any, ...]) -> bool:
-    """Whether these are the layers that `mlp` computes, without hooks, which would be lost."""
-    if len(layers) != 3 or modules._has_any_global_hook():
-        return False
-    for layer, kind in zip(layers, LAYERS, strict=True):
-        if type(layer) is not kind or _hooked(layer) or "forward" in layer.__dict__:
-            return False
-    return True
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 def rewrite(graph: fx.Graph, second: fx.Node) -> str | None:
     """Replace two linear layers with an activation between them, whose results nothing else reads."""
     if is_function(second, torch.addmm) and len(second.users) == 1:  # a Conv1D of transformers ends in a view
@@ -157,13 +105,9 @@ def rewrite(graph: fx.Graph, second: fx.Node) -> str | None:
         before.users
     ) <= set(between):
         return "the values between the layers are used elsewhere too"
-    kind = example(first.x).device.type
-    autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else example(first.x).dtype
-    if kind != "cuda" and not (INTERPRETED and kind == "cpu"):
-        return f"it runs on CUDA, not on {kind}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it does not support {dtype_name(dtype)}"
+    dtype, why_not = runs_in(first.x)
+    if why_not or dtype not in (torch.bfloat16, torch.float16):
+        return why_not or f"it does not support {dtype_name(dtype)}"
     with graph.inserting_before(second):
         w1, w2 = first.weight_of(graph), after.weight_of(graph)
         new = graph.call_function(mlp, (first.x, w1, first.bias, w2, after.bias, name))
@@ -209,7 +153,6 @@ MLP = Kernel(
         Case("768→3072→768, T=65536", partial(_make, 65536, 768, 3072)),
     ),
     replaces=(
-        Module("torch.nn.Sequential", swap),
         Subgraph("torch.nn.functional.linear", rewrite),
         Subgraph("torch.addmm", rewrite),
     ),

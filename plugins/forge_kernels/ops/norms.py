@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm, with the residual addition before them."""
+"""rms_norm and layer_norm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from forge_kernels.contract import (
     triton_module,
     unusable,
 )
+from forge_kernels.torch_internals import autocast_widens
 
 ops = triton_module("norms")
 
-WIDEST = 65536
-"""The widest supported row."""
+WIDEST = 8192
+"""The widest supported row: it must fit the registers of a program."""
 
 
 def rms_norm(
@@ -45,9 +46,11 @@ def rms_norm(
     and residual, as in plain torch.
     """
     _check("rms_norm", x, residual, weight, None, dtype)
-    if falls_back("rms_norm", supports_rms(x, weight, eps, residual, dtype)):
-        return rms_norm_reference(x, weight, eps, residual, dtype)
-    y, h, _, _ = ops.norm(x, residual, weight, None, eps, False, dtype or x.dtype)
+    dtype, h = dtype or x.dtype, x if residual is None else x + residual
+    if falls_back("rms_norm", supports_rms(h, weight, dtype=dtype)):
+        y = rms_norm_reference(h, weight, eps, dtype=dtype)
+    else:
+        y = ops.norm(h, weight, None, eps, False, dtype)[0]
     return y if residual is None else (y, h)
 
 
@@ -64,9 +67,11 @@ def layer_norm(
     With `residual` it normalises h = x + residual and returns both: (layer_norm(h), h). Dtypes are as for `rms_norm`.
     """
     _check("layer_norm", x, residual, weight, bias, dtype)
-    if falls_back("layer_norm", supports_layer(x, weight, bias, eps, residual, dtype)):
-        return layer_norm_reference(x, weight, bias, eps, residual, dtype)
-    y, h, _, _ = ops.norm(x, residual, weight, bias, eps, True, dtype or x.dtype)
+    dtype, h = dtype or x.dtype, x if residual is None else x + residual
+    if falls_back("layer_norm", supports_layer(h, weight, bias, dtype=dtype)):
+        y = layer_norm_reference(h, weight, bias, eps, dtype=dtype)
+    else:
+        y = ops.norm(h, weight, bias, eps, True, dtype)[0]
     return y if residual is None else (y, h)
 
 
@@ -100,14 +105,8 @@ def layer_norm_reference(
     return y if residual is None else (y, h)
 
 
-def supports_rms(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> str | None:
-    return _supports(x, weight, None, residual, dtype)
+def supports_rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *rest: Any, **options: Any) -> str | None:
+    return supports_layer(x, weight, None, eps, *rest, **options)
 
 
 def supports_layer(
@@ -118,12 +117,6 @@ def supports_layer(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> str | None:
-    return _supports(x, weight, bias, residual, dtype)
-
-
-def _supports(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
-) -> str | None:
     if dtype is not None and dtype not in HALF_TO_FULL:
         return "it returns bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:
@@ -131,35 +124,11 @@ def _supports(
     return unusable(x, residual, weight, bias)
 
 
-def cost_rms(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Cost:
-    return _cost(x, residual, dtype)
-
-
-def cost_layer(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Cost:
-    return _cost(x, residual, dtype)
-
-
-def _cost(x: Tensor, residual: Tensor | None, dtype: torch.dtype | None) -> Cost:
-    y = (dtype or x.dtype).itemsize
+def cost(x: Tensor, *rest: Any, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Cost:
     # forward reads x and writes y; backward reads x and dy and writes dx
-    size = 3 * x.itemsize + 2 * y
-    if residual is not None:
-        h = max(x.itemsize, residual.itemsize)
-        # forward reads x and residual and writes h and y; backward reads h, dh and dy and writes their gradient
-        size = x.itemsize + residual.itemsize + 4 * h + 2 * y
+    size = 3 * x.itemsize + 2 * (dtype or x.dtype).itemsize
+    if residual is not None:  # read, and h written
+        size += residual.itemsize + max(x.itemsize, residual.itemsize)
     return Cost(flops=20 * x.numel(), bytes=size * x.numel())
 
 
@@ -196,12 +165,9 @@ def _check(
 # -- replacing torch's functions---------------------------------------------------------------------------------------
 
 
-_WIDENED = {
-    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
-    for name in ("layer_norm", "rms_norm")
-}
+_WIDENED = {name: autocast_widens(name) for name in ("layer_norm", "rms_norm")}
 """Whether autocast runs torch's own function in float32 on CUDA; rms_norm in later versions only. On a CPU it runs
-neither in float32."""
+neither in float32. None: unknown."""
 
 
 def stand_in_for_layer_norm(
@@ -213,8 +179,9 @@ def stand_in_for_layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Replace torch's `layer_norm`, with torch's dtypes: float32 under CUDA's autocast, unlike forge's."""
-    if _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
-        return layer_norm(input, weight, bias, eps, dtype=_dtype("layer_norm", input))
+    dtype = _dtype("layer_norm", input)
+    if dtype and _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
+        return layer_norm(input, weight, bias, eps, dtype=dtype)
     return original(input, normalized_shape, weight, bias, eps)
 
 
@@ -223,15 +190,17 @@ def stand_in_for_rms_norm(
 ) -> Tensor:
     """Replace torch's `rms_norm`, with torch's dtypes: unlike forge's, float32 under CUDA's autocast if this version of
     torch does so. The default eps is float32's, the dtype of the computation, for any dtype of the input."""
-    if _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
-        eps = torch.finfo(torch.float32).eps if eps is None else eps
-        return rms_norm(input, weight, eps, dtype=_dtype("rms_norm", input))
+    dtype = _dtype("rms_norm", input)
+    if dtype and _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
+        return rms_norm(input, weight, torch.finfo(torch.float32).eps if eps is None else eps, dtype=dtype)
     return original(input, normalized_shape, weight, eps)
 
 
-def _dtype(name: str, x: Tensor) -> torch.dtype:
-    """Return the dtype of the result of torch's own function."""
-    return torch.float32 if _WIDENED[name] and x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
+def _dtype(name: str, x: Tensor) -> torch.dtype | None:
+    """Return the dtype of the result of torch's own function, if it is known."""
+    if not isinstance(x, Tensor) or not x.is_cuda or not torch.is_autocast_enabled("cuda"):
+        return getattr(x, "dtype", None)
+    return {True: torch.float32, False: x.dtype, None: None}[_WIDENED[name]]
 
 
 def _fits(x: Tensor, normalized_shape: Any, *vectors: Tensor | None) -> bool:
@@ -254,23 +223,23 @@ _SHAPES = ((16384, 768), (16384, 2048), (16384, 4096), (8192, 8192))
 
 RMS_NORM = Kernel(
     name="rms_norm",
-    summary="x / sqrt(mean(x²) + eps) · weight, with the residual added before",
+    summary="x / sqrt(mean(x²) + eps) · weight",
     function=rms_norm,
     reference=rms_norm_reference,
     supports=supports_rms,
     tolerance=_TOLERANCE,
-    cost=cost_rms,
+    cost=cost,
     cases=tuple(Case(f"{rows}×{columns}", partial(_make, 1, rows, columns)) for rows, columns in _SHAPES),
     replaces=(Functional("torch.nn.functional.rms_norm", stand_in_for_rms_norm),),
 )
 LAYER_NORM = Kernel(
     name="layer_norm",
-    summary="(x - mean(x)) / sqrt(var(x) + eps) · weight + bias, with the residual added before",
+    summary="(x - mean(x)) / sqrt(var(x) + eps) · weight + bias",
     function=layer_norm,
     reference=layer_norm_reference,
     supports=supports_layer,
     tolerance=_TOLERANCE,
-    cost=cost_layer,
+    cost=cost,
     cases=tuple(Case(f"{rows}×{columns}", partial(_make, 2, rows, columns)) for rows, columns in _SHAPES),
     replaces=(Functional("torch.nn.functional.layer_norm", stand_in_for_layer_norm),),
 )

@@ -24,6 +24,9 @@ from forge_kernels.contract import (
 
 ops = triton_module("softmax")
 
+WIDEST = 32768
+"""The widest supported row: it must fit the registers of a program."""
+
 
 def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
     """Return exp(x) / sum(exp(x)) over a dimension; the kernel supports the last one.
@@ -49,6 +52,8 @@ def supports(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> str 
         return "it supports the last dimension only"
     if dtype is not None and dtype not in HALF_TO_FULL:
         return "it returns bfloat16, float16 or float32"
+    if x.dim() and x.shape[-1] > WIDEST:
+        return f"it supports rows of at most {WIDEST} entries"
     return unusable(x)
 
 

@@ -1,19 +1,17 @@
 """Attention operators: launches, tile sizes, and the backward."""
 
-# pyright: reportCallIssue=false
-# (launch options such as num_warps are not parameters of the kernel)
-
 from __future__ import annotations
+
+from math import gcd
 
 import torch
 import triton
 from torch import Tensor
 from torch.library import custom_op
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forge_kernels.contract import device_of
-from forge_kernels.triton.attention_backward import keys_and_values, queries
-from forge_kernels.triton.attention_forward import forward
-from forge_kernels.triton.attention_tiles import descriptor, movable, section
+from forge_kernels.triton.attention_kernels import forward, keys_and_values, queries
 
 LOG2_E = 1.4426950408889634
 
@@ -30,6 +28,28 @@ def _tiles(table: dict[int, tuple[int, int, int, int]], x: Tensor) -> tuple[int,
         return FULL
     size = x.shape[3]
     return table[64 if size <= 64 else 128 if size <= 128 else 256]
+
+
+def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Describe x (batch, heads, length, size) in tiles of rows of one head; `width` is size padded to a power of 2."""
+    (b, h, length, d), (sb, sh, step, _) = x.shape, x.stride()
+    strides = [sb if b > 1 else 16, sh if h > 1 else 16, step if length > 1 else 16, 1]  # any stride for size 1
+    return TensorDescriptor(x, [b, h, length, d], strides, [1, 1, rows, width])
+
+
+def movable(x: Tensor) -> Tensor:
+    """Return x if a descriptor can describe it, else a copy."""
+    unit = 16 // x.itemsize
+    for n, step in zip(x.shape[:3], x.stride()[:3], strict=True):
+        if n > 1 and (step <= 0 or step % unit):
+            return x.clone(memory_format=torch.contiguous_format)
+    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def section(heads: int) -> int:
+    """Return how many heads run at the same time: a divisor of all heads."""
+    return gcd(heads, 8)
 
 
 def _like(q: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from forge_kernels.contract import device_of, refuse_second_derivative
-from forge_kernels.triton.cross_entropy_losses import losses_only, losses_with_gradient
-from forge_kernels.triton.cross_entropy_reduction import count_targets, total_loss
-from forge_kernels.triton.scale import times
+from forge_kernels.triton.cross_entropy import scale_of, times
+from forge_kernels.triton.cross_entropy_rows import losses_with_gradient
 
 
 @custom_op("forge::linear_cross_entropy", mutates_args=())
@@ -33,16 +32,13 @@ def linear_cross_entropy(
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
     with device_of(hidden), torch.autocast(hidden.device.type, enabled=False):
-        scale = count_targets(target, ignore, mean)
+        scale = scale_of(target, ignore, mean)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], matrix, offset, buffer)
-            if any(wanted):
-                losses[rows] = losses_with_gradient(logits, logits, target[rows], scale, ignore, smoothing, z_loss)
-                _accumulate(logits, hidden, matrix, rows, grads, wanted)
-            else:
-                losses[rows] = losses_only(logits, target[rows], ignore, smoothing, z_loss)[0]
-        return total_loss(losses, scale), *grads
+            losses[rows] = losses_with_gradient(logits, logits, target[rows], scale, ignore, smoothing, z_loss)
+            _accumulate(logits, hidden, matrix, rows, grads, wanted)
+        return losses.sum() * scale, *grads
 
 
 def _logits(hidden: Tensor, matrix: Tensor, offset: Tensor | None, buffer: Tensor) -> Tensor:

@@ -1,25 +1,19 @@
-"""RMSNorm and LayerNorm over rows, with the residual addition before them: forward and backward, one pass each.
+"""RMSNorm and LayerNorm over rows: forward and backward, one pass each.
 
 The backward pass runs on a fixed number of programs; each goes through many rows and keeps its own sums for the
-gradients of weight and bias, which a second, small kernel adds up in a fixed order. Rows too wide for the registers of
-a program are read twice, by other kernels.
+gradients of weight and bias, which are added up afterwards.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
 from forge_kernels.contract import device_of
-from forge_kernels.triton import norm_kernels as kernels
 from forge_kernels.triton.rows import as_rows, row_grid, stages_that_fit
-
-WIDEST_FORWARD, WIDEST_BACKWARD = 16384, 8192
-CHUNK = 4096
-ADD_UP = 128, 16, 8
-"""Rows, columns and warps of a program that adds up partial sums."""
 
 
 def forward_plan(block: int, centred: bool) -> tuple[int, int, int, int]:
@@ -27,7 +21,7 @@ def forward_plan(block: int, centred: bool) -> tuple[int, int, int, int]:
     if block <= 1024:
         return min(128, 4096 // block), 2, 0, 1
     if centred:
-        return {2048: (1, 2, 16, 4), 4096: (1, 4, 8, 3), 8192: (1, 8, 2, 4), 16384: (1, 16, 1, 4)}[block]
+        return {2048: (1, 2, 16, 4), 4096: (1, 4, 8, 3), 8192: (1, 8, 2, 4)}[block]
     return 1, block // 1024 if block > 2048 else 4, 0, 1
 
 
@@ -38,164 +32,153 @@ def backward_plan(block: int) -> tuple[int, int, int, int]:
     return {2048: (1, 4, 4, 3), 4096: (2, 8, 1, 3), 8192: (1, 8, 1, 3)}[block]
 
 
-def _stream_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
-    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+# In the kernels None stands for a missing weight or bias, or for an unwanted gradient; without `mean` it is RMSNorm.
 
 
-def _forward_outputs(
-    x: Tensor, residual: Tensor | None, centred: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate y, x + residual, mean and 1 / deviation; empty if not needed."""
-    shape, device, rows = x.shape, x.device, x.shape[:-1].numel()
+@triton.jit
+def _forward(
+    x, weight, bias, y, mean, rstd, rows, width, x_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)[None, :]
+    within = column < width
+    if weight is not None:
+        w = tl.load(weight + column, mask=within, other=0).to(tl.float32)
+    if bias is not None:
+        b = tl.load(bias + column, mask=within, other=0).to(tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        exists = row < rows
+        inside = exists[:, None] & within
+        value = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0).to(tl.float32)
+        if mean is not None:
+            m = tl.sum(value, 1) / width
+            tl.store(mean + row, m, mask=exists)
+            value = tl.where(inside, value - m[:, None], 0.0)
+        r = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+        tl.store(rstd + row, r, mask=exists)
+        value *= r[:, None]
+        if weight is not None:
+            value *= w
+        if bias is not None:
+            value += b
+        tl.store(y + row[:, None] * width + column, value, mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy, x, weight, mean, rstd, dx, dweight, dbias, rows, width, dy_stride, x_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    within = column < width
+    if weight is not None:
+        w = tl.load(weight + column, mask=within, other=0).to(tl.float32)[None, :]
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    bias_sum = tl.zeros([BLOCK], tl.float32)
+    turns = tl.cdiv(rows, ROWS)
+    for turn in tl.range(program, turns, tl.num_programs(0), num_stages=STAGES):
+        # from the last row to the first: the last writes are still in the cache
+        row = ((turns - 1 - turn) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        exists = row < rows
+        inside = exists[:, None] & within[None, :]
+        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+        grad = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+        r = tl.load(rstd + row, mask=exists, other=0)[:, None]
+        if mean is not None:
+            value -= tl.load(mean + row, mask=exists, other=0)[:, None]
+        normal = value * r
+        if dweight is not None:
+            weight_sum += tl.sum(grad * normal, 0)
+        if dbias is not None:
+            bias_sum += tl.sum(grad, 0)
+        if weight is not None:
+            grad *= w
+        if mean is not None:
+            # two sums in one reduction, since its synchronization is the cost
+            along, shift = tl.split(tl.sum(tl.join(grad * normal, grad), 1) / width)
+            result = (grad - shift[:, None] - normal * along[:, None]) * r
+        else:
+            along = tl.sum(grad * normal, 1) / width
+            result = (grad - normal * along[:, None]) * r
+        tl.store(dx + row[:, None] * width + column[None, :], result, mask=inside)
+    if dweight is not None:
+        tl.store(dweight + program * width + column, weight_sum, mask=within)
+    if dbias is not None:
+        tl.store(dbias + program * width + column, bias_sum, mask=within)
+
+
+def _forward_outputs(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate y, mean and 1 / deviation; the mean is empty if not needed."""
+    rows = x.shape[:-1].numel()
     return (
-        torch.empty(shape, dtype=dtype, device=device),
-        torch.empty(shape if residual is not None else 0, dtype=_stream_dtype(x, residual), device=device),
-        torch.empty(rows if centred else 0, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(x.shape, dtype=dtype, device=x.device),
+        torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device),
+        torch.empty(rows, dtype=torch.float32, device=x.device),
     )
 
 
 @custom_op("forge::norm", mutates_args=())
 def norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch LayerNorm if `centred`, else RMSNorm."""
-    outputs = _forward_outputs(x, residual, centred, dtype)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute LayerNorm if `centred`, else RMSNorm."""
+    outputs = _forward_outputs(x, centred, dtype)
     if not x.numel():
         return outputs
-    y, h, mean, rstd = outputs
-    mean = mean if centred else None
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    y, mean, rstd = outputs
     x = as_rows(x)
-    residual = None if residual is None else as_rows(residual)
-    residual_stride = 0 if residual is None else residual.stride(0)
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    if block > WIDEST_FORWARD:
-        with device_of(x):
-            kernels.forward_wide[(rows,)](
-                x, residual, weight, bias, y, h, mean, rstd,
-                width, x.stride(0), residual_stride, eps, CHUNK, num_warps=8,
-            )  # fmt: skip
-        return outputs
     at_once, warps, per_processor, stages = forward_plan(block, centred)
-    loaded = at_once * block * (x.itemsize + (0 if residual is None else residual.itemsize))
-    stages = stages_that_fit(stages, loaded, x.device)
+    stages = stages_that_fit(stages, at_once * block * x.itemsize, x.device)
     per_processor = per_processor if stages > 1 else 0
     with device_of(x):
-        kernels.forward[row_grid(rows, at_once, per_processor, x.device)](
-            x, residual, weight, bias, y, h, mean, rstd,
-            rows, width, x.stride(0), residual_stride, eps, at_once, block, stages, num_warps=warps,
+        _forward[row_grid(rows, at_once, per_processor, x.device)](
+            x, _contiguous(weight), _contiguous(bias), y, mean if centred else None, rstd,
+            rows, width, x.stride(0), eps, at_once, block, stages, num_warps=warps,
         )  # fmt: skip
     return outputs
 
 
 @norm.register_fake
 def _(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward_outputs(x, residual, centred, dtype)
-
-
-def _backward_outputs(
-    h: Tensor, x_dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of h, of x if its dtype differs, and of weight and bias if wanted; else empty."""
-    width = h.shape[-1]
-    return (
-        torch.empty(h.shape, dtype=h.dtype, device=h.device),
-        torch.empty(h.shape if x_dtype != h.dtype else 0, dtype=x_dtype, device=h.device),
-        torch.empty(0 if weight is None else width, dtype=weight or torch.float32, device=h.device),
-        torch.empty(0 if bias is None else width, dtype=bias or torch.float32, device=h.device),
-    )
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_outputs(x, centred, dtype)
 
 
 @custom_op("forge::norm_backward", mutates_args=())
 def norm_backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A dtype of None means that the gradient of weight, or of bias, is not wanted."""
-    outputs = _backward_outputs(h, x_dtype, weight_dtype, bias_dtype)
-    dx, dbranch, dweight, dbias = outputs
-    if not h.numel():
-        dweight.zero_()
-        dbias.zero_()
-        return outputs
-    dbranch = dbranch if x_dtype != h.dtype else None
-    weight = _contiguous(weight)
-    dy, h = as_rows(dy), as_rows(h)
-    dh = None if dh is None else as_rows(dh)
-    dh_stride = 0 if dh is None else dh.stride(0)
-    rows, width = h.shape
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of x, and those of weight and bias in float32, empty if not wanted."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return dx, *(x.new_zeros(x.shape[-1] if want else 0, dtype=torch.float32) for want in wanted)
+    dy, x = as_rows(dy), as_rows(x)
+    rows, width = x.shape
     block = triton.next_power_of_2(width)
-    wide = block > WIDEST_BACKWARD
-    at_once, warps, per_processor, stages = (4, 4, 1, 1) if wide else backward_plan(block)
-    loaded = at_once * block * (h.itemsize + dy.itemsize + (0 if dh is None else dh.itemsize))
-    stages = stages_that_fit(stages, loaded, h.device)
-    grid = row_grid(rows, at_once, per_processor, h.device)
-    wanted = [dtype is not None for dtype in (weight_dtype, bias_dtype)]
-    partials = torch.empty(sum(wanted), grid[0], width, dtype=torch.float32, device=h.device)
-    weight_sums = partials[0] if wanted[0] else None
-    bias_sums = partials[-1] if wanted[1] else None
-    with device_of(h):
-        if not wide:
-            kernels.backward[grid](
-                dy, dh, h, weight, mean, rstd, dx, dbranch, weight_sums, bias_sums,
-                rows, width, dy.stride(0), dh_stride, h.stride(0), at_once, block, stages, num_warps=warps,
-            )  # fmt: skip
-        else:
-            kernels.backward_wide[(rows,)](
-                dy, dh, h, weight, mean, rstd, dx, dbranch,
-                width, dy.stride(0), dh_stride, h.stride(0), CHUNK, num_warps=8,
-            )  # fmt: skip
-        if wide and any(wanted):
-            columns = 512
-            kernels.sums_wide[(triton.cdiv(width, columns), grid[0])](
-                dy, h, mean, rstd, weight_sums, bias_sums,
-                rows, width, dy.stride(0), h.stride(0), at_once, columns, num_warps=warps,
-            )  # fmt: skip
-        if any(wanted):
-            together, columns, warps = ADD_UP
-            kernels.add_up[(triton.cdiv(width, columns), sum(wanted))](
-                partials, dweight if wanted[0] else None, dbias if wanted[1] else None,
-                grid[0], width, together, columns, num_warps=warps,
-            )  # fmt: skip
-    return outputs
+    at_once, warps, per_processor, stages = backward_plan(block)
+    stages = stages_that_fit(stages, at_once * block * (x.itemsize + dy.itemsize), x.device)
+    grid = row_grid(rows, at_once, per_processor, x.device)
+    sums = [torch.empty(grid[0], width if want else 0, dtype=torch.float32, device=x.device) for want in wanted]
+    dweight, dbias = (part if part.numel() else None for part in sums)
+    with device_of(x):
+        _backward[grid](
+            dy, x, _contiguous(weight), mean, rstd, dx, dweight, dbias,
+            rows, width, dy.stride(0), x.stride(0), at_once, block, stages, num_warps=warps,
+        )  # fmt: skip
+    return dx, sums[0].sum(0), sums[1].sum(0)
 
 
 @norm_backward.register_fake
 def _(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _backward_outputs(h, x_dtype, weight_dtype, bias_dtype)
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return dx, *(x.new_empty(x.shape[-1] if want else 0, dtype=torch.float32) for want in wanted)
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:
@@ -203,40 +186,18 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def _keep(ctx, inputs, output) -> None:
-    x, residual, weight, bias, _, centred, _ = inputs
-    _, h, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else h, weight, mean if centred else None, rstd)
-    ctx.x_dtype = x.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.weight_dtype = None if weight is None else weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    x, weight, bias, _, centred, _ = inputs
+    _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, mean if centred else None, rstd)
+    ctx.dtypes = [None if vector is None else vector.dtype for vector in (weight, bias)]
 
 
-def _differentiate(ctx, dy, dh, dmean, drstd):
-    h, weight, mean, rstd = ctx.saved_tensors
-    if dy is None:
-        dy = torch.zeros_like(h)
-    dx, dbranch, dweight, dbias = norm_backward(
-        dy,
-        None if ctx.residual_dtype is None else dh,
-        h,
-        weight,
-        mean,
-        rstd,
-        ctx.x_dtype,
-        ctx.weight_dtype if ctx.needs_input_grad[2] else None,
-        ctx.bias_dtype if ctx.needs_input_grad[3] else None,
-    )
-    return (
-        dx if ctx.x_dtype == h.dtype else dbranch,
-        None if ctx.residual_dtype is None else dx.to(ctx.residual_dtype),
-        dweight if ctx.needs_input_grad[2] else None,
-        dbias if ctx.needs_input_grad[3] else None,
-        None,
-        None,
-        None,
-    )
+def _differentiate(ctx, dy, *_):
+    wanted = list(ctx.needs_input_grad[1:3])
+    dx, *vectors = norm_backward(dy, *ctx.saved_tensors, wanted)
+    dweight, dbias = (d.to(t) if want else None for d, t, want in zip(vectors, ctx.dtypes, wanted, strict=True))
+    return dx, dweight, dbias, None, None, None
 
 
 norm.register_autograd(_differentiate, setup_context=_keep)

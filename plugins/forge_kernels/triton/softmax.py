@@ -1,4 +1,4 @@
-"""Softmax over rows and its backward, one pass each; rows too wide for the registers of a program are read twice."""
+"""Softmax over rows and its backward, one pass each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from forge_kernels.contract import device_of
-from forge_kernels.triton.rows import as_rows, row_grid, stages_that_fit
-
-WIDEST = 32768
-CHUNK, WARPS_WIDE = 8192, 16
+from forge_kernels.triton.rows import as_rows, exp, row_grid, stages_that_fit
 
 
 def forward_plan(block: int) -> tuple[int, int, int, int]:
@@ -28,41 +25,15 @@ def backward_plan(block: int) -> tuple[int, int, int, int]:
 
 
 @triton.jit
-def _exp(x):
-    """Return tl.exp with subnormal results as 0: a third of the instructions."""
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
 def _forward(x, y, rows, width, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)
         value = tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
-        value = _exp(value - tl.max(value, 1)[:, None])
+        value = exp(value - tl.max(value, 1)[:, None])
         value *= 1 / tl.sum(value, 1)[:, None]
         tl.store(y + row * width + column, value, mask=inside)
-
-
-@triton.jit
-def _forward_wide(x, y, width, x_stride, CHUNK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    top = float("-inf")
-    sums = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, width, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        value = tl.load(x + row * x_stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
-        above = tl.maximum(top, tl.max(value, 0))
-        base = tl.where(above == float("-inf"), 0.0, above)  # -inf - -inf before a finite entry must not be NaN
-        sums = sums * _exp(top - base) + _exp(value - base)
-        top = above
-    scale = 1 / tl.sum(sums, 0)
-    for start in range(0, width, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        inside = column < width
-        value = tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
-        tl.store(y + row * width + column, _exp(value - top) * scale, mask=inside)
 
 
 @triton.jit
@@ -81,24 +52,6 @@ def _backward(
         tl.store(dx + row * width + column, result, mask=inside)
 
 
-@triton.jit
-def _backward_wide(dy, y, dx, width, dy_stride, y_stride, CHUNK: tl.constexpr):
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    sums = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, width, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        inside = column < width
-        share = tl.load(y + row * y_stride + column, mask=inside, other=0).to(tl.float32)
-        sums += share * tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
-    total = tl.sum(sums, 0)
-    for start in range(0, width, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        inside = column < width
-        share = tl.load(y + row * y_stride + column, mask=inside, other=0).to(tl.float32)
-        grad = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
-        tl.store(dx + row * width + column, share * (grad - total), mask=inside)
-
-
 @custom_op("forge::softmax", mutates_args=())
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute softmax over the last dimension."""
@@ -108,10 +61,6 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = as_rows(x)
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    if block > WIDEST:
-        with device_of(x):
-            _forward_wide[(rows,)](x, y, width, x.stride(0), CHUNK, num_warps=WARPS_WIDE)
-        return y
     at_once, warps, per_processor, stages = forward_plan(block)
     stages = stages_that_fit(stages, at_once * block * x.itemsize, x.device)
     per_processor = per_processor if stages > 1 else 0
@@ -134,10 +83,6 @@ def softmax_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     dy, y = as_rows(dy), as_rows(y)
     rows, width = y.shape
     block = triton.next_power_of_2(width)
-    if block > WIDEST:
-        with device_of(y):
-            _backward_wide[(rows,)](dy, y, dx, width, dy.stride(0), y.stride(0), CHUNK, num_warps=WARPS_WIDE)
-        return dx
     at_once, warps, per_processor, stages = backward_plan(block)
     grid = row_grid(rows, at_once, per_processor, y.device)
     with device_of(y):

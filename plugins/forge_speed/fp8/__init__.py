@@ -80,7 +80,6 @@ class FP8(forge.Plugin):
         "split_layers": "Use fsdp alone, or leave fp8 out.",
         "fake_quantization": "Both replace the arithmetic of linear layers: use one of them.",
     }
-    before = ("swapped_modules",)  # a kernel does not take over layers with a forward of their own
     capturable = True
 
     def __init__(self, *first: str | list[str], **values: Any):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,54 +13,51 @@ import torch
 import forge
 from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
-from forge.snapshot.sandbox import without_side_effects
 from forge_kernels import discovery, patch
-from forge_kernels.caching import Cache, default_folder, key_of, step_key
-from forge_kernels.call_pattern import RecordedCall, pattern_of
-from forge_kernels.contract import INTERPRETED, Functional, Kernel, Module, Subgraph
+from forge_kernels.contract import INTERPRETED, Functional, Kernel, Subgraph
 from forge_kernels.graph_rewriting import GraphRewriting
-from forge_kernels.patch import StandIns, SwappedModules
-from forge_kernels.selection import Candidate, KernelChoice, choose, without_counting
-from forge_kernels.timing import Stopwatch
-from forge_plugins.common.patterns import MANY, as_list, listed
-from forge_speed.kernels.choice_table import table
+from forge_kernels.torch_internals import build_dynamo_table, rewriting_graphs, without_counting
+from forge_plugins.common.patterns import as_list
+from forge_speed.json_cache import JsonCache, cache_folder
 from forge_speed.kernels.judgement import StepTrial, StepVerdict, judge
-from forge_speed.kernels.observation import ObservedCalls, observe_calls
-from forge_speed.kernels.variants import StepVariants, rewriting_graphs
+from forge_speed.kernels.observation import Candidate, ObservedCalls, observe_calls
+from forge_speed.kernels.step_key import step_key
+from forge_speed.kernels.variants import StepVariants, in_graphs, stand_ins
 
 logger = logging.getLogger("forge")
 
 AUTO, ALL = "auto", "all"
+FILE = "kernels.json"
+"""Where verdicts are kept, in the folder of the option `cache`."""
 
 
 class Kernels(forge.Plugin):
-    """Run forge's kernels in place of torch's functions and modules, where they are faster.
+    """Run forge's kernels in place of torch's functions, where they are faster.
 
     The code of the task does not change. While it trains or evaluates, functions such as
     `torch.nn.functional.layer_norm` are replaced by a kernel, for `F.layer_norm` and `nn.LayerNorm` alike, but not for
     a name that was imported directly (`from torch.nn.functional import layer_norm`). Between updates, and at the end of
-    the run, torch's own functions are restored. `forge kernels` lists the installed kernels, including those of other
-    packages, and what each replaces.
+    the run, torch's own functions are restored. In a step that `compile` compiles, whole patterns are replaced in its
+    graph: the last linear layer with its cross-entropy, and two linear layers with an activation between them, however
+    the model writes them. `forge kernels` lists the installed kernels, including those of other packages, and what each
+    replaces.
 
     When to use it: on CUDA, for models that are limited by memory traffic. On other devices nothing is replaced, the
     run is bit for bit the same, and the log says so.
 
-    With `use: auto` the first training batch runs forward once, without effect on the run, to find the calls. Each call
-    is then measured on this device with its shapes, forward and backward, against what it replaces. A kernel that is at
-    least 3 % faster, and computes the same within its tolerance, is proposed for calls of exactly this kind. In a step
-    that `compile` compiles, single calls are proposed only where torch.compile would not fuse them with their
-    neighbours (attention); instead, whole patterns are looked for in the graph of your step: the last linear layer with
-    its cross-entropy, and two linear layers with an activation between them, however the model writes them.
+    With `use: auto` the first training batch runs forward once, without effect on the run, to find the calls that a
+    kernel takes; its results and gradients must be those of torch within its tolerance. In a compiled step, single
+    calls are only replaced where torch.compile would not fuse them with their neighbours (attention).
 
-    Then **the whole step is the judge**: forward and backward of the first batch are measured with and without what
-    is proposed, in turns and without effect on the run. Kernels are used if the step is at least 2 % faster and
-    takes no more memory (`memory`), or is no slower and takes a tenth less; otherwise everything runs as written.
-    The result is kept on disk for the next run, and in checkpoints: a resumed run uses the same kernels, because
-    others would round differently. On several ranks nothing is measured: they use what a run of one process with
-    the same shapes has measured before. `use` can also name kernels, or be `all`: then nothing is measured, and
+    Then **the whole step is the judge**: forward and backward of the first batch are measured with and without these
+    kernels, together and one by one, in turns and without effect on the run. Kernels are used if the step is at least
+    2 % faster and takes no more memory (`memory`), or is no slower and takes a tenth less; otherwise everything runs as
+    written. The result is kept on disk for the next run, and in checkpoints: a resumed run uses the same kernels,
+    because others would round differently. On several ranks nothing is measured: they use what a run of one process
+    with the same shapes has measured before. `use` can also name kernels, or be `all`: then nothing is measured, and
     they take every call that they support.
 
-    What you see: a table of the measurements in the log, and the step's time and memory with and without.
+    What you see: the kernels that take calls, and the step's time and memory with and without.
 
     ::
 
@@ -81,7 +77,7 @@ class Kernels(forge.Plugin):
         "Where to keep measurements for the next run: true is the user's cache, a path is a folder, false is nowhere."
 
     config: Config
-    provides = ("kernels", "swapped_modules")
+    provides = ("kernels",)
     capturable = True
 
     def __init__(self, *first: str | list[str], **values: Any):
@@ -109,13 +105,11 @@ class Kernels(forge.Plugin):
         """Reset the state of one run."""
         self._candidates: list[Candidate] = []
         self._measures = False
-        self._stand_ins = StandIns()
-        self._modules = SwappedModules()
+        self._stand_ins = patch.StandIns()
         self._looked: list[str | None] = []
         "The optimizers whose first batch was observed."
-        self._choices: list[KernelChoice] = []
-        self._in_graphs: list[str] = []
-        "Kernels that replace patterns in compiled graphs."
+        self._used: list[str] = []
+        "Kernels in use."
         self._rewriting = ExitStack()
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -126,14 +120,14 @@ class Kernels(forge.Plugin):
             return
         self._rewriting.close()
         self._begin()
-        device = trainer.env.device
+        device, compiled = trainer.env.device, _compiler(trainer) is not None
         candidates = self._load() if self._named or self._acts_on(device) else []  # names are refused on any device
         if not self._acts_on(device):
             logger.info("kernels: nothing is swapped: they run on CUDA, and this run is on %s.", device.type)
             return
-        self._candidates = candidates
-        patch.build_dynamo_table(soon=_compiler(trainer) is not None)
+        build_dynamo_table(soon=compiled)
         if self.config.use == AUTO:
+            self._candidates = [candidate for candidate in candidates if _is_offered(candidate, compiled)]
             self._measures = trainer.verb == "fit"
             if not self._measures:
                 logger.info(
@@ -141,7 +135,13 @@ class Kernels(forge.Plugin):
                     trainer.verb,
                 )
             return
-        self._swap_all(build, _compiler(trainer) is not None)
+        self._candidates = [c for c in candidates if compiled or isinstance(c.replaces, Functional)]
+        if self._named:
+            self._refuse_named(candidates, compiled)
+        self._used = sorted({candidate.kernel.name for candidate in self._candidates})
+        self._apply()
+        if self._used:
+            logger.info("kernels: %s run where they support a call.", ", ".join(self._used))
 
     def _acts_on(self, device: torch.device) -> bool:
         return device.type == "cuda" or (INTERPRETED and device.type == "cpu" and bool(self._named))
@@ -160,23 +160,19 @@ class Kernels(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        choices = [choice.as_data() for choice in self._choices]
-        return {"looked": list(self._looked), "choices": choices, "in_graphs": list(self._in_graphs)}
+        return {"looked": list(self._looked), "used": list(self._used)}
 
     @forge.hookimpl
-    def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         if self.config.use != AUTO or not state["looked"]:
             return
-        choices, before = [KernelChoice.from_data(data) for data in state["choices"]], self._choices
-        graphs, graphs_before = list(state.get("in_graphs", [])), self._in_graphs
-        self._looked, self._choices, self._in_graphs = list(state["looked"]), choices, graphs
-        if self._measures and (choices != before or graphs != graphs_before):  # unchanged at a rewind
+        before, self._looked, self._used = self._used, list(state["looked"]), list(state["used"])
+        if self._measures and self._used != before:  # unchanged at a rewind
             self._refuse_missing()
-            self._apply(trainer)
+            self._apply()
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        self._modules.restore()
         self._rewriting.close()
         self._begin()
 
@@ -205,200 +201,82 @@ class Kernels(forge.Plugin):
             found += [Candidate(kernel, replaces) for replaces in kernel.replaces]
         return found
 
-    def _swap_all(self, build: Build, compiled: bool) -> None:
-        """Use every candidate where it is supported, without measuring."""
-        functions: dict[str, Any] = {}
+    def _refuse_named(self, candidates: list[Candidate], compiled: bool) -> None:
+        """Refuse names that cannot be used together, or not in this run."""
         takers: dict[str, str] = {}
-        for candidate in self._candidates:
+        for candidate in candidates:
             name, target = candidate.kernel.name, candidate.target
             if isinstance(candidate.replaces, Subgraph):
-                if compiled and name not in self._in_graphs:
-                    self._in_graphs.append(name)
-                elif self._named and not compiled and _only_in_graphs(candidate.kernel):
+                if not compiled and _only_in_graphs(candidate.kernel):
                     raise RecipeError(
                         f"kernels.use names {name!r}, which replaces several calls of a compiled step: add -p compile. "
                         f"Or call forge.kernels.{name} in your task."
                     )
-                continue
-            if target in takers and not self._named:  # the first by name
-                continue
-            if target in takers:
+            elif takers.setdefault(target, name) != name:
                 raise RecipeError(
                     f"kernels.use: {takers[target]!r} and {name!r} both replace {target}. Exclude one of them: "
                     f"kernels.leave_out={name}"
                 )
-            takers[target] = name
-            if isinstance(candidate.replaces, Functional):
-                functions[target] = patch.always(target, candidate.replaces.call)
-            else:
-                paths = patch.modules_of(build.task, target)
-                done = self._modules.replace(build.task, paths, candidate.replaces.swap, name)
-                if done:
-                    logger.info("kernels: %s replaces %s.", name, listed(done, MANY))
-        self._stand_ins = StandIns(functions)
-        self._rewrite_graphs()
-        if functions:
-            replaced = (f"{target.rpartition('.')[2]} ({takers[target]})" for target in functions)
-            logger.info("kernels: replaced functions of torch: %s.", ", ".join(replaced))
+
+    def _apply(self) -> None:
+        """Use the chosen kernels from now on: in place of functions, and in every graph that is compiled."""
+        self._stand_ins = stand_ins(self._candidates, self._used)
+        self._rewriting.close()
+        patterns = in_graphs(self._candidates, self._used)
+        if patterns:
+            self._rewriting.enter_context(rewriting_graphs(GraphRewriting(patterns)))
 
     # -- auto ---------------------------------------------------------------------------------------------------------
 
     def _decide(self, step: forge.Step) -> None:
-        """Observe the first batch, measure its calls and then the whole step, and use what makes it faster."""
-        trainer, compiler = step.trainer, _compiler(step.trainer)
+        """Observe the first batch, measure the whole step, and use what makes it faster."""
+        trainer, compiled = step.trainer, _compiler(step.trainer) is not None
         self._looked.append(step.name)
-        candidates = [c for c in self._candidates if _is_offered(c, compiler is not None)]
-        seen = observe_calls(step, candidates, compiler is not None)
-        # shares of a batch may differ by a sample, so the first rank decides on the calls of all ranks
-        everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
-        others = (RecordedCall.from_data(data) for there in everywhere for data in there)
-        calls = {**{call.kind: call for call in others}, **seen.calls}
-        patterns = sorted({c.kernel.name for c in self._candidates if isinstance(c.replaces, Subgraph)})
+        functions = [candidate for candidate in self._candidates if isinstance(candidate.replaces, Functional)]
+        seen = observe_calls(step, functions, compiled)
         with trainer.env.no_timeout():
-            made = trainer.env.from_first(
-                lambda: self._measure(step, candidates, list(calls.values()), seen, patterns if compiler else [])
-            )
-        verdict = StepVerdict.from_data(made["verdict"])
-        choices = [_judged(KernelChoice.from_data(data), verdict) for data in made["choices"]]
-        known = {choice.call.kind for choice in self._choices}
-        self._choices += [choice for choice in choices if choice.call.kind not in known]
-        self._in_graphs += [name for name in patterns if name in verdict.kept and name not in self._in_graphs]
-        self._apply(trainer)
+            decided = trainer.env.from_first(lambda: self._verdict(step, seen).as_data())
+        verdict = StepVerdict.from_data(decided) or StepVerdict()
+        self._used += [name for name in verdict.kept if name not in self._used]
+        build_dynamo_table()
+        self._apply()
         if trainer.env.is_main:
-            self._log_choices(trainer, choices, seen, made["measured"], verdict)
+            _log(seen, verdict)
 
-    def _measure(
-        self,
-        step: forge.Step,
-        candidates: list[Candidate],
-        calls: Sequence[RecordedCall],
-        seen: ObservedCalls,
-        patterns: list[str],
-    ) -> dict[str, Any]:
-        """On the first rank: read known choices from disk, measure the others, and judge the step."""
-        trainer = step.trainer
-        device, compiled, alone = trainer.env.device, _compiler(trainer) is not None, trainer.env.world == 1
-        cache = Cache(self._folder())
-        stopwatch: Stopwatch | None = None
-        choices: list[KernelChoice] = []
-        measured = 0
-        keys = []
-        with without_side_effects(trainer):
-            for call in calls:
-                rivals = [candidate for candidate in candidates if candidate.target == call.target]
-                paths = seen.modules.get(call.kind, [])
-                keys.append(key_of(call, rivals, device, compiled))
-                choice = cache.get(keys[-1], call)
-                if choice is None and alone:
-                    stopwatch = stopwatch or Stopwatch(device, quick=True)
-                    module = trainer.task.get_submodule(paths[0]) if paths else None
-                    choice = choose(call, rivals, device, stopwatch, compiled, module)
-                    cache.put(keys[-1], choice)
-                    measured += 1
-                choice = choice or KernelChoice(call, None, why="not measured on several ranks")
-                choices.append(replace(choice, paths=tuple(paths)))
-        del stopwatch
-        verdict = self._verdict(step, cache, keys, choices, patterns, alone)
-        cache.write()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the measurements used other sizes than the run
-        return {
-            "choices": [choice.as_data() for choice in choices],
-            "measured": measured,
-            "verdict": verdict.as_data(),
-        }
-
-    def _verdict(
-        self,
-        step: forge.Step,
-        cache: Cache,
-        keys: list[str],
-        choices: Sequence[KernelChoice],
-        patterns: list[str],
-        alone: bool,
-    ) -> StepVerdict:
+    def _verdict(self, step: forge.Step, seen: ObservedCalls) -> StepVerdict:
         """Judge the whole step, or read the verdict of an earlier run."""
-        proposed = {choice.kernel for choice in choices if choice.kernel is not None}
-        if not proposed and not patterns:
+        trainer, compiler = step.trainer, _compiler(step.trainer)
+        offered = {c.kernel.name: c.kernel for c in self._candidates if c.kernel.name in seen.taken or compiler}
+        if not offered or not seen.kinds:
             return StepVerdict()
-        named = [discovery.load(name) for name in patterns]
-        key = step_key(keys, named, step.trainer.task, step.trainer.env.device, self.config.memory)
-        known = cache.verdict(key)
+        device, cache = trainer.env.device, JsonCache(cache_folder(self.config.cache), FILE)
+        key = step_key(seen.kinds, offered.values(), trainer.task, device, compiler is not None, self.config.memory)
+        known = StepVerdict.from_data(cache.get(key))
         if known is not None:
-            return StepVerdict.from_data(known)
-        if not alone:
+            logger.info("kernels: this step is known from an earlier run.")
+            return known
+        if trainer.env.world > 1:
             logger.info(
                 "kernels.use=auto: a step of several ranks is not measured. Run once with one process and the same "
                 "shapes, or name the kernels."
             )
             return StepVerdict()
-        variants = StepVariants(step.trainer, self._candidates, choices, _compiler(step.trainer))
+        variants = StepVariants(self._candidates, compiler)
         with without_counting():
             trial = StepTrial(step)
-            found = variants.found(trial, patterns)
+            names = seen.taken.keys() | variants.found(trial, set(seen.taken))
             verdict = judge(
-                sorted(proposed | found),
-                lambda sets: trial.measure([variants.get(names) for names in sets]),
-                self.config.memory,
+                sorted(names), lambda sets: trial.measure([variants.get(each) for each in sets]), self.config.memory
             )
-        cache.put_verdict(key, verdict.as_data())
+        cache.put(key, verdict.as_data())
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the trials used other sizes than the run
         return verdict
-
-    def _folder(self) -> Path | None:
-        cache = self.config.cache
-        if isinstance(cache, str):
-            return Path(cache).expanduser()
-        return default_folder() if cache else None
-
-    def _apply(self, trainer: forge.Run) -> None:
-        """Use the chosen kernels from now on."""
-        chosen: dict[str, list[patch.Chosen]] = {}
-        decided: set[str] = set()
-        self._modules.restore()
-        for choice in self._choices:
-            paths = [path for path in choice.paths if path not in decided]
-            decided |= set(paths)  # a module called in several ways is decided by the first
-            for candidate in self._candidates:
-                if candidate.kernel.name != choice.kernel or candidate.target != choice.call.target:
-                    continue
-                if isinstance(candidate.replaces, Functional):
-                    entry = pattern_of(choice.call), candidate.replaces.call
-                    chosen.setdefault(candidate.target, []).append(entry)
-                elif isinstance(candidate.replaces, Module):
-                    self._modules.replace(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
-        patch.build_dynamo_table()
-        self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
-        self._rewrite_graphs()
-
-    def _rewrite_graphs(self) -> None:
-        """Put the chosen kernels into every graph that is compiled from now on."""
-        self._rewriting.close()
-        if self._in_graphs:
-            kernels = [discovery.load(name) for name in self._in_graphs]
-            self._rewriting.enter_context(rewriting_graphs(GraphRewriting(kernels)))
-
-    def _log_choices(
-        self,
-        trainer: forge.Run,
-        choices: Sequence[KernelChoice],
-        seen: ObservedCalls,
-        measured: int,
-        verdict: StepVerdict,
-    ) -> None:
-        if not choices and not verdict.costs:
-            logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
-            return
-        device = trainer.env.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        if choices:
-            logger.info("%s", table(choices, seen.counts, measured, _compiler(trainer) is not None, name))
-        if verdict.costs:
-            logger.info("kernels: forward and backward of the first batch: %s.", verdict)
 
     def _refuse_missing(self) -> None:
         """Refuse to resume a run without a kernel that it used: it could not continue exactly."""
         there = {candidate.kernel.name for candidate in self._candidates}
-        missing = sorted({choice.kernel for choice in self._choices if choice.kernel} - there)
+        missing = sorted(set(self._used) - there)
         if missing:
             raise StackError(
                 f"The resumed run used the kernel {missing[0]!r}, which is not available now. Install its package "
@@ -412,18 +290,23 @@ def _compiler(trainer: forge.Run) -> Any:
 
 
 def _is_offered(candidate: Candidate, compiled: bool) -> bool:
-    """Whether single calls are measured for a candidate: not those that torch.compile would fuse."""
+    """Whether auto tries a candidate: in a compiled step patterns, and functions that torch.compile would not fuse;
+    else functions."""
     if isinstance(candidate.replaces, Subgraph):
-        return False
-    return not compiled or (isinstance(candidate.replaces, Functional) and not candidate.replaces.fuses)
+        return compiled
+    return not (compiled and candidate.replaces.fuses)
 
 
 def _only_in_graphs(kernel: Kernel) -> bool:
     return all(isinstance(replaces, Subgraph) for replaces in kernel.replaces)
 
 
-def _judged(choice: KernelChoice, verdict: StepVerdict) -> KernelChoice:
-    """Return a choice without a kernel that the whole step does not keep."""
-    if choice.kernel is None or choice.kernel in verdict.kept:
-        return choice
-    return replace(choice, kernel=None, why=f"{choice.kernel} does not make the whole step faster")
+def _log(seen: ObservedCalls, verdict: StepVerdict) -> None:
+    taken = [f"{name} takes {count} call{'s' if count > 1 else ''}" for name, count in sorted(seen.taken.items())]
+    refused = [f"{name}: {why}" for name, why in sorted(seen.why_not.items())]
+    if taken or refused:
+        logger.info("kernels: in the first batch %s.", "; ".join(taken + refused))
+    elif not verdict.costs:
+        logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
+    if verdict.costs:
+        logger.info("kernels: forward and backward of the first batch: %s.", verdict)

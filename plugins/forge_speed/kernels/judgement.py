@@ -29,8 +29,8 @@ SMALLER, NO_SLOWER = 0.9, 0.005
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 2, 5, 30, 1.0
 """Passes before the clock starts, rounds that are timed, and the time that they take in all."""
 
-PATIENCE = 120.0
-"""Seconds for which kernels are tried one by one, if all together do not win: each may need a compilation."""
+CHEAP, PATIENCE = 10.0, 120.0
+"""Seconds for which kernels are tried one by one too, and if all together do not win: each may need a compilation."""
 
 Kernels = frozenset[str]
 AS_WRITTEN: Kernels = frozenset()
@@ -73,9 +73,13 @@ class StepVerdict:
         return {"kept": list(self.kept), "costs": costs}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> StepVerdict:
-        costs = {frozenset(names): StepCost(ms, peak, why) for names, ms, peak, why in data["costs"]}
-        return cls(tuple(data["kept"]), costs)
+    def from_data(cls, data: Any) -> StepVerdict | None:
+        """Return a verdict that was written down; None if it cannot be one."""
+        try:
+            costs = {frozenset(names): StepCost(ms, peak, why) for names, ms, peak, why in data["costs"]}
+            return cls(tuple(data["kept"]), costs)
+        except (TypeError, KeyError, ValueError):
+            return None
 
 
 Measure = Callable[[Sequence[Kernels]], Sequence[StepCost]]
@@ -88,8 +92,8 @@ def judge(
     """Return the kernels with which the step is faster, and takes no more than `memory` times what it took; or is no
     slower, and takes a tenth less.
 
-    All together are tried first. If they do not win, each is tried alone, then those that won alone together; but not
-    if that would take minutes.
+    All together are tried first, then each alone, then those that won alone together; of what wins the fastest is
+    kept. Where that would take minutes, or seconds after all together have won, only all together are tried.
     """
     began = clock()
     costs: dict[Kernels, StepCost] = {}
@@ -105,17 +109,17 @@ def judge(
         return StepVerdict()
     kept = wins(every)
     needed = (clock() - began) * len(every) / 2
-    if not kept and len(every) > 1 and needed > PATIENCE:
+    if len(every) > 1 and needed <= (CHEAP if kept else PATIENCE):
+        alone = wins(*(frozenset([name]) for name in sorted(every)))
+        if 1 < len(alone) < len(every):
+            alone += wins(frozenset().union(*alone))
+        kept += alone
+    elif len(every) > 1 and not kept:
         logger.info(
             "kernels: %s were not tried one by one: that would take about %.0f s.", listed(sorted(every)), needed
         )
-    elif not kept and len(every) > 1:
-        alone = wins(*(frozenset([name]) for name in sorted(every)))
-        together = frozenset().union(*alone)
-        if 1 < len(alone) < len(every):
-            alone += wins(together)
-        kept = sorted(alone, key=lambda names: costs[names].ms)[:1]
-    return StepVerdict(tuple(sorted(kept[0])) if kept else (), costs)
+    best = min(kept, key=lambda names: costs[names].ms, default=AS_WRITTEN)
+    return StepVerdict(tuple(sorted(best)), costs)
 
 
 Context = Callable[[], AbstractContextManager[Any]]

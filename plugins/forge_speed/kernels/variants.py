@@ -3,52 +3,56 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import forge
 from forge_kernels import patch
-from forge_kernels.call_pattern import pattern_of
-from forge_kernels.contract import Functional, Module, Subgraph
+from forge_kernels.contract import Functional, Kernel, Subgraph
 from forge_kernels.graph_rewriting import GraphRewriting
-from forge_kernels.patch import StandIns, SwappedModules
-from forge_kernels.selection import Candidate, KernelChoice
+from forge_kernels.torch_internals import rewriting_graphs
 from forge_speed.kernels.judgement import Context, StepTrial
+from forge_speed.kernels.observation import Candidate
 
 logger = logging.getLogger("forge")
 
 
-def rewriting_graphs(rewriting: GraphRewriting) -> AbstractContextManager[Any]:
-    """Return a context in which compiled graphs get kernels."""
-    from forge_kernels import inductor_pass  # imports torch's compiler
+def stand_ins(candidates: Iterable[Candidate], names: Iterable[str]) -> patch.StandIns:
+    """Return the replaced functions of these kernels; of several for one function the first by name counts."""
+    functions: dict[str, Any] = {}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.kernel.name):
+        if candidate.kernel.name in names and isinstance(candidate.replaces, Functional):
+            functions.setdefault(candidate.target, patch.always(candidate.target, candidate.replaces.call))
+    return patch.StandIns(functions)
 
-    return inductor_pass.rewriting_graphs(rewriting)
+
+def in_graphs(candidates: Iterable[Candidate], names: Iterable[str]) -> list[Kernel]:
+    """Return those of these kernels that replace patterns in compiled graphs."""
+    found = {c.kernel.name: c.kernel for c in candidates if c.kernel.name in names and isinstance(c.replaces, Subgraph)}
+    return list(found.values())
 
 
 class StepVariants:
     """The step with each set of kernels, with compiled functions of its own where the run compiles."""
 
-    def __init__(
-        self, trainer: forge.Run, candidates: Sequence[Candidate], choices: Sequence[KernelChoice], compiler: Any
-    ):
-        self._trainer, self._candidates, self._choices, self._compiler = trainer, candidates, choices, compiler
+    def __init__(self, candidates: Sequence[Candidate], compiler: Any):
+        self._candidates, self._compiler = candidates, compiler
         self._graphs: dict[frozenset[str], AbstractContextManager[Any]] = {}
         self._rewritings: dict[frozenset[str], GraphRewriting] = {}
 
-    def found(self, trial: StepTrial, patterns: Sequence[str]) -> set[str]:
-        """Return which of these kernels replace something in the step's graphs."""
-        if not patterns:
+    def found(self, trial: StepTrial, functions: set[str]) -> set[str]:
+        """Return the kernels that replace something in the step's graphs, beside those of functions."""
+        patterns = {candidate.kernel.name for candidate in self._candidates if isinstance(candidate.replaces, Subgraph)}
+        if self._compiler is None or not patterns:
             return set()
-        calls = {choice.kernel for choice in self._choices if choice.kernel is not None}
-        every = frozenset(patterns) | calls
+        every = frozenset(patterns | functions)
         why_not = trial.fails(self.get(every))
         if why_not:
             logger.warning("kernels: the step could not be compiled with kernels in its graphs: %s", why_not)
             return set()
         found = set(self._rewritings[every].found)
-        self._graphs[frozenset(found) | calls] = self._graphs[every]  # the same graphs
+        self._graphs[frozenset(found | functions)] = self._graphs[every]  # the same graphs
         return found
 
     def get(self, names: frozenset[str]) -> Context:
@@ -57,32 +61,14 @@ class StepVariants:
 
     @contextmanager
     def _entered(self, names: frozenset[str]) -> Generator[None, None, None]:
-        modules = SwappedModules()
-        functions: dict[str, list[patch.Chosen]] = {}
-        for choice in self._choices:
-            for candidate in self._of(names, Functional, Module):
-                if candidate.kernel.name != choice.kernel or candidate.target != choice.call.target:
-                    continue
-                if isinstance(candidate.replaces, Functional):
-                    entry = pattern_of(choice.call), candidate.replaces.call
-                    functions.setdefault(candidate.target, []).append(entry)
-                elif isinstance(candidate.replaces, Module):
-                    modules.replace(self._trainer.task, choice.paths, candidate.replaces.swap, candidate.kernel.name)
-        stand_ins = {target: patch.where_chosen(target, entries) for target, entries in functions.items()}
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(StandIns(stand_ins))
-                if self._compiler is not None:
-                    if names not in self._graphs:
-                        self._graphs[names] = self._compiler.another()
-                        kernels = {c.kernel.name: c.kernel for c in self._of(names, Subgraph)}
-                        self._rewritings[names] = GraphRewriting(list(kernels.values()))
-                    if self._rewritings.get(names):
-                        stack.enter_context(rewriting_graphs(self._rewritings[names]))
-                    stack.enter_context(self._graphs[names])
-                yield
-        finally:
-            modules.restore()
-
-    def _of(self, names: frozenset[str], *kinds: type) -> list[Candidate]:
-        return [c for c in self._candidates if c.kernel.name in names and isinstance(c.replaces, kinds)]
+        with ExitStack() as stack:
+            stack.enter_context(stand_ins(self._candidates, names))
+            if self._compiler is not None:
+                if names not in self._graphs:
+                    self._graphs[names] = self._compiler.another()
+                    self._rewritings[names] = GraphRewriting(in_graphs(self._candidates, names))
+                rewriting = self._rewritings.get(names)
+                if rewriting is not None and rewriting.kernels:
+                    stack.enter_context(rewriting_graphs(rewriting))
+                stack.enter_context(self._graphs[names])
+            yield
