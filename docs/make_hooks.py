@@ -121,7 +121,7 @@ def _implemented(hook: str) -> list[str]:
 
 def _built_in() -> dict[str, type[Plugin]]:
     entries = registry.installed("plugin").items()
-    return {name: entry.load() for name, entry in entries if entry.value.startswith("forge_plugins.")}
+    return {name: entry.load() for name, entry in entries if entry.value.startswith("forge_")}
 
 
 def _kind(hook: str) -> str:
