@@ -26,9 +26,9 @@ from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
 from forge.checkpoint.publish import cause_of
-from forge.checkpoint.remote_weights import downloaded, is_url
 from forge.errors import CheckpointError, TaskError
 from forge.util.files import sync_directory
+from forge_cluster.storage.weights import downloaded, is_url
 
 logger = logging.getLogger("forge")
 

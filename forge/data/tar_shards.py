@@ -22,7 +22,10 @@ import torch
 from torch.utils.data import Dataset
 
 from forge.data.order import epoch_order
-from forge.data.shard_cache import (
+from forge.data.tar_headers import KEY, TarMember, samples_of
+from forge.errors import DataError
+from forge.rng import combine_seeds
+from forge_cluster.storage.archives import (
     AHEAD,
     AT_ONCE,
     ReadAhead,
@@ -34,9 +37,6 @@ from forge.data.shard_cache import (
     is_url,
     write_beside,
 )
-from forge.data.tar_headers import KEY, TarMember, samples_of
-from forge.errors import DataError
-from forge.rng import combine_seeds
 
 Sample = dict[str, Any]
 

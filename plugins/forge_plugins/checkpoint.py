@@ -13,10 +13,10 @@ from typing import Any, Literal
 import forge
 from forge.checkpoint import BackgroundWriter, Checkpoints, Writers, write_checkpoint, write_sharded
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.checkpoint.mirror import Mirror
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
-from forge_plugins.common.remote_run import RemoteRun
+from forge_cluster.storage.mirror import Mirror
+from forge_cluster.storage.runs import RemoteRun
 from forge_plugins.common.validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from forge.util import object_storage
+from forge_cluster.storage import object_storage
 
 MOTO = os.environ.get("FORGE_MOTO_SERVER") or shutil.which("moto_server")
 

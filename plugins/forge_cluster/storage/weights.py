@@ -9,9 +9,9 @@ from pathlib import Path
 
 from forge.checkpoint.checkpoint import NAME
 from forge.checkpoint.foreign import SUFFIXES
-from forge.checkpoint.remote import RemoteCheckpoints, RemoteFailure, RemoteMissing
 from forge.errors import CheckpointError, TaskError
-from forge.util.object_storage import CREDENTIALS, check_url
+from forge_cluster.storage.object_storage import CREDENTIALS, check_url
+from forge_cluster.storage.remote import RemoteCheckpoints, RemoteFailure, RemoteMissing
 
 FILE = "weights.safetensors"
 CHECKPOINTS = "checkpoints"

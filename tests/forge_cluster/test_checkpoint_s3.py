@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from forge.checkpoint import StoredCheckpoint, remote
-from forge.checkpoint.remote import RemoteCheckpoints
+from forge.checkpoint import StoredCheckpoint
 from forge.testing import assert_same_weights
+from forge_cluster.storage import remote
+from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins import DDP
 from forge_plugins.checkpoint import Checkpoint
 from tests.support.ranks import launch

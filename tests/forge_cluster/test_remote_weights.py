@@ -17,7 +17,7 @@ from forge.checkpoint.weights import read_weights
 from forge.cli import main
 from forge.errors import CheckpointError, RecipeError, TaskError
 from forge.testing import assert_same_weights
-from forge.util import object_storage
+from forge_cluster.storage import object_storage
 from forge_plugins import EMA, Checkpoint
 from tests.support.s3_server import Proxy, s3_server
 from tests.support.tasks import Classifier, fit, make_batches

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import forge
 from forge.checkpoint import Checkpoints, StoredCheckpoint
-from forge.checkpoint.remote import RemoteCheckpoints
 from forge.errors import CheckpointError, RecipeError
 from forge.testing import assert_same_weights
-from forge.util import object_storage
-from forge.util.object_storage import redacted
+from forge_cluster.storage import object_storage
+from forge_cluster.storage.object_storage import redacted
+from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins.checkpoint import Checkpoint
 from tests.support.flaky_storage import FlakyFileSystem
 from tests.support.tasks import Classifier, fit, make_batches

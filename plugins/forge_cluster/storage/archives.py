@@ -27,8 +27,8 @@ from typing import Any
 
 from forge.checkpoint.hashing import new_hash
 from forge.errors import DataError
-from forge.util.object_storage import Unreachable, attempt, connect, redacted
 from forge.util.text import format_bytes
+from forge_cluster.storage.object_storage import Unreachable, attempt, connect, redacted
 
 logger = logging.getLogger("forge")
 

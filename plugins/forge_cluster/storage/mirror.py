@@ -20,9 +20,9 @@ from pathlib import Path
 
 from forge.checkpoint import manifest
 from forge.checkpoint.folder import Checkpoints
-from forge.checkpoint.remote import RemoteCheckpoints, RemoteFailure
 from forge.checkpoint.writers import GRACE, PATIENCE, Writers
 from forge.errors import CheckpointError
+from forge_cluster.storage.remote import RemoteCheckpoints, RemoteFailure
 
 logger = logging.getLogger("forge")
 

@@ -11,15 +11,15 @@ from typing import Any
 import forge
 from forge.checkpoint import Checkpoints
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.checkpoint.remote import RemoteCheckpoints, RemoteFailure
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, name_of, new_run_dir
 from forge.runs.choose import checkpoints_of, newest_first
 from forge.runs.job import another_job, changed_plan, job_in, job_of
 from forge.runs.lock import RunLock
 from forge.util.files import absolute, share
-from forge.util.object_storage import check_url
 from forge.util.text import short_path
+from forge_cluster.storage.object_storage import check_url
+from forge_cluster.storage.remote import RemoteCheckpoints, RemoteFailure
 
 logger = logging.getLogger("forge")
 

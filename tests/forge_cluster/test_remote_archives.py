@@ -20,9 +20,10 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import forge
-from forge.data import Loader, TarShards, shard_cache
-from forge.data.shard_cache import RemoteShard, ShardCache, find_shards
-from forge.util import object_storage
+from forge.data import Loader, TarShards
+from forge_cluster.storage import archives as shard_cache
+from forge_cluster.storage import object_storage
+from forge_cluster.storage.archives import RemoteShard, ShardCache, find_shards
 from tests.forge.data.test_tar_shards import numbered
 from tests.support import forked
 from tests.support.s3_server import Proxy, s3_server
@@ -79,8 +80,8 @@ def wait_for(holds: Callable[[], bool]) -> None:
 CROWD = """
 import os, random, sys, threading, traceback
 from pathlib import Path
-from forge.data import shard_cache
-from forge.data.shard_cache import ShardCache, find_shards
+from forge_cluster.storage import archives as shard_cache
+from forge_cluster.storage.archives import ShardCache, find_shards
 from forge.data.tar_shards import _without_braces
 
 folder, pattern, limit = sys.argv[1:]
@@ -242,7 +243,7 @@ class TestCache:
             "import os, signal, sys\n"
             "from pathlib import Path\n"
             "from fsspec.implementations.local import LocalFileSystem\n"
-            "from forge.data.shard_cache import ShardCache, find_shards\n"
+            "from forge_cluster.storage.archives import ShardCache, find_shards\n"
             "LocalFileSystem.get_file = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
             "ShardCache(Path(sys.argv[1]), 40_000).open(find_shards([sys.argv[2]])[0][0])\n"
         )

@@ -22,7 +22,7 @@ from forge.checkpoint.checkpoint import NAME
 from forge.checkpoint.hashing import new_hash
 from forge.errors import CheckpointError
 from forge.util.files import access, make_folder, sync_directory
-from forge.util.object_storage import Unreachable, attempt, check_url, connect
+from forge_cluster.storage.object_storage import Unreachable, attempt, check_url, connect
 
 logger = logging.getLogger("forge")
 

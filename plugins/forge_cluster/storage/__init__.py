@@ -1,0 +1,1 @@
+"""Object storage: archives, checkpoints and weights at URLs."""
