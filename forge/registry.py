@@ -36,6 +36,7 @@ GROUPS = {
     "format": "forge.export_formats",
     "probe": "forge.probes",
     "lever": "forge.levers",
+    "storage": "forge.storage",
     "setting": "forge.settings",
     "strategy": "forge.strategies",
 }

@@ -28,7 +28,6 @@ from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, rename
 from forge.checkpoint.publish import cause_of
 from forge.errors import CheckpointError, TaskError
 from forge.util.files import sync_directory
-from forge_cluster.storage.weights import downloaded, is_url
 
 logger = logging.getLogger("forge")
 
@@ -245,13 +244,13 @@ def read_weights(path: str | Path, weights: str | None = None) -> Weights:
     one if its `forge_state_dict` has a dict "weights" of tensors by the task's names. The trained weights fill in the
     names that it lacks. "best", or RUN:best as the path, is the best checkpoint of a run.
     """
-    if is_url(path):
+    if isinstance(path, str) and "://" in path:
         url = str(path)
         if weights == BEST or url.endswith(f":{BEST}"):
             raise TaskError(
                 f"{url}: which checkpoint is the best is noted on disk only. Give its URL, …/update-00001000."
             )
-        with downloaded(url, weights is not None, _update_of) as local:
+        with registry.load("storage", "weights").downloaded(url, weights is not None, _update_of) as local:
             return dataclasses.replace(read_weights(local, weights), path=url.rstrip("/"))
     path, weights = split_best(path, weights)
     if weights == BEST:

@@ -21,26 +21,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from forge import registry
 from forge.data.order import epoch_order
 from forge.data.tar_headers import KEY, TarMember, samples_of
 from forge.errors import DataError
 from forge.rng import combine_seeds
-from forge_cluster.storage.archives import (
-    AHEAD,
-    AT_ONCE,
-    ReadAhead,
-    RemoteShard,
-    ShardCache,
-    default_folder,
-    file_hash,
-    find_shards,
-    is_url,
-    write_beside,
-)
 
 Sample = dict[str, Any]
 
 _OPEN_AT_ONCE = 64
+_READ_AT_ONCE = 16
 _OPEN_FROM_CACHE = 4
 """Archives of a cache that a process keeps open: what is open takes space even when the cache has removed it."""
 
@@ -90,7 +80,7 @@ class TarShards(Dataset[Any]):
             raise DataError(f"TarShards: cache_gb is {cache_gb:g}; it must be above 0.")
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
         found = _found([os.fspath(pattern) for pattern in several])
-        self.shards = [shard.url if isinstance(shard, RemoteShard) else shard for shard in found]
+        self.shards = [shard if isinstance(shard, str) else shard.url for shard in found]
         if not self.shards:
             raise DataError("TarShards got an empty list of archives. Check the pattern that made it.")
         self.decode, self.shuffle_block = decode, shuffle_block
@@ -98,13 +88,15 @@ class TarShards(Dataset[Any]):
         "Whether reading draws no random numbers; set it to True if `decode` draws none, to save the time of seeding."
         self._index: _Index | None = None
         self._open: OrderedDict[int, _Handle] = OrderedDict()
-        self._remote = {number: shard for number, shard in enumerate(found) if isinstance(shard, RemoteShard)}
-        self._cache = ShardCache(Path(cache) if cache is not None else default_folder(), int(cache_gb * 1e9))
+        self._remote = {number: shard for number, shard in enumerate(found) if not isinstance(shard, str)}
         self._place = torch.tensor([0, 0])
         "The archive in use, and whether an order was asked for; shared with workers where archives are elsewhere."
+        self._cache: Any = None
+        "Archives that were fetched from elsewhere."
         if self._remote:
+            self._cache = _elsewhere().ShardCache(None if cache is None else Path(cache), int(cache_gb * 1e9))
             self._place.share_memory_()
-        self._ahead: ReadAhead | None = None
+        self._ahead: Any = None
 
     def __len__(self) -> int:
         return len(self.index.shard)
@@ -147,13 +139,13 @@ class TarShards(Dataset[Any]):
     def write_index(self) -> None:
         """Write an index beside each archive at a URL: its samples and its hash. Datasets need not fetch all then."""
         for number, shard in self._remote.items():
-            write_beside(shard.url, self._read_remote(number).encoded())
+            _elsewhere().write_beside(shard.url, self._read_remote(number).encoded())
 
     @property
     def index(self) -> _Index:
         """The location of every file of every sample, read at the first use."""
         if self._index is None:
-            with ThreadPoolExecutor(AT_ONCE) as threads:
+            with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
                 remote = dict(zip(self._remote, threads.map(self._read_remote, self._remote), strict=True))
             read = [remote.get(number) or _ShardIndex.of(path) for number, path in enumerate(self.shards)]
             self._index = _Index.of(self.shards, read)
@@ -168,7 +160,7 @@ class TarShards(Dataset[Any]):
         """Fetch an archive that is needed soon, if the cache has room for it beside those in use."""
         shard = self._remote.get(number)
         largest = max((shard.size for shard in self._remote.values()), default=0)
-        if shard is None or self._cache.has(shard) or (AHEAD + 2) * largest > self._cache.limit:
+        if shard is None or self._cache.has(shard) or (_elsewhere().AHEAD + 2) * largest > self._cache.limit:
             return
         with contextlib.suppress(Exception):  # who needs it will meet the error
             os.close(self._cache.open(shard, self.index.hashes[number]))
@@ -179,7 +171,7 @@ class TarShards(Dataset[Any]):
             if self._ahead is not None:
                 self._ahead.stop()
             self._place[0], self._place[1] = order[0], 1
-            self._ahead = ReadAhead(self, order)
+            self._ahead = _elsewhere().ReadAhead(self, order)
 
     def _read_remote(self, number: int) -> _ShardIndex:
         shard = self._remote[number]
@@ -255,7 +247,7 @@ class _ShardIndex:
         if opened is None:
             return cls(samples, os.path.getsize(path))
         os.lseek(opened, 0, os.SEEK_SET)
-        return cls(samples, os.fstat(opened).st_size, file_hash(opened))
+        return cls(samples, os.fstat(opened).st_size, _elsewhere().file_hash(opened))
 
     def encoded(self) -> bytes:
         samples = {
@@ -265,7 +257,7 @@ class _ShardIndex:
         return json.dumps({"size": self.size, "sha256": self.sha256, "samples": samples}).encode()
 
     @classmethod
-    def decoded(cls, data: bytes, shard: RemoteShard) -> _ShardIndex:
+    def decoded(cls, data: bytes, shard: Any) -> _ShardIndex:
         """Read an index, which may be damaged, or of another archive."""
         fix = "Write it again (TarShards.write_index), or remove it."
         try:
@@ -351,10 +343,21 @@ class _Index:
             yield self.extensions[number], offset, size
 
 
-def _found(patterns: list[str]) -> list[str | RemoteShard]:
-    """Return the archives of all patterns in their order, local ones as paths."""
+def is_url(name: str) -> bool:
+    """Return whether a name is that of something elsewhere."""
+    return "://" in name
+
+
+def _elsewhere() -> Any:
+    """The module of an installed package that fetches archives from URLs."""
+    return registry.load("storage", "archives")
+
+
+def _found(patterns: list[str]) -> list[Any]:
+    """Return the archives of all patterns in their order: local ones as paths, others with `url` and `size`."""
     names = [name for pattern in patterns for name in (_without_braces(pattern) if is_url(pattern) else [pattern])]
-    remote = iter(find_shards([name for name in names if is_url(name)]))
+    urls = [name for name in names if is_url(name)]
+    remote = iter(_elsewhere().find_shards(urls) if urls else ())
     return [shard for name in names for shard in (next(remote) if is_url(name) else _expanded(name))]
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import forge
+from forge import registry
 from forge.checkpoint import BackgroundWriter, Checkpoints, Writers, write_checkpoint, write_sharded
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
-from forge_cluster.storage.mirror import Mirror
-from forge_cluster.storage.runs import RemoteRun
 from forge_plugins.common.validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
@@ -93,7 +92,7 @@ class Checkpoint(forge.Plugin):
         for name, count in (("keep", config.keep), ("best.keep", self._watched.keep if self._watched else 1)):
             if isinstance(count, int) and count < 1:
                 raise RecipeError(f"checkpoint.{name} is {count}; it must be at least 1.")
-        self._remote = RemoteRun(config.remote) if config.remote is not None else None
+        self._remote = None if config.remote is None else registry.load("storage", "runs").RemoteRun(config.remote)
         if self._remote is None:
             self.forge_setup_env = None  # pyright: ignore[reportAttributeAccessIssue]
         self._by_validation = self._watched is not None and self._watched.monitor.startswith("val/")
@@ -107,7 +106,7 @@ class Checkpoint(forge.Plugin):
         self._folder: Checkpoints | None = None
         self._writers: Writers | None = None
         self._writer: BackgroundWriter | None = None
-        self._mirror: Mirror | None = None
+        self._mirror: Any = None
         self._kept: set[int] | None = None
         "The updates that the last clean-up kept."
         self._values: dict[int, float] = {}
@@ -156,12 +155,12 @@ class Checkpoint(forge.Plugin):
         if self._remote is not None:
             self._mirror = self._opened(trainer, self._remote, self._folder)
 
-    def _opened(self, trainer: forge.Run, remote: RemoteRun, folder: Checkpoints) -> Mirror:
+    def _opened(self, trainer: forge.Run, remote: Any, folder: Checkpoints) -> Any:
         """Return the mirror of this run; an earlier attempt may have left checkpoints to upload."""
         assert trainer.run_dir is not None
         with trainer.env.no_timeout():
             trainer.env.from_first(lambda: remote.begin(trainer, folder))
-        mirror = Mirror(remote.at(trainer.run_dir), folder, self._writers, keep_older=self.config.keep == "all")
+        mirror = remote.mirror(trainer.run_dir, folder, self._writers, keep_older=self.config.keep == "all")
         if trainer.env.is_main:
             mirror.hold(updates(folder), prune=False)
         return mirror
@@ -302,7 +301,7 @@ class Checkpoint(forge.Plugin):
             finally:
                 self._folder = self._writer = self._mirror = None
 
-    def _close_mirror(self, trainer: forge.Run, mirror: Mirror) -> None:
+    def _close_mirror(self, trainer: forge.Run, mirror: Any) -> None:
         """Wait for the uploads; of an otherwise good run a failed one is an error."""
         assert self._folder is not None
         try:

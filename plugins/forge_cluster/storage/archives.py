@@ -42,11 +42,6 @@ _WAIT = 0.1
 _PART = re.compile(r".*\.(\d+)\.part")
 
 
-def is_url(name: str) -> bool:
-    """Return whether a name is that of something elsewhere."""
-    return "://" in name
-
-
 def default_folder() -> Path:
     """Return the folder of users who name none."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "shards"
@@ -98,8 +93,8 @@ def _version(info: dict[str, Any]) -> str:
 class ShardCache:
     """A folder of archives that were fetched, of at most `limit` bytes."""
 
-    def __init__(self, folder: Path, limit: int):
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder: Path | None, limit: int):
+        self.folder, self.limit = folder or default_folder(), limit
 
     def open(self, shard: RemoteShard, sha256: str | None = None) -> int:
         """Return a descriptor of the archive, which is fetched if it is not here; with a hash it is compared."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.checkpoint import Checkpoints
+from forge.checkpoint import Checkpoints, Writers
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, name_of, new_run_dir
@@ -18,6 +18,7 @@ from forge.runs.job import another_job, changed_plan, job_in, job_of
 from forge.runs.lock import RunLock
 from forge.util.files import absolute, share
 from forge.util.text import short_path
+from forge_cluster.storage.mirror import Mirror
 from forge_cluster.storage.object_storage import check_url
 from forge_cluster.storage.remote import RemoteCheckpoints, RemoteFailure
 
@@ -34,6 +35,10 @@ class RemoteRun:
     def __init__(self, url: str):
         check_url(url.replace(RUN, "run"), "checkpoint.remote")
         self._url = url
+
+    def mirror(self, run_dir: Path, folder: Checkpoints, writers: Writers | None, keep_older: bool) -> Mirror:
+        """Return what uploads the checkpoints of a run while it trains."""
+        return Mirror(self.at(run_dir), folder, writers, keep_older)
 
     def at(self, run_dir: Path) -> RemoteCheckpoints:
         return RemoteCheckpoints(self._url.replace(RUN, run_dir.name))

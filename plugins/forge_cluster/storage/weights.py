@@ -17,11 +17,6 @@ FILE = "weights.safetensors"
 CHECKPOINTS = "checkpoints"
 
 
-def is_url(path: str | Path) -> bool:
-    """Whether weights are at a URL rather than at a path."""
-    return isinstance(path, str) and "://" in path
-
-
 @contextmanager
 def downloaded(url: str, average: bool, update_of: Callable[[Path], float]) -> Iterator[Path]:
     """Download a weights file, a checkpoint, or what a run folder has of them; the local path exists inside the `with`.

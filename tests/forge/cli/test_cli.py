@@ -111,7 +111,7 @@ def test_python_dash_m_forge_is_the_same_command():
 
 
 def test_a_mistyped_verb_is_answered_with_the_nearest(forge):
-    assert "Did you mean 'validate'?" in forge.refused("validte")
+    assert "Did you mean `forge validate`?" in forge.refused("validte")
 
 
 def test_a_crash_prints_its_traceback_and_notes_and_exits_with_1(capsys):
@@ -401,7 +401,7 @@ def test_plan_shows_owners_wrappers_and_origins_of_values(forge):
 
 def test_plan_as_json_holds_every_hook_and_value(forge):
     plan = json.loads(forge("plan", "quickstart", "clip.max_norm=0.5", "--json"))
-    assert plan["stack"] == ["progress", "jsonl", "tensorboard", "guard", "checkpoint", "clip", "schedule"]
+    assert plan["stack"] == ["first_look", "progress", "jsonl", "tensorboard", "guard", "checkpoint", "clip", "schedule"]
     assert plan["hooks"]["forge_edit_grads"] == [{"plugin": "clip", "role": "event"}]
     assert plan["hooks"]["forge_backward"] == [{"plugin": "core", "role": "default"}]
     assert plan["values"]["plugins.clip.max_norm"] == {"value": 0.5, "from": "command line"}
@@ -419,7 +419,8 @@ def test_plan_shows_the_hooks_of_the_task(forge, ring):
     plan = json.loads(forge("plan", "ring.py:Ring", "--json"))
     assert {"plugin": "task", "role": "event"} in plan["hooks"]["forge_step_end"]
     assert json.loads(forge("plan", "quickstart", "--json"))["hooks"]["forge_step_end"] == [
-        {"plugin": "guard", "role": "event"}
+        {"plugin": "first_look", "role": "event"},
+        {"plugin": "guard", "role": "event"},
     ]
 
 

@@ -164,9 +164,9 @@ def test_data_of_one_size_only_are_refused_with_what_to_write(capsys: Any, file:
     ("words", "said"),
     [
         (["lr", "--exact"], "--exact goes with `forge tune batch`."),
-        (["lr", "--limit", "3"], "--limit goes with `forge tune batch` and `forge tune speed`."),
+        (["lr", "--limit", "3"], "--limit goes with `forge tune batch`."),
         (["batch", "--min", "1"], "--min goes with `forge tune lr`."),
-        (["batch", "--out", "a.png"], "--out goes with `forge tune lr` and `forge tune speed`."),
+        (["batch", "--out", "a.png"], "--out goes with `forge tune lr`."),
         (["lr", "--updates", "3"], "too few for a range test"),
         (["lr", "--min", "1", "--max", "0.1"], "is empty"),
         (["lr", "--optimizer", "other"], "No optimizer 'other'."),
@@ -316,8 +316,8 @@ def test_the_answer_changes_a_recipe_by_name(empty_folder: Path) -> None:
 
 def test_options_of_another_search_are_refused(capsys: pytest.CaptureFixture[str], file: str) -> None:
     _, err = ask(capsys, "lr", f"{file}:Task", "--bitwise", code=2)
-    assert "--bitwise goes with `forge tune speed`" in err
+    assert "forge tune has no option '--bitwise'" in err
     _, err = ask(capsys, "speed", f"{file}:Task", "--updates", "3", code=2)
-    assert "--updates goes with `forge tune lr` and `forge tune batch`" in err
+    assert "forge tune speed has no option '--updates'" in err
     _, err = ask(capsys, "speed", f"{file}:Task", "--out", "x.png", code=2)
     assert ".yaml" in err
