@@ -401,7 +401,16 @@ def test_plan_shows_owners_wrappers_and_origins_of_values(forge):
 
 def test_plan_as_json_holds_every_hook_and_value(forge):
     plan = json.loads(forge("plan", "quickstart", "clip.max_norm=0.5", "--json"))
-    assert plan["stack"] == ["first_look", "progress", "jsonl", "tensorboard", "guard", "checkpoint", "clip", "schedule"]
+    assert plan["stack"] == [
+        "first_look",
+        "progress",
+        "jsonl",
+        "tensorboard",
+        "guard",
+        "checkpoint",
+        "clip",
+        "schedule",
+    ]
     assert plan["hooks"]["forge_edit_grads"] == [{"plugin": "clip", "role": "event"}]
     assert plan["hooks"]["forge_backward"] == [{"plugin": "core", "role": "default"}]
     assert plan["values"]["plugins.clip.max_norm"] == {"value": 0.5, "from": "command line"}
