@@ -39,6 +39,7 @@ def extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in entries.items()) for group, entries in groups]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the proof runs in a process of its own
     monkeypatch.chdir(tmp_path)
     registry.installed.cache_clear()
     registry.libraries.cache_clear()
