@@ -14,7 +14,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.stack import ACTIONS, SPECS
 from forge.options import Option
 
-DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "capturable", "replays")
+DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "effects", "capturable", "replays")
 
 
 @dataclass(frozen=True, slots=True)

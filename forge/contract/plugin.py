@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from forge.contract.task import TaskModule
 
 
+EFFECTS = {
+    "evaluates": "It evaluates the task.",
+    "files": "It writes files in the run folder.",
+    "reads_ahead": "It reads samples before they are trained on.",
+    "state_dict": "It calls `state_dict` of the task and its optimizers.",
+}
+"""What an observer may declare as its work."""
+
+
 @dataclass(kw_only=True, slots=True)
 class NoOptions:
     """The Config of a plugin without options."""
@@ -50,7 +59,10 @@ class Plugin:
     after: tuple[str, ...] = ()
     """Come after (inside of) these in the stack."""
     observer: bool = False
-    """Promises never to change the run: weights stay bit-identical with and without it."""
+    """Promises never to change the run: weights stay bit-identical with and without it, and the user's code (methods,
+    hooks, data, generators, files, environment) sees what it sees without it, but for `effects`."""
+    effects: tuple[str, ...] = ()
+    """What the user's code may notice of an observer, because it is its work; names of `EFFECTS`."""
     init_device: str | None = None
     "Where the command line builds the task: `meta` for a strategy that allocates the weights itself."
     capturable: bool = False

@@ -17,7 +17,7 @@ import pluggy
 
 from forge.contract import hooks as contract
 from forge.contract.dispatch import Hooks, Instrument, freeze, through_pluggy
-from forge.contract.plugin import Callback, Plugin
+from forge.contract.plugin import EFFECTS, Callback, Plugin
 from forge.errors import StackError, did_you_mean
 
 SPECS: dict[str, tuple[str, ...]] = {
@@ -208,6 +208,12 @@ class Stack:
                     if isinstance(plugin.conflicts, Mapping):
                         instead = plugin.conflicts[other]
                     raise StackError(f"{plugin.name!r} cannot run together with {there[other]!r}{brings}. {instead}")
+            for effect in plugin.effects:
+                if effect not in EFFECTS:
+                    raise StackError(
+                        f"{plugin.name!r} declares the effect {effect!r}; known are {', '.join(EFFECTS)}."
+                        f"{did_you_mean(effect, EFFECTS)}"
+                    )
             for title, pattern in plugin.charts.items():
                 _check_chart(plugin.name, title, pattern)
 

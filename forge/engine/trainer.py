@@ -19,8 +19,6 @@ end of a run in :mod:`forge.engine.session`.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -218,13 +216,12 @@ class Trainer(Run):
     def _steps(self) -> Iterator[Step]:
         """Windows as steps, epoch after epoch, until the run is done or a stop was granted."""
         feed, progress, clock = self.feed, self.progress, time.perf_counter
-        owned = self.hooks.forge_plan_step != self.core.forge_plan_step  # pyright: ignore[reportAttributeAccessIssue]
-        plan = functools.partial(self.hooks.forge_plan_step, self) if owned else itertools.repeat(1).__next__
+        hooks = self.hooks
         num_items = self.task.num_items if self.task_defines_num_items else batch_size
         divided = self.env.data_world > 1
         while self.stop_reason is None and self.limit_reached is None:
             asked, restores = clock(), self.restores
-            for window, ends_epoch in feed.epoch(progress.epoch, plan):
+            for window, ends_epoch in feed.epoch(progress.epoch, lambda: hooks.forge_plan_step(self)):
                 waited = clock() - asked
                 items: list[Any] = []
                 total = None

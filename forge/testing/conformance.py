@@ -16,6 +16,7 @@ from forge.testing.exceptions import check_exceptions
 from forge.testing.files import check_files
 from forge.testing.leaks import check_graphs, check_leaks
 from forge.testing.order import check_order
+from forge.testing.purity import check_purity
 from forge.testing.resume import check_runs, check_state
 from forge.testing.subject import SITUATIONS, Given, Subject, subject
 
@@ -23,6 +24,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "leaks": check_leaks,
     "state": check_state,
     "runs": check_runs,
+    "purity": check_purity,
     "files": check_files,
     "graphs": check_graphs,
     "exceptions": check_exceptions,
@@ -73,6 +75,8 @@ def check_plugin(
       counters, random numbers, the modes of modules and all other metrics are the same without the plugin, bit for bit;
       one object can serve two runs in a row; a resumed fit ends in the weights of an uninterrupted one, and an observer
       logs the same in it (metrics that differ from fit to fit, such as times, are never compared);
+    - purity: with `observer = True` the user's code (methods, hooks, data, generators, files, environment) sees what it
+      sees without the plugin, but for what `effects` declares;
     - files are written below the run folder, on the main rank alone; validation and prediction work without one;
     - graphs: no loss is kept with its autograd graph;
     - exceptions: an error of the task or of another plugin leaves the fit unchanged, everything is restored, and the

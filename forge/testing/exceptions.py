@@ -13,7 +13,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.stack import ONE_BY_ONE, SPECS
 from forge.contract.task import TaskModule
-from forge.testing.leaks import check_task, global_hooks
+from forge.testing.leaks import check_task
 from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject, wraps
 from forge.testing.tiny import Batch, TinyTask
@@ -44,7 +44,7 @@ def check_exceptions(subject: Subject) -> None:
 
 
 def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin | None, expected: TaskModule) -> None:
-    what, plugin, earlier = f"an error in {place}", subject.make(), global_hooks()
+    what, plugin = f"an error in {place}", subject.make()
     raised: BaseException | None = None
     with flags_kept(subject, what), _logged_failures() as failures:
         try:  # the failing plugin is innermost, so that all wrappers see its error
@@ -67,7 +67,7 @@ def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin
         f"{subject.name!r} fails once more after {what}: {own[0]}. forge_exception and forge_end are always called, "
         "even if forge_start never ran: set the attributes that they use in __init__."
     )
-    check_task(subject, task, what, earlier)
+    check_task(subject, task, what)
     with subject.surviving(f"a fit with the object that saw {what}"):
         again, _ = subject.fit(plugin, max_updates=SHORT)
     difference = first_difference(again, expected)

@@ -22,7 +22,6 @@ from forge.testing.subject import Subject
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 """The hook registries of a module."""
-GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 GRAPHS_AT = (6, 8)
 """Updates after which tensors with a graph are counted: all batch shapes and a validation have occurred."""
 GRACE = 1.0
@@ -33,10 +32,10 @@ _is_frozen: bool | None = None
 def check_leaks(subject: Subject) -> None:
     """Fit three times: the first must leave nothing on the task or in the process, and the others must not grow."""
     plugin = subject.make()
-    task, earlier = subject.situation.task(), global_hooks()
+    task = subject.situation.task()
     with flags_kept(subject, "a fit"), subject.surviving(subject.situation.name):
         subject.fit(plugin, task=task)
-    check_task(subject, task, "a fit", earlier)
+    check_task(subject, task, "a fit")
     del plugin, task
     with _ignoring_older_objects():
         before, after = _leftovers(subject), _leftovers(subject)
@@ -67,13 +66,8 @@ def check_graphs(subject: Subject) -> None:
     )
 
 
-def global_hooks() -> dict[str, list[int]]:
-    """Return the hooks on all modules of the process, by registry; other programs may have left some."""
-    return {kind: list(getattr(nn.modules.module, kind)) for kind in GLOBAL_HOOKS}
-
-
-def check_task(subject: Subject, task: nn.Module, what: str, earlier: dict[str, list[int]]) -> None:
-    """Refuse hooks that remain on the task's modules and parameters, or, but for `earlier`, on all modules."""
+def check_task(subject: Subject, task: nn.Module, what: str) -> None:
+    """Refuse hooks that remain on the task's modules and parameters."""
     for path, module in task.named_modules():
         for kind in HOOKS:
             if getattr(module, kind):
@@ -88,17 +82,6 @@ def check_task(subject: Subject, task: nn.Module, what: str, earlier: dict[str, 
                     f"{subject.name!r} leaves a hook on the parameter {name} after {what}: "
                     f"{_called(getattr(tensor, kind))}. Keep the handle, and call handle.remove() in forge_end."
                 )
-    for kind in GLOBAL_HOOKS:
-        registry: Any = getattr(nn.modules.module, kind)
-        added = {key: hook for key, hook in registry.items() if key not in earlier[kind]}
-        if added:
-            called = _called(added)
-            for key in added:
-                del registry[key]
-            raise AssertionError(
-                f"{subject.name!r} leaves a hook on all modules of the process after {what}: {called}. Call "
-                "handle.remove() in forge_end."
-            )
 
 
 def _called(registry: Any) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from forge.testing.subject import Subject
 
@@ -39,6 +41,29 @@ def _handler(number: int) -> Flag:
     return lambda: signal.getsignal(number), lambda then: signal.signal(number, then)
 
 
+def _restore_filters(then: list[Any]) -> None:
+    warnings.resetwarnings()  # Python remembers which filter took which warning, until the list is changed by it
+    warnings.filters[:] = then  # pyright: ignore[reportIndexIssue]
+
+
+def global_registries(owner: Any) -> list[str]:
+    """Return the names of a module of torch's under which hooks on everything are registered."""
+    return [name for name in vars(owner) if name.startswith("_global_") and name.endswith("_hooks")]
+
+
+def _registry(owner: Any, name: str) -> Flag:
+    hooks = getattr(owner, name)
+
+    def restore(then: dict[int, Any]) -> None:
+        hooks.clear()
+        hooks.update(then)
+
+    return lambda: dict(hooks), restore
+
+
+HOOKED = tuple(sys.modules[kind.__module__] for kind in (nn.Module, torch.optim.Optimizer))
+HANDLED = [number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)]
+
 FLAGS: dict[str, Flag] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -61,25 +86,39 @@ FLAGS: dict[str, Flag] = {
     "sys.stdout": _attribute(sys, "stdout"),
     "sys.stderr": _attribute(sys, "stderr"),
     "warnings.showwarning": _attribute(warnings, "showwarning"),
-    "the handler of SIGINT": _handler(signal.SIGINT),
-    "the handler of SIGTERM": _handler(signal.SIGTERM),
+    "sys.excepthook": _attribute(sys, "excepthook"),
+    "threading.excepthook": _attribute(threading, "excepthook"),
+    **{f"the handler of {number.name}": _handler(number) for number in HANDLED},
+    **{f"{owner.__name__}.{name}": _registry(owner, name) for owner in HOOKED for name in global_registries(owner)},
 }
 """How each flag is read, and how it is restored."""
+SHARED: dict[str, Flag] = {
+    **FLAGS,
+    "warnings.filters": (lambda: list(warnings.filters), _restore_filters),
+    "sys.meta_path": (lambda: list(sys.meta_path), lambda then: sys.meta_path.__setitem__(slice(None), then)),
+}
+"""All flags: also those that packages of others change when they are imported, and nobody can restore."""
+
+
+def read_flags(flags: Iterable[str] = SHARED) -> dict[str, Any]:
+    """Return the present values of these flags."""
+    return {name: SHARED[name][0]() for name in flags}
+
+
+def changed_flags(before: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the flags that differ from an earlier reading, with their present values."""
+    now = read_flags(before)
+    return [(name, value) for name, value in now.items() if value is not before[name] and value != before[name]]
 
 
 @contextmanager
 def flags_kept(subject: Subject, what: str) -> Iterator[None]:
     """Raise if a flag of the process has changed at the end; it is restored in any case."""
-    before = {name: read() for name, (read, _) in FLAGS.items()}
+    before = read_flags(FLAGS)
     try:
         yield
     finally:
-        after = {name: read() for name, (read, _) in FLAGS.items()}
-        changed = [
-            (name, then, after[name])
-            for name, then in before.items()
-            if then is not after[name] and then != after[name]
-        ]
+        changed = [(name, before[name], now) for name, now in changed_flags(before)]
         for name, then, _ in changed:
             FLAGS[name][1](then)
         if changed and not isinstance(sys.exc_info()[1], AssertionError):

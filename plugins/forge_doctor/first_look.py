@@ -22,6 +22,7 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
+from forge.snapshot.copies import without_hooks
 from forge_doctor.findings import Finding
 from forge_doctor.outside import reaches_outside
 from forge_doctor.patient import Patient, copied, loss_of, no_trace, rows, tensors
@@ -109,12 +110,9 @@ class Observed(Patient):
             return self.twin.train()
         if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
             raise Unseen
-        self.twin = self.last_twin = twin = super().clone()
-        for module in twin.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
-                    del hooks[key]
-        return twin
+        self.twin = self.last_twin = twin = without_hooks(self.task)
+        twin.trainer = self.trainer
+        return twin.train()
 
     def again(self, task: TaskModule) -> list[Tensor]:
         """Run the modules that the step called once more, in place of the step."""
@@ -389,17 +387,15 @@ def why_not(step: Step) -> str:
 
 
 def refresh(twin: nn.Module, task: nn.Module) -> None:
-    """Give a copy the present weights and buffers."""
+    """Give a copy the present weights and buffers, without `state_dict`, which the user's hooks would notice."""
     with torch.no_grad():
-        for mine, own in zip(twin.state_dict().values(), task.state_dict().values(), strict=True):
-            if isinstance(mine, Tensor) and isinstance(own, Tensor):
-                mine.copy_(own)
+        for mine, own in zip(state(twin), state(task), strict=True):
+            mine.copy_(own)
 
 
-def is_torchs(hook: Any) -> bool:
-    """Whether a hook is part of torch, as that of a weight norm is."""
-    owner = hook if hasattr(hook, "__code__") else type(hook)
-    return str(getattr(owner, "__module__", "")).startswith("torch.")
+def state(task: nn.Module) -> Iterator[Tensor]:
+    yield from task.parameters()
+    yield from task.buffers()
 
 
 def is_small(trainer: Run, batch: Any) -> bool:

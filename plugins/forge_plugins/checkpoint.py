@@ -80,6 +80,7 @@ class Checkpoint(forge.Plugin):
 
     config: Config
     observer = True
+    effects = ("files", "state_dict")
     provides = ("checkpoints",)
     cures = {"best": "{name}.best={{monitor: val/loss, mode: min}}", "rewind": "{name}.every"}
 

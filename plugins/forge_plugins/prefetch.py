@@ -32,6 +32,7 @@ class Prefetch(forge.Plugin):
     config: Config
     provides = ("prefetch",)
     observer = True
+    effects = ("reads_ahead",)
 
     def __init__(self, *first: int, **values: int):
         super().__init__(*first, **values)

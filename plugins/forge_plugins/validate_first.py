@@ -28,6 +28,7 @@ class ValidateFirst(forge.Plugin):
 
     provides = ("validate_first",)
     observer = True
+    effects = ("evaluates",)
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:

@@ -46,6 +46,7 @@ class Anomaly(forge.Plugin):
     config: Config
     provides = ("anomaly",)
     observer = True
+    effects = ("files",)
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)

@@ -36,6 +36,7 @@ class Sink(forge.Plugin):
     """
 
     observer = True
+    effects = ("files",)
     package: str | None = None
     "What must be installed; the extra of forge has the same name."
     survives: type[Exception] = OSError

@@ -56,6 +56,7 @@ class Ledger(forge.Plugin):
 
     config: Config
     observer = True
+    effects = ("files",)
     provides = ("hook_costs",)
     charts = {
         "plugin ledger/each plugin, in µs per update": r"ledger/(?!total_share$|syncs_per_update$).+",

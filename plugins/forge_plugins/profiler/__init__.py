@@ -88,6 +88,7 @@ class Profiler(forge.Plugin):
     config: Config
     provides = ("profiler",)
     observer = True
+    effects = ("files",)
     capturable = True
 
     def __init__(self, *first: int, **values: Any):

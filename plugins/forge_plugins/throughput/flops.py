@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -20,14 +19,13 @@ from torch.utils.flop_counter import flop_registry
 import forge
 from forge.contract.task import TaskModule
 from forge.rng import RNGState
+from forge.snapshot.copies import without_hooks
 from forge_plugins.throughput.peaks import as_computed
 
 TORCHS_OWN = ("aten", "prim", "prims", "profiler", "debugprims", "rngprims", "_c10d_functional", "c10d")
 """Namespaces whose operations cost little, unless their names say otherwise."""
 DEAR = re.compile(r"attention|conv|rnn|lstm|gru|mm$|linear|fft")
 """Names of torch's own operations that compute much; not all of them have a formula."""
-HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""Endings of the attributes that hold a module's hooks."""
 
 
 @dataclass(slots=True)
@@ -126,11 +124,7 @@ def _hollow(task: TaskModule, fake: FakeTensorMode) -> TaskModule:
     memo: dict[int, Any] = {}
     for tensor in (*task.parameters(), *task.buffers()):
         memo[id(tensor)] = _fake(tensor, fake)
-    for module in task.modules():
-        for name, value in vars(module).items():
-            if name.endswith(HOOKS) and isinstance(value, dict):
-                memo[id(value)] = type(value)()
-    copied = copy.deepcopy(task, memo)
+    copied = without_hooks(task, memo)
     for module in copied.modules():
         vars(module).pop("_compiled_call_impl", None)
     return copied

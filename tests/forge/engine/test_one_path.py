@@ -18,9 +18,9 @@ from forge.testing import TinyTask, tiny_batches
 
 CALLS = {
     "forge_setup_env": 1,
-    "forge_build_loader": 3,
+    "forge_build_loader": 2,
     "forge_build_optimizers": 1,
-    "forge_plan_step": 5,
+    "forge_plan_step": 1 + 5,
     "forge_train_step": 5,
     "forge_prepare_batch": 5 + 2,
     "forge_micro_step": 5,

@@ -18,28 +18,7 @@ from forge.engine.trainer import Trainer
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from tests.conftest import PROFILE
 from tests.support import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
-from tests.support.plugin_kit import LEFT_OUT, PLAINEST, TWO
-
-ACTING: dict[str, dict[str, Any]] = {
-    "accumulate": {"window": 2},
-    "amp": {"dtype": "fp16", "init_scale": 2.0**20, "growth_interval": 2},
-    "checkpoint": {"every": "2 updates", "best": {"monitor": "val/loss", "mode": "min"}},
-    "clip": {"max_norm": 0.1, "max_value": 0.05},
-    "compile": {"backend": "eager"},
-    "early_stop": {"target": 100.0, "after": "4 updates"},
-    "duration": {"max_time": "1 h", "min_updates": 3},
-    "ema": {"decay": 0.9, "start": 1},
-    "kernels": {"use": ["cross_entropy"]},
-    "limit": {"train": 4, "val": 1},
-    "freeze": {"modules": "*.[01]", "thaw": {"*.0.weight": "2 updates", "*": "5 updates"}},
-    "monitor": {"every": "2 updates", "histograms": "3 updates"},
-    "profiler": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "memory": True},
-    "progress": {"every": "2 updates"},
-    "remat": {"modules": "Sequential"},
-    "schedule": {"warmup": 2},
-    "swa": {"start": 2, "every": "2 updates", "lr": 0.05, "anneal": 2},
-}
-"""Options with which a built-in plugin acts within the few updates of the kit, where its defaults would not."""
+from tests.support.plugin_kit import ACTING, LEFT_OUT, PACKAGES, PLAINEST, TWO
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +51,6 @@ WRITE = {
 """Which files are written is checked for these in the quick profile, which leaves the others to the full one."""
 
 
-PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
-"""Plugins that need a package of others."""
-
-
 LONG = {"compile", "kernels"}
 """Where a fit takes a second, the quick profile has tests/forge/engine/test_composition_levers.py for compile, and
 tests/forge_speed/test_kernels.py for kernels."""
@@ -99,6 +74,7 @@ def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytes
         PROFILE == "quick"
     ):  # that the order of a stack makes no difference is a law of tests/forge/engine/test_composition.py
         leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]
+        leave_out.append("purity")  # tests/forge/testing/test_purity.py has it
         leave_out += ["files"] * (name not in THOROUGH | WRITE)
     if name == "autotune" and "exceptions" not in leave_out:
         leave_out.append("exceptions")  # the kit's errors occur once: its trials meet them, and the run does not
