@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from forge.report import images
@@ -35,10 +35,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     labels = [(chr(ord("A") + i) if i < 26 else str(i + 1)) if several else "" for i in range(len(runs))]
     every = panels(dict(zip(labels, runs, strict=True)))
     drawn = [(panel.is_aside, Markup(panel.draw())) for panel in every[:MOST_CHARTS]]
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
-    jinja.filters["counted"] = wording.counted
-    return jinja.get_template("page.html").render(
+    return template(Path(__file__).with_name("page.html")).render(
         title=f"{len(runs)} runs" if several else title_of(runs[0]),
         chart_style=Markup(STYLE),
         runs=[describe(run, label) for run, label in zip(runs, labels, strict=True)],
@@ -49,6 +46,14 @@ def page(runs: Sequence[RunFolder]) -> str:
         version=__version__,
         now=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def template(file: Path) -> Template:
+    """Return a page's template, which escapes every value; it may include the styles of this folder."""
+    loader = FileSystemLoader([file.parent, Path(__file__).parent])
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters["counted"] = wording.counted
+    return jinja.get_template(file.name)
 
 
 def title_of(run: RunFolder) -> str:

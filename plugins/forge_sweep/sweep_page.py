@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from forge.report.page import template
 from forge.report.svg import STYLE, line_chart
 from forge.runs import wording
 from forge.version import __version__
@@ -54,10 +54,8 @@ class SweepSummary:
 
 def sweep_page(sweep: SweepSummary) -> str:
     """Render the whole document."""
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
     best = next((trial for trial in sweep.trials if trial.number == sweep.best), None)
-    return jinja.get_template("sweep.html").render(
+    return template(Path(__file__).with_name("sweep.html")).render(
         sweep=sweep,
         chart_style=Markup(STYLE),
         tiles=tiles(sweep, best),
