@@ -13,9 +13,7 @@ from forge import cli, registry
 from forge.cli import plugin_page
 from tests.conftest import PROFILE, REPO
 
-OURS = sorted(
-    name for name, entry in registry.installed("plugin").items() if entry.value.startswith(("forge_plugins.", "forge."))
-)
+OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_"))
 CHEAP = {
     "compile": ["compile.backend=aot_eager"],
     "autotune": ["autotune.leave_out=compile", "autotune.budget=0.05", "autotune.cache=false"],
