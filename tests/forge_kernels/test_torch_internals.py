@@ -83,7 +83,7 @@ def test_without_knowing_the_graph_no_gradient_is_overwritten(monkeypatch: pytes
 
     saved = torch.ones(4)
     assert overwrites()
-    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    monkeypatch.delattr("torch._C._autograd._get_current_graph_task_keep_graph")
     assert not overwrites()
 
 
