@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from forge.errors import KernelError, did_you_mean
 from forge_kernels import discovery
-from forge_kernels.contract import INTERPRETED, Case, Kernel, dtype_name, leaves
+from forge_kernels.contract import INTERPRETED, Case, Kernel, dtype_name
 from forge_kernels.timing import Ceilings, Pass, Stopwatch, distance, measure_ceilings
 
 FORGE, AGAINST = "forge", ("eager", "compile")
@@ -195,17 +195,11 @@ def _cases(kernel: Kernel, wanted: str | None) -> list[Case]:
 
 
 def _dtypes(kernel: Kernel, wanted: Sequence[str] | None) -> list[torch.dtype]:
-    """Return the requested dtypes; by default bfloat16, or float32 for kernels without a backward."""
+    """Return the requested dtypes; by default bfloat16, if the kernel has it."""
     known = {dtype_name(dtype): dtype for dtype in kernel.tolerance}
     if wanted is not None:
         return [known[name] for name in wanted if name in known]
-    usual = "bfloat16" if _has_backward(kernel) else "float32"
-    return [known.get(usual, next(iter(known.values())))]
-
-
-def _has_backward(kernel: Kernel) -> bool:
-    args = kernel.cases[0].make(torch.device("meta"), next(iter(kernel.tolerance)))
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(args))
+    return [known.get("bfloat16", next(iter(known.values())))]
 
 
 def device_name(device: torch.device) -> str:

@@ -41,7 +41,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--dtype",
         metavar="NAMES",
-        help="bench: float32, bfloat16, float16, with commas between (default: bfloat16; float32 without a backward)",
+        help="bench: float32, bfloat16, float16, with commas between (default: bfloat16)",
     )
     parser.add_argument(
         "--against",

@@ -143,7 +143,7 @@ def rewriting_graphs(rewrite: Any) -> AbstractContextManager[Any]:
             "replace calls of a compiled step (kernels.leave_out), or use another torch."
         ) from error
 
-    class Pass(CustomGraphPass):
+    class GraphPass(CustomGraphPass):
         def __call__(self, graph: Any) -> None:
             rewrite(graph)
 
@@ -151,7 +151,7 @@ def rewriting_graphs(rewrite: Any) -> AbstractContextManager[Any]:
             return f"{rewrite.uuid()} torch {torch.__version__}"
 
     earlier = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
-    changes: dict[str, Any] = {"pre_grad_custom_pass": [*earlier, Pass()] if earlier else Pass()}
+    changes: dict[str, Any] = {"pre_grad_custom_pass": [*earlier, GraphPass()] if earlier else GraphPass()}
     if hasattr(config, "pre_grad_pass_timing"):
         changes["pre_grad_pass_timing"] = "early"  # also where torch knows the graph: the counts are of this run
     return config.patch(changes)

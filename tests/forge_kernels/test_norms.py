@@ -309,7 +309,7 @@ def test_shapes_that_do_not_fit_are_refused():
         rms_norm(torch.ones((), device=DEVICE))
 
 
-def test_without_knowing_autocasts_dtypes_torchs_own_runs_under_it(monkeypatch):
+def test_where_autocasts_dtype_is_unknown_torchs_own_runs(monkeypatch):
     monkeypatch.setattr(norms, "_WIDENED", {"layer_norm": None, "rms_norm": None})
     with FakeTensorMode():
         x = torch.empty(3, 8, device="cuda", dtype=torch.bfloat16)

@@ -45,13 +45,7 @@ def rms_norm(
     stays bfloat16, where `torch.nn.functional` may return float32. `dtype` requests another. h has the wider dtype of x
     and residual, as in plain torch.
     """
-    _check("rms_norm", x, residual, weight, None, dtype)
-    dtype, h = dtype or x.dtype, x if residual is None else x + residual
-    if falls_back("rms_norm", supports_rms(h, weight, dtype=dtype)):
-        y = rms_norm_reference(h, weight, eps, dtype=dtype)
-    else:
-        y = ops.norm(h, weight, None, eps, False, dtype)[0]
-    return y if residual is None else (y, h)
+    return _norm("rms_norm", x, residual, weight, None, eps, dtype)
 
 
 def layer_norm(
@@ -66,13 +60,36 @@ def layer_norm(
 
     With `residual` it normalises h = x + residual and returns both: (layer_norm(h), h). Dtypes are as for `rms_norm`.
     """
-    _check("layer_norm", x, residual, weight, bias, dtype)
-    dtype, h = dtype or x.dtype, x if residual is None else x + residual
-    if falls_back("layer_norm", supports_layer(h, weight, bias, dtype=dtype)):
-        y = layer_norm_reference(h, weight, bias, eps, dtype=dtype)
+    return _norm("layer_norm", x, residual, weight, bias, eps, dtype)
+
+
+def _norm(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None,
+) -> Any:
+    _check(name, x, residual, weight, bias, dtype)
+    dtype, h, centred = dtype or x.dtype, x if residual is None else x + residual, name == "layer_norm"
+    if falls_back(name, supports_layer(h, weight, bias, dtype=dtype)):
+        y = _plain(h, weight, bias, eps, centred, dtype)
     else:
-        y = ops.norm(h, weight, bias, eps, True, dtype)[0]
+        y = ops.norm(h, weight, bias, eps, centred, dtype)[0]
     return y if residual is None else (y, h)
+
+
+def _plain(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
+) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    weight, bias = (None if vector is None else vector.to(wide.dtype) for vector in (weight, bias))
+    if centred:
+        return F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(dtype)
 
 
 def rms_norm_reference(
@@ -83,9 +100,7 @@ def rms_norm_reference(
     dtype: torch.dtype | None = None,
 ) -> Any:
     h = x if residual is None else x + residual
-    wide = _widen(h)
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y = (y if weight is None else y * _widen(weight)).to(dtype or x.dtype)
+    y = _plain(h, weight, None, eps, False, dtype or x.dtype)
     return y if residual is None else (y, h)
 
 
@@ -98,10 +113,7 @@ def layer_norm_reference(
     dtype: torch.dtype | None = None,
 ) -> Any:
     h = x if residual is None else x + residual
-    wide = _widen(h)
-    weight = None if weight is None else weight.to(wide.dtype)
-    bias = None if bias is None else bias.to(wide.dtype)
-    y = F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype or x.dtype)
+    y = _plain(h, weight, bias, eps, True, dtype or x.dtype)
     return y if residual is None else (y, h)
 
 
@@ -130,10 +142,6 @@ def cost(x: Tensor, *rest: Any, residual: Tensor | None = None, dtype: torch.dty
     if residual is not None:  # read, and h written
         size += residual.itemsize + max(x.itemsize, residual.itemsize)
     return Cost(flops=20 * x.numel(), bytes=size * x.numel())
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check(
