@@ -352,6 +352,6 @@ def test_a_histogram_is_that_of_the_tensor() -> None:
 
 
 def test_a_large_tensor_is_thinned_for_its_histogram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_plugins.monitor.histograms.LARGEST", 10)
+    monkeypatch.setattr("forge_plugins.monitor.packing.LARGEST", 10)
     drawn = watched(made(), make_batches(1), monitor=quiet(histograms=True)).of(1)["histogram/weight/net.0.weight"]
     assert drawn.counts.sum() == math.ceil(64 / 7)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 import forge
 from forge.testing import TinyGAN, fit_tiny
 from forge_plugins import Checkpoint, Monitor
-from forge_plugins.monitor.alarms import Judge
+from forge_plugins.monitor.alarms import Judge, falls
 from forge_plugins.monitor.gradients import Readings
-from forge_plugins.monitor.loss import falls
 from tests.support.monitor_kit import Net, Recurrent, mlp, quiet, vectors, words
 from tests.support.tasks import fit
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import forge
 from forge.testing import TinyGAN, check_plugin, fit_tiny
 from forge_plugins import JSONL, Checkpoint, Guard, Monitor
-from forge_plugins.monitor.parcel import Parcel
-from forge_plugins.monitor.turn import TurnStatistics
+from forge_plugins.monitor.packing import PackedCopy
+from forge_plugins.monitor.step_statistics import StepStatistics
 from tests.support.monitor_kit import Keep, Spy, hooks_on, made, quiet, watched
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -85,12 +85,12 @@ def test_an_update_that_fails_leaves_no_hook_behind() -> None:
 def test_between_intervals_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    class Counted(TurnStatistics):
+    class Counted(StepStatistics):
         def __init__(self, step: forge.Step, *rest: Any, **options: Any):
             taken.append(step.index)
             super().__init__(step, *rest, **options)
 
-    monkeypatch.setattr("forge_plugins.monitor.TurnStatistics", Counted)
+    monkeypatch.setattr("forge_plugins.monitor.StepStatistics", Counted)
     fit(made(), make_batches(6), plugins=[quiet("7 updates")])
     assert taken == []
     fit(made(), make_batches(6), plugins=[quiet("3 updates")])
@@ -205,13 +205,13 @@ def test_a_wholly_compiled_model_still_shows_gradients(caplog: pytest.LogCapture
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parcels that are on their way, as from an accelerator."""
-    init = Parcel.__init__
+    init = PackedCopy.__init__
 
-    def sent(self: Parcel, *words: Any) -> None:
+    def sent(self: PackedCopy, *words: Any) -> None:
         init(self, *words)
         self.here = False
 
-    monkeypatch.setattr(Parcel, "__init__", sent)
+    monkeypatch.setattr(PackedCopy, "__init__", sent)
 
 
 @pytest.mark.usefixtures("late")

@@ -97,10 +97,7 @@ class Anomaly(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_backward(self, step: forge.Step, loss: Tensor) -> Generator[None, Any, Any]:
-        if self._analysis is None:
-            self._losses.append(loss.detach())
-        else:
-            self._analysis.see_loss(loss)
+        (self._losses if self._analysis is None else self._analysis.losses).append(loss.detach())
         return (yield)
 
     @forge.hookimpl(wrapper=True)

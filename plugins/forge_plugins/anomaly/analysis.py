@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,41 +14,46 @@ from torch import Tensor
 import forge
 from forge.data.accumulation_windows import Feed, batch_size
 from forge.rng import RNGState
+from forge.snapshot.sandbox import Owned, uncompiled, without_side_effects
 from forge_plugins.anomaly.origin import find
-from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe, tensors_in
+from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe
 from forge_plugins.common.finite import bad_gradients, moving_buffers, not_finite
-
-Buffers = list[tuple[dict[str, Tensor | None], str]]
+from forge_plugins.common.tensors import tensors_in
 
 
 @dataclass(slots=True)
 class Before:
     """The state before a window: random state, buffers, counters. Kept for every window, in the same memory."""
 
-    buffers: Buffers
-    held: list[Tensor]
+    buffers: list[Owned]
+    copies: list[Tensor]
     rng: RNGState | None = None
     versions: list[int] = field(default_factory=list)
     had_batches: bool = False
 
     @classmethod
     def of(cls, task: torch.nn.Module) -> Before:
-        buffers = moving_buffers(task)
-        return cls(buffers, [_now(owner, name).detach().clone() for owner, name in buffers])
+        before = cls(moving_buffers(task), [])
+        before.copies = [buffer.detach().clone() for buffer in before.now]
+        return before
+
+    @property
+    def now(self) -> list[Any]:
+        return [owner[name] for owner, name in self.buffers]
 
     def keep(self, step: forge.Step) -> None:
         self.rng = RNGState.capture(step.trainer.env.device)
-        if self.held:
-            torch._foreach_copy_(self.held, [_now(owner, name) for owner, name in self.buffers])
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.now)
         self.versions = versions(step.window)
         self.had_batches = step.prepared is not None
 
     def restore(self, device: torch.device) -> None:
         assert self.rng is not None
         self.rng.restore(device)
-        if self.held:
+        if self.copies:
             with torch.no_grad():
-                torch._foreach_copy_([_now(owner, name) for owner, name in self.buffers], self.held)
+                torch._foreach_copy_(self.now, self.copies)
 
 
 class Analysis:
@@ -65,9 +69,6 @@ class Analysis:
         self.losses: list[Tensor] = []
         self.edges = sample_edges(step)
 
-    def see_loss(self, loss: Tensor) -> None:
-        self.losses.append(loss.detach())
-
     def run(self) -> dict[str, Any]:
         """Return the finding as plain data."""
         step, task = self.step, self.step.trainer.task
@@ -81,7 +82,8 @@ class Analysis:
         }
         with self._as_before():
             try:
-                with self.watch.following_modules(), torch.enable_grad(), eagerly(), self.watch:
+                # in compiled code neither operations nor the user's lines are visible
+                with self.watch.following_modules(), torch.enable_grad(), uncompiled(), self.watch:
                     step.run_window(record=False)
             except Exception as error:  # report what was found before the error
                 finding["error"] = f"{type(error).__name__}: {error}"
@@ -98,28 +100,21 @@ class Analysis:
         finding["batch_changed"] = versions(step.window) != self.before.versions
         return finding
 
-    @contextlib.contextmanager
+    @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Restore the state before the window; afterwards the state after it."""
         step, trainer = self.step, self.step.trainer
-        device, task = trainer.env.device, trainer.task
-        now = RNGState.capture(device)
-        buffers = [_now(owner, name).detach().clone() for owner, name in self.before.buffers]
-        gradients = [(p, p.grad) for p in task.parameters()]
+        gradients = [(p, p.grad) for p in trainer.task.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
-        self.before.restore(device)
         try:
             # batches are prepared again, with the same random numbers, unless they were prepared before the window
-            with step.restored_after(prepare_again=not self.before.had_batches):
+            with without_side_effects(trainer), step.restored_after(prepare_again=not self.before.had_batches):
+                self.before.restore(trainer.env.device)
                 yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for (owner, name), value in zip(self.before.buffers, buffers, strict=True):
-                    _now(owner, name).copy_(value)
-            now.restore(device)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -167,22 +162,6 @@ class Analysis:
         return [int(indices[row]) for row in rows]
 
 
-def _now(owner: dict[str, Tensor | None], name: str) -> Tensor:
-    buffer = owner[name]
-    assert buffer is not None
-    return buffer
-
-
-@contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """Run compiled code eagerly, where operations and the user's lines are visible."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a batch with their expressions: batch[0], batch['image']."""
     if isinstance(value, Tensor):
@@ -209,9 +188,7 @@ def sample_edges(step: forge.Step) -> list[int] | None:
     if not hasattr(feed.loader, "sample_indices"):
         return None
     if (position := getattr(feed.loader, "position", None)) is not None:
-        after = (
-            feed.length if step.ends_epoch else feed.batches
-        )  # at an epoch's end the feed is at the next one already
+        after = feed.length if step.ends_epoch else feed.batches  # at its end the feed is at the next epoch already
         if after is None:
             return None
         return [position(step.epoch, after - left) for left in range(len(step.window), -1, -1)]

@@ -57,7 +57,7 @@ def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[s
     trainer, task = step.trainer, step.trainer.task
     assert before.rng is not None
     weights = task.state_dict()
-    held = _names(task, before)
+    buffers = _names(task, before)
     window = list(step.window) if is_plain(list(step.window)) else None
     if window is None:
         logger.warning(
@@ -65,8 +65,8 @@ def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[s
         )
     recipe = trainer.recipe
     return {
-        "model": {name: held.get(name, value) for name, value in weights.items()},
-        "buffers": {name: value for name, value in held.items() if name not in weights},
+        "model": {name: buffers.get(name, value) for name, value in weights.items()},
+        "buffers": {name: value for name, value in buffers.items() if name not in weights},
         "rng": before.rng.as_tree(),
         "window": window,
         "indices": _indices(step),
@@ -93,7 +93,7 @@ def is_plain(value: Any) -> bool:
 def _names(task: forge.TaskModule, before: Before) -> dict[str, Tensor]:
     """Return the saved buffers by full name."""
     paths = {id(module._buffers): f"{path}." if path else "" for path, module in task.named_modules()}
-    pairs = zip(before.buffers, before.held, strict=True)
+    pairs = zip(before.buffers, before.copies, strict=True)
     return {paths[id(owner)] + name: value for (owner, name), value in pairs}
 
 

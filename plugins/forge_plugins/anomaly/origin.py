@@ -82,14 +82,14 @@ def _as_finding(origin: Origin) -> dict[str, Any]:
 
 
 def _operation(event: BadOperation) -> dict[str, Any]:
-    context = event.context
+    module, kind, place = event.context
     return {
         "kind": "backward" if event.node else "forward",
         "op": event.op,
         "node": event.node,
         "micro": event.micro,
-        "module": context.module,
-        "class": context.kind,
-        "place": dataclasses.asdict(context.place) if context.place is not None else None,
+        "module": module,
+        "class": kind,
+        "place": dataclasses.asdict(place) if place is not None else None,
         "made": "NaN" if event.nan else "infinity",
     }

@@ -9,6 +9,7 @@ from forge_plugins.common.patterns import listed
 
 ROWS = 8
 """Number of samples that are listed one by one."""
+IRREPRODUCIBLE = "it did not happen again: something in the step is not deterministic (try trainer.deterministic=true)"
 
 
 def headline(finding: dict[str, Any]) -> str:
@@ -41,7 +42,7 @@ def _lines(finding: dict[str, Any]) -> list[tuple[str, str]]:
         lines += [("input" if i == 0 else "", _tensor(given)) for i, given in enumerate(finding["inputs"])]
         lines += [("output", _tensor(finding["output"]))]
     elif kind == "none":
-        lines.append(("cause", _irreproducible(finding)))
+        lines.append(("cause", IRREPRODUCIBLE))
     else:
         lines += _source(finding)
     lines += [("samples", _samples(finding))]
@@ -83,13 +84,9 @@ def _source(finding: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         lines = [("first", f"the {kind} {name} was not finite before this window")]
     if "met" in finding:
-        lines += [("met by", text) if i == 0 else ("", text) for i, (_, text) in enumerate(_met(finding["met"]))]
+        (_, text), *rest = _operation("", finding["met"])
+        lines += [("met by", text.partition(" from ")[2]), *rest]
     return lines
-
-
-def _met(event: dict[str, Any]) -> list[tuple[str, str]]:
-    (_, text), *rest = _operation("", event)
-    return [("", text.partition(" from ")[2]), *rest]
 
 
 def _given(origin: dict[str, Any]) -> str:
@@ -109,8 +106,7 @@ def _samples(finding: dict[str, Any]) -> str:
         return f"all {of} rows{micro or ' of the batch'}"
     text = f"row {rows[0]}" if len(rows) == 1 else f"rows {_numbers(rows)}"
     text += f"{micro or ' of the batch'} ({len(rows)} of {of})"
-    indices = finding.get("samples")
-    if indices:
+    if indices := finding.get("samples"):
         text += f", {'index' if len(rows) == 1 else 'indices'} {_numbers(indices)} of the dataset"
     return text
 
@@ -151,7 +147,3 @@ def _numbers(numbers: list[int]) -> str:
 def _op(event: dict[str, Any]) -> str:
     """ "log_softmax" for aten._log_softmax."""
     return event["op"].removeprefix("aten.").lstrip("_")
-
-
-def _irreproducible(finding: dict[str, Any]) -> str:
-    return "it did not happen again: something in the step is not deterministic (try trainer.deterministic=true)"

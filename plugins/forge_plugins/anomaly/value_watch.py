@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forge
 from forge.util.frames import is_library
 from forge_plugins.common.finite import values_of
+from forge_plugins.common.tensors import storage_key, tensors_in
 
 STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.copy_"})
@@ -39,13 +40,8 @@ class CodeLine:
     code: str
 
 
-@dataclass(frozen=True, slots=True)
-class OperationContext:
-    """The module and line of an operation."""
-
-    module: str
-    kind: str
-    place: CodeLine | None
+Context = tuple[str, str, CodeLine | None]
+"""The module of an operation, its class, and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class BadOperation:
     node: str | None
     "In backward: the name of the autograd node, such as SqrtBackward0."
     micro: int
-    context: OperationContext
+    context: Context
     nan: bool
     inf: bool
     causes: list[BadInput]
@@ -93,7 +89,7 @@ class ValueWatch(TorchDispatchMode):
         self.step, self.task = step, step.trainer.task
         self.events = 0
         self._modules = [("", type(self.task).__name__)]
-        self._contexts: dict[int, OperationContext] = {}
+        self._contexts: dict[int, Context] = {}
         self._made_by: dict[int, BadOperation] = {}
         self._alive: list[Any] = []  # storages of bad tensors, kept so that no other gets their address
         self._sources: dict[int, str] = {}
@@ -136,8 +132,8 @@ class ValueWatch(TorchDispatchMode):
                 causes,
             )
             self.events += 1
-            a_view = not func._schema.is_mutable and not _keys(inputs).isdisjoint(_keys([bad[0][0]]))
-            event.moves = a_view or name in COPIES
+            shares = storage_key(bad[0][0]) in {*map(storage_key, inputs)} - {None}
+            event.moves = (shares and not func._schema.is_mutable) or name in COPIES
             if not any(cause.nan for cause in causes) and (event.nan or not causes):
                 event.inputs = described or [describe(tensor) for tensor in inputs]
                 event.output = describe(bad[0][0])
@@ -157,56 +153,33 @@ class ValueWatch(TorchDispatchMode):
         for path, module in self.task.named_modules():
             entry = (path, type(module).__name__)
             handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: self._modules.append(entry)))
-            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _leave(self) -> None:
+    def _leave(self, *_: Any) -> None:
         self._modules.pop()
 
-    def _here(self) -> OperationContext:
-        context = OperationContext(*self._modules[-1], user_place(sys._getframe(2)))
+    def _here(self) -> Context:
+        context = (*self._modules[-1], user_place(sys._getframe(2)))
         # the autograd node just made for this operation has the latest sequence number; the first operation seen with
         # that number is its own
         self._contexts.setdefault(_last_node(), context)
         return context
 
-    def _of_node(self, node: Any) -> OperationContext:
+    def _of_node(self, node: Any) -> Context:
         """Return the context of a node's forward operation, with the line of a custom backward if any."""
-        known = self._contexts.get(node._sequence_nr(), OperationContext("", type(self.task).__name__, None))
+        known = self._contexts.get(node._sequence_nr(), ("", type(self.task).__name__, None))
         own = user_place(sys._getframe(2), until=ENGINE)
-        return known if own is None else OperationContext(known.module, known.kind, own)
+        return known if own is None else (*known[:2], own)
 
 
 def _last_node() -> int:
     """Return the sequence number of the last autograd node."""
     return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
-def _keys(tensors: list[Tensor]) -> set[int]:
-    return {key for tensor in tensors if (key := storage_key(tensor)) is not None}
-
-
-def storage_key(tensor: Tensor) -> int | None:
-    """Return a key equal for all views of one storage; None for tensors without a storage."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 def badness(tensor: Tensor) -> tuple[bool, bool]:

@@ -6,7 +6,8 @@ import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
 
@@ -90,6 +91,18 @@ class Listener:
             show = self._before[1]
             if not heard or isinstance(getattr(show, "__self__", None), Listener):
                 show(message, category, filename, lineno, file, line)
+
+
+@contextmanager
+def reads_of_the_device() -> Iterator[list[str]]:
+    """Collect the lines where the host waits for the device inside the `with`: `model.py:12 (loss.item())`."""
+    found: list[str] = []
+    listener = Listener(lambda frame: found.append(own_line(traceback.extract_stack(frame))))
+    listener.start()
+    try:
+        yield found
+    finally:
+        listener.stop()
 
 
 def own_line(frames: traceback.StackSummary) -> str:

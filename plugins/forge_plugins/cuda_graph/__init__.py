@@ -13,12 +13,12 @@ import forge
 from forge.errors import RecipeError, StackError
 from forge.metrics.means import Means
 from forge.optim.optimizers import Optimizers
+from forge_plugins.common.syncs import reads_of_the_device
 from forge_plugins.cuda_graph import fitness
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
-from forge_plugins.cuda_graph.device_reads import reads_of_the_device
 from forge_plugins.cuda_graph.extent import Extent, step_optimizer
+from forge_plugins.cuda_graph.graph_cache import GraphCache
 from forge_plugins.cuda_graph.rates import Rates
-from forge_plugins.cuda_graph.shelf import Shelf
 from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 
 logger = logging.getLogger("forge")
@@ -104,9 +104,9 @@ class CudaGraph(forge.Plugin):
             raise RecipeError(f"cuda_graph.graphs is {self.config.graphs}; it must be at least 1.")
         self._forget()
 
-    def _forget(self) -> None:
+    def _forget(self, replayed: int = 0) -> None:
         """Reset the state of one run."""
-        self.replayed = 0
+        self.replayed = replayed
         "Updates that were replayed in the last run."
         self._off: str | None = None
         self._extent: Extent | None = None
@@ -124,7 +124,7 @@ class CudaGraph(forge.Plugin):
 
     def _drop(self) -> None:
         """Drop every graph and its memory; the next update is a warm-up again."""
-        self._shelves: dict[str | None, Shelf] = {}
+        self._caches: dict[str | None, GraphCache] = {}
         "By optimizer: each takes its own turn in an update."
         self._pool: Any = None
         self._fitness: fitness.Fitness | None = None
@@ -133,7 +133,7 @@ class CudaGraph(forge.Plugin):
 
     @property
     def _graphs(self) -> list[Captured]:
-        return [graph for shelf in self._shelves.values() for graph in shelf.graphs.values()]
+        return [graph for cache in self._caches.values() for graph in cache.graphs.values()]
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -180,12 +180,12 @@ class CudaGraph(forge.Plugin):
             window = GraphWindow(step, trainer.env.device)
         except Unsuitable as reason:
             return self._give_up(str(reason))
-        shelf = self._shelves.setdefault(step.name, Shelf(self.config.graphs))
-        graph = shelf.find(window.key)
+        cache = self._caches.setdefault(step.name, GraphCache(self.config.graphs))
+        graph = cache.find(window.key)
         if graph is not None:
             self._replay(graph, window, step)
             return True
-        return self._capture_or_not(step, window, shelf)
+        return self._capture_or_not(step, window, cache)
 
     def _prepare(self, trainer: forge.Run) -> fitness.Fitness:
         """Before the first update, and after graphs were dropped: look how much of an update can be captured."""
@@ -231,31 +231,27 @@ class CudaGraph(forge.Plugin):
             cudnn.benchmark = self._measured_before
         for group, options in self._options_before:
             group.update(options)
-        replayed = self.replayed
-        self._forget()
-        self.replayed = replayed
+        self._forget(self.replayed)
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def _capture_or_not(self, step: forge.Step, window: GraphWindow, shelf: Shelf) -> bool | None:
+    def _capture_or_not(self, step: forge.Step, window: GraphWindow, cache: GraphCache) -> bool | None:
         """Capture a window if one of its kind has run uncaptured before: by then everything is compiled, measured and
         allocated. The last warm-up is checked for reads of the device, which would break a capture."""
-        seen = shelf.count(window.key)
-        if shelf.warmed < self.config.warmup:
-            shelf.warmed += 1
-            if shelf.warmed < self.config.warmup:
-                return None
-            return self._look_for_reads(step)
-        if not seen or not shelf.has_room(window.key):
-            self._look_at_many(window, shelf)
+        seen = cache.count(window.key)
+        if cache.warmed < self.config.warmup:
+            cache.warmed += 1
+            return None if cache.warmed < self.config.warmup else self._look_for_reads(step)
+        if not seen or not cache.has_room(window.key):
+            self._look_at_many(window, cache)
             return None
         try:
-            graph = self._capture(step, window, shelf)
+            graph = self._capture(step, window, cache)
         except CaptureFailed as failure:
             if not self._graphs:
                 return self._give_up(str(failure), failure.__cause__)
             logger.warning("cuda_graph: windows of %s run uncaptured, because %s.", window, failure)
-            shelf.refused.add(window.key)
+            cache.refused.add(window.key)
             return None
         self._replay(graph, window, step)
         return True
@@ -277,7 +273,7 @@ class CudaGraph(forge.Plugin):
             self._narrow(Extent.GRADIENTS, f"it reads the device at {in_optimizer[0]}")
         return True
 
-    def _capture(self, step: forge.Step, window: GraphWindow, shelf: Shelf) -> Captured:
+    def _capture(self, step: forge.Step, window: GraphWindow, cache: GraphCache) -> Captured:
         assert self._fitness is not None
         assert self._extent is not None
         if step.name in self._rates:
@@ -285,14 +281,14 @@ class CudaGraph(forge.Plugin):
         self._means = step.trainer.means
         self._flush()
         is_first = not self._graphs
-        shelf.make_room(window.key)
+        cache.make_room(window.key)
         graph = Captured(step, window, self._extent, self._pool if self._graphs else None)
         self._fitness.remember(step.name)
         if is_first:
             logger.info("cuda_graph: the step is replayed from update %d on.", step.index)
             self._means.flush_with(self._flush)
         self._pool = graph.pool
-        shelf.put(window.key, graph)
+        cache.put(window.key, graph)
         return graph
 
     def _replay(self, graph: Captured, window: GraphWindow, step: forge.Step) -> None:
@@ -301,9 +297,12 @@ class CudaGraph(forge.Plugin):
         if graph.is_full:
             self._flush()
         self._number += 1
-        self.replayed += step.index != self._last_replayed
-        self._replays += step.index != self._last_replayed
-        self._last_replayed = step.index
+        is_first = step.index != self._last_replayed  # of several optimizers' graphs in an update
+        self.replayed, self._replays, self._last_replayed = (
+            self.replayed + is_first,
+            self._replays + is_first,
+            step.index,
+        )
         graph.replay(window, step, self._number)
 
     def _flush(self) -> None:
@@ -335,20 +334,20 @@ class CudaGraph(forge.Plugin):
         """Run every later update uncaptured, or raise if strict."""
         self._flush()
         self._off = reason
-        self._shelves, self._pool = {}, None
+        self._caches, self._pool = {}, None
         text = f"cuda_graph: updates run uncaptured, because {reason}."
         if self.config.strict:
             raise StackError(f"{text} Fix that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
         logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, text)
 
-    def _look_at_many(self, window: GraphWindow, shelf: Shelf) -> None:
+    def _look_at_many(self, window: GraphWindow, cache: GraphCache) -> None:
         """Warn once if windows have too many kinds for graphs; give up if no two are equal."""
-        if len(shelf.seen) <= 2 * self.config.graphs:
+        if len(cache.seen) <= 2 * self.config.graphs:
             return
-        if len(shelf.seen) > MOST and max(shelf.seen.values()) < 3:
+        if len(cache.seen) > MOST and max(cache.seen.values()) < 3:
             self._give_up("no two windows are equal: a plain number or string in a batch changes every time")
         elif not self._warned_of_many:
             self._warned_of_many = True
             text = "cuda_graph: windows come in %d kinds so far (the last: %s); %d of them get a graph, others run"
             text += " uncaptured. Pad batches to few lengths, and keep changing numbers and strings out of them."
-            logger.warning(text, len(shelf.seen), window, self.config.graphs)
+            logger.warning(text, len(cache.seen), window, self.config.graphs)

@@ -187,20 +187,15 @@ class CapturedMeans(Means):
         self._micro = 0
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
-        self._note("", {name: value}, None)
+        self.values.append((name, value, None))
 
     def add_all(self, prefix: str, metrics: Any, weight: int | Tensor) -> None:
-        self._note(prefix, metrics, self._micro)
+        self.values += [(prefix + name, value, self._micro) for name, value in metrics.items()]
         self._micro += 1
 
-    def _note(self, prefix: str, metrics: Any, micro: int | None) -> None:
-        for name, value in metrics.items():
-            self.values.append((prefix + name, value, micro))
-
     def latest(self, name: str, count: int) -> list[Tensor | float]:
-        return [value.detach() if isinstance(value, Tensor) else value for n, value, _ in self.values if n == name][
-            -count:
-        ]
+        found = [value for known, value, _ in self.values if known == name]
+        return [value.detach() if isinstance(value, Tensor) else value for value in found[-count:]]
 
 
 def _reason(error: BaseException) -> str:

@@ -21,9 +21,8 @@ class Extent(IntEnum):
     @property
     def rest(self) -> str:
         """What stays outside, in words."""
-        return (
-            "the optimizer's step runs" if self is Extent.GRADIENTS else "gradient hooks and the optimizer's step run"
-        )
+        hooks = "gradient hooks and the optimizer's step run"
+        return "the optimizer's step runs" if self is Extent.GRADIENTS else hooks
 
     def run(self, step: forge.Step) -> None:
         """Run what a graph holds."""

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Collect garbage now, and none until the end. Pinned memory that is freed during a capture, after use on the
-    capturing stream, leaves torch's host allocator with an event that it can never query: from then on every
-    allocation of pinned memory in the process fails."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Graph:
@@ -40,7 +24,11 @@ class Graph:
     def capture(self, body: Callable[[], None]) -> None:
         """Capture `body` without running it on the device; raise the error of `body` if it fails."""
         generator = torch.cuda.default_generators[self._device.index or 0]
-        before, failure = generator.get_state(), None
+        before, failure, collects = generator.get_state(), None, gc.isenabled()
+        # pinned memory that is freed during a capture, after use on its stream, leaves torch's host allocator with an
+        # event that it can never query: from then on every allocation of pinned memory in the process fails
+        gc.collect()
+        gc.disable()
         try:
             # other threads (a loader, a checkpoint writer) may keep using CUDA
             with torch.cuda.graph(self._graph, pool=self._wanted, capture_error_mode="thread_local"):
@@ -55,6 +43,9 @@ class Graph:
             afresh.set_state(before)
             generator.graphsafe_set_state(afresh.graphsafe_get_state())
             raise failure or error from None
+        finally:
+            if collects:
+                gc.enable()
 
     def replay(self) -> None:
         self._graph.replay()

@@ -13,10 +13,10 @@ import forge
 from forge.errors import ForgeError, RecipeError
 from forge_plugins.common.patterns import MANY, listed
 from forge_plugins.monitor import shapes
-from forge_plugins.monitor.alarms import Judge
+from forge_plugins.monitor.alarms import LIMITS, Judge
 from forge_plugins.monitor.modules import watchable
-from forge_plugins.monitor.parcel import Parcel
-from forge_plugins.monitor.turn import TurnStatistics
+from forge_plugins.monitor.packing import PackedCopy
+from forge_plugins.monitor.step_statistics import StepStatistics
 
 logger = logging.getLogger("forge")
 
@@ -101,7 +101,7 @@ class Monitor(forge.Plugin):
         self._set_intervals(None)
         if config.depth < 1:
             raise RecipeError(f"monitor.depth is {config.depth}; it must be at least 1.")
-        for name in ("vanishing", "exploding", "small", "dead", "saturated"):
+        for name in LIMITS:
             limit = getattr(config, name)
             if limit is not None and (limit <= 0 or (name != "exploding" and limit >= 1)):
                 allowed = "above 0" if name == "exploding" else "between 0 and 1"
@@ -121,9 +121,9 @@ class Monitor(forge.Plugin):
         self._judge: Judge | None = None
         self._shown = not self.config.shapes
         self._table: shapes.Shapes | None = None
-        self._look: TurnStatistics | None = None
-        self._looks: list[TurnStatistics] = []
-        self._sent: tuple[list[TurnStatistics], Parcel] | None = None
+        self._look: StepStatistics | None = None
+        self._looks: list[StepStatistics] = []
+        self._sent: tuple[list[StepStatistics], PackedCopy] | None = None
         self._warned_of_compiled = False
 
     def due(self, step: forge.Step) -> bool:
@@ -167,7 +167,7 @@ class Monitor(forge.Plugin):
             self._table.watch(self._modules(step.trainer))
         if count or draw:
             modules = self._modules(step.trainer) if self.config.activations else []
-            self._look = TurnStatistics(step, self.config, modules, count, draw)
+            self._look = StepStatistics(step, self.config, modules, count, draw)
 
     @forge.hookimpl
     def forge_inspect_grads(self) -> None:
@@ -182,7 +182,7 @@ class Monitor(forge.Plugin):
         if not self._looks:
             return
         looks, self._looks = self._looks, []
-        self._sent = looks, Parcel([look.pack() for look in looks], trainer.env.device)
+        self._sent = looks, PackedCopy([look.pack() for look in looks], trainer.env.device)
         if self._sent[1].here or trainer.progress.update == trainer.planned_updates:
             self._deliver(trainer)
 
@@ -190,10 +190,10 @@ class Monitor(forge.Plugin):
         """Publish the numbers that have arrived, and log alarms."""
         if self._sent is None:
             return
-        (looks, parcel), self._sent = self._sent, None
+        (looks, packed), self._sent = self._sent, None
         assert self._judge is not None
         metrics: dict[str, Any] = {}
-        for look, contents in zip(looks, parcel.open(), strict=True):
+        for look, contents in zip(looks, packed.open(), strict=True):
             found, alarms = look.read(contents, self._judge)
             metrics |= found
             for text in alarms if trainer.env.is_main else ():
@@ -230,7 +230,7 @@ class Monitor(forge.Plugin):
         assert self._judge is not None
         self._shown = state["shown"] or not self.config.shapes
         self._judge.reported = dict(state["told"])
-        self._sent, self._looks = None, []  # of an abandoned course
+        self._sent, self._looks = None, []  # of an abandoned attempt
 
     @forge.hookimpl(wrapper=True)
     def forge_export(self, trainer: forge.Run) -> Generator[None, Any, Any]:

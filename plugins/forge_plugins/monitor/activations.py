@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import forge
+from forge_plugins.common.tensors import tensors_in
 from forge_plugins.monitor.gradients import spread, widened
-from forge_plugins.monitor.histograms import packed
-from forge_plugins.monitor.modules import tensors_in
-from forge_plugins.monitor.parcel import Contents, stacked
+from forge_plugins.monitor.packing import Contents, histogram, stacked
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
 """Modules whose output is exactly 0 where they are inactive."""
@@ -107,7 +106,7 @@ class Activations:
         calls = self._calls.setdefault(name, _Calls())
         self._follow(module)
         if self._draw and calls.histogram is None:
-            calls.histogram = packed(values)
+            calls.histogram = histogram(values)
         if not self._count:
             return
         wide = widened(values)

@@ -9,18 +9,17 @@ in a row, and one about the size of gradients a layer that hardly moves, or a lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from statistics import median
-from typing import Protocol
+from statistics import fmean, median, variance
+from typing import Any
 
 from torch import nn
 
 from forge_plugins.common.patterns import listed
 from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
-from forge_plugins.monitor.loss import FEWEST, falls
 
 SETTLED = 10
 """Updates before the first judgement: layers initialised at 0 pass nothing on at first."""
@@ -38,18 +37,14 @@ NEEDED = {"leaping": 1, "missing": 5}
 """Alarms that need another number of looks."""
 GROWS = 1.5
 """A size grows whose second half is larger than its first by more than this factor."""
+FALLS = 0.03
+"""A loss falls whose second half is lower than its first by this share."""
+FEWEST = 6
+"""Looks that a trend needs."""
+SURE = 2.0
+"""Standard errors by which the noise of single windows is ruled out."""
 WORST = 30.0
 """Upper bound of an alarm's severity, in powers of ten."""
-
-
-class Limits(Protocol):
-    """The limits among monitor's options."""
-
-    vanishing: float | None
-    exploding: float | None
-    small: float | None
-    dead: float | None
-    saturated: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +59,8 @@ class Alarm:
     "The reference value, if it is the same for all layers."
 
 
+LIMITS = ("vanishing", "exploding", "small", "dead", "saturated")
+"""Options of monitor that limit something."""
 TEXTS = {
     "nothing": (
         "every gradient is exactly 0, so nothing is learned. That is right only where the loss cannot get any "
@@ -108,7 +105,7 @@ TEXTS = {
 
 
 @dataclass(slots=True)
-class Course:
+class Trend:
     """What one optimizer's looks have shown so far."""
 
     losses: list[float] = field(default_factory=list)
@@ -120,11 +117,6 @@ class Course:
     "Parameters that had none at some look."
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
     "By alarm: looks in a row at which it was so."
-
-    @property
-    def falls(self) -> bool | None:
-        """Whether the loss falls; None while that cannot be said."""
-        return falls(self.losses)
 
     def add(self, readings: Readings, loss: float | None) -> None:
         if loss is not None and math.isfinite(loss):
@@ -151,11 +143,11 @@ class Course:
 class Judge:
     """Finds alarms, and reports each once; again only when it has become ten times worse."""
 
-    def __init__(self, limits: Limits, task: nn.Module, reported: Mapping[str, float] | None = None):
+    def __init__(self, limits: Any, task: nn.Module, reported: Mapping[str, float] | None = None):
         self._limits, self._task = limits, task
         self.reported: dict[str, float] = dict(reported or {})
         "Reported alarms, with their severity."
-        self._courses: dict[str, Course] = {}
+        self._trends: dict[str, Trend] = {}
 
     def say(
         self,
@@ -166,23 +158,24 @@ class Judge:
         turn: str = "",
     ) -> list[str]:
         """Return new alarms of one optimizer's turn, one message for each kind."""
-        course = self.meet(readings, turn)
-        course.add(readings, loss)
-        lasting = course.lasting(list(self._find(readings, activations, samples, course)))
+        trend = self.meet(readings, turn)
+        trend.add(readings, loss)
+        lasting = trend.lasting(list(self._find(readings, activations, samples, trend)))
         fresh = [alarm for alarm in lasting if self._is_news(alarm)]
+        numbers = {name: getattr(self._limits, name) or math.nan for name in LIMITS}
         said: list[str] = []
         for kind, group in groupby(fresh, key=lambda alarm: alarm.kind):
             alarms = list(group)
             layers = listed([self._named(alarm) for alarm in alarms])
-            said.append(TEXTS[kind].format(layers=layers, beside=alarms[0].beside, **self._numbers()))
+            said.append(TEXTS[kind].format(layers=layers, beside=alarms[0].beside, **numbers))
         return said
 
-    def meet(self, readings: Readings, turn: str = "") -> Course:
+    def meet(self, readings: Readings, turn: str = "") -> Trend:
         """Note which parameters have a gradient, also where nothing is judged yet."""
-        course = self._courses.setdefault(turn, Course())
-        course.reached |= readings.grad_norm.keys()
-        course.absent |= set(readings.missing)
-        return course
+        trend = self._trends.setdefault(turn, Trend())
+        trend.reached |= readings.grad_norm.keys()
+        trend.absent |= set(readings.missing)
+        return trend
 
     def _is_news(self, alarm: Alarm) -> bool:
         key = f"{alarm.kind} {alarm.layer}"
@@ -200,45 +193,44 @@ class Judge:
         said = ", ".join(filter(None, [kind, alarm.detail]))
         return f"{alarm.layer} ({said})" if said else alarm.layer
 
-    def _numbers(self) -> dict[str, float]:
-        limits = self._limits
-        found = {name: getattr(limits, name) for name in ("vanishing", "exploding", "small", "dead", "saturated")}
-        return {name: math.nan if value is None else value for name, value in found.items()}
-
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def _find(
-        self, readings: Readings, activations: Mapping[str, Activation], samples: int, course: Course
+        self, readings: Readings, activations: Mapping[str, Activation], samples: int, trend: Trend
     ) -> Iterator[Alarm]:
         norms = readings.layers("grad_norm")
         if not all(math.isfinite(norm) for norm in norms.values()):
             return  # not about single layers; guard reports it
-        yield from (Alarm("missing", name) for name in course.never_reached(readings.missing))
+        yield from (Alarm("missing", name) for name in trend.never_reached(readings.missing))
         if norms and not any(norms.values()):
-            if not course.falls:
+            if not falls(trend.losses):
                 yield Alarm("nothing", "")
             return
         ratios = readings.layer_ratios()
-        vanishing = list(self._vanishing(norms, ratios, course))
+        vanishing = list(self._vanishing(norms, ratios, trend))
         yield from vanishing
-        yield from self._exploding(norms, readings.layers("norm_before"), ratios, course)
-        yield from () if vanishing else self._small(course)
-        yield from self._leaping(ratios)
+        yield from self._exploding(norms, readings.layers("norm_before"), ratios, trend)
+        yield from () if vanishing else self._small(trend)
+        for layer, ratio in ratios.items() if self._limits.exploding is not None else ():
+            if ratio > 1:
+                yield Alarm("leaping", layer, f"by {ratio:.2g} times", math.log10(ratio))
         dead = list(self._dead(activations))
-        yield from dead or (self._unreached(readings.dead_units) if samples >= EVIDENCE else ())
+        yield from dead
+        for layer, share in readings.dead_units.items() if not dead and samples >= EVIDENCE else ():
+            yield from self._share("unreached", layer, share, self._limits.dead)
         yield from self._saturated(activations)
 
-    def _vanishing(self, norms: Mapping[str, float], ratios: Mapping[str, float], course: Course) -> Iterator[Alarm]:
+    def _vanishing(self, norms: Mapping[str, float], ratios: Mapping[str, float], trend: Trend) -> Iterator[Alarm]:
         limit, largest = self._limits.vanishing, max(norms.values(), default=0.0)
         if limit is None:
             return
         for layer, norm in norms.items():
-            if norm < limit * largest and (course.falls is False or ratios.get(layer, math.inf) < STILL):
+            if norm < limit * largest and (falls(trend.losses) is False or ratios.get(layer, math.inf) < STILL):
                 worse_by = _decades(limit, norm / largest)
                 yield Alarm("vanishing", layer, f"norm {norm:.1e}", worse_by, f"the largest layer has {largest:.1e}")
 
     def _exploding(
-        self, norms: Mapping[str, float], weights: Mapping[str, float], ratios: Mapping[str, float], course: Course
+        self, norms: Mapping[str, float], weights: Mapping[str, float], ratios: Mapping[str, float], trend: Trend
     ) -> Iterator[Alarm]:
         limit = self._limits.exploding
         if limit is None:
@@ -247,7 +239,7 @@ class Judge:
         beside = f"the median layer has {usual:.1e}"
         shares = [norm / weights[layer] for layer, norm in norms.items() if norm and weights.get(layer)]
         largest = ABSURD if not shares or median(shares) < HUGE else HUGE
-        harmful = course.falls is False or any(ratio < STILL for ratio in ratios.values())
+        harmful = falls(trend.losses) is False or any(ratio < STILL for ratio in ratios.values())
         for layer, norm in norms.items():
             size = weights.get(layer, 0.0)
             detail = f"norm {norm:.1e}, weights {size:.1e}"
@@ -257,30 +249,20 @@ class Judge:
             elif size and norm > largest * size:
                 yield Alarm("exploding", layer, detail, _decades(norm / size, largest), beside)
 
-    def _small(self, course: Course) -> Iterator[Alarm]:
+    def _small(self, trend: Trend) -> Iterator[Alarm]:
         """Updates that were too small at every look, do not grow (a warm-up does), and lower no loss."""
-        limit, ratios = self._limits.small, course.ratios
+        limit, ratios = self._limits.small, trend.ratios
         half = len(ratios) // 2
-        if limit is None or course.falls or len(course.losses) < FEWEST or max(ratios, default=limit) >= limit:
+        if limit is None or falls(trend.losses) or len(trend.losses) < FEWEST or max(ratios, default=limit) >= limit:
             return
         if sum(ratios[-half:]) <= GROWS * sum(ratios[:half]):
             detail = f"{max(ratios):.1e} of its weights at most"
             yield Alarm("small", "the median layer", detail, _decades(limit, max(ratios)))
 
-    def _leaping(self, ratios: Mapping[str, float]) -> Iterator[Alarm]:
-        for layer, ratio in ratios.items():
-            if self._limits.exploding is not None and ratio > 1:
-                yield Alarm("leaping", layer, f"by {ratio:.2g} times", math.log10(ratio))
-
     def _dead(self, activations: Mapping[str, Activation]) -> Iterator[Alarm]:
         for name, seen in activations.items():
-            enough = seen.evidence >= EVIDENCE and isinstance(self._task.get_submodule(name), RECTIFIERS)
-            if enough:
+            if seen.evidence >= EVIDENCE and isinstance(self._task.get_submodule(name), RECTIFIERS):
                 yield from self._share("dead", name, seen.dead, self._limits.dead)
-
-    def _unreached(self, shares: Mapping[str, float]) -> Iterator[Alarm]:
-        for layer, share in shares.items():
-            yield from self._share("unreached", layer, share, self._limits.dead)
 
     def _saturated(self, activations: Mapping[str, Activation]) -> Iterator[Alarm]:
         names = list(activations)
@@ -306,3 +288,13 @@ def _are_siblings(name: str, other: str) -> bool:
 def _decades(more: float, less: float) -> float:
     """Return log10(more / less), at most WORST."""
     return min(math.log10(more / less), WORST) if less > 0 else WORST
+
+
+def falls(losses: Sequence[float]) -> bool | None:
+    """Return whether a loss falls over its looks; None if they are too few, or too noisy, to say."""
+    first, second = losses[: len(losses) // 2], losses[len(losses) // 2 :]
+    if len(losses) < FEWEST:
+        return None
+    fall = fmean(first) - fmean(second) - FALLS * abs(fmean(first))
+    noise = SURE * math.sqrt(variance(first) / len(first) + variance(second) / len(second))
+    return fall > 0 if abs(fall) >= noise else None

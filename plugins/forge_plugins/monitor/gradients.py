@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import forge
 from forge_plugins.common.finite import values_of
-from forge_plugins.monitor.histograms import packed
 from forge_plugins.monitor.modules import layer_of
-from forge_plugins.monitor.parcel import Contents, stacked
+from forge_plugins.monitor.packing import Contents, histogram, stacked
 
 Numbers = dict[str, float]
 """By the name of a parameter or of a layer; "" is all of them together."""
@@ -64,7 +63,7 @@ class Parameters:
             self.pack["grad_spread"] = stacked((x for g in gradients.values() for x in spread(g)), self._device)
             self._see_units(gradients)
         if self._draw:
-            self.pack |= {f"histogram/gradient/{name}": packed(gradient) for name, gradient in gradients.items()}
+            self.pack |= {f"histogram/gradient/{name}": histogram(gradient) for name, gradient in gradients.items()}
 
     @torch.no_grad()
     def after_step(self, updated: bool) -> None:
@@ -79,7 +78,7 @@ class Parameters:
             self.pack["change"] = self._norms(self._before)
         self._before = []
         if self._draw:
-            self.pack |= {f"histogram/weight/{n}": packed(w) for (n, _), w in zip(self._named, now, strict=True)}
+            self.pack |= {f"histogram/weight/{n}": histogram(w) for (n, _), w in zip(self._named, now, strict=True)}
 
     def _norms(self, tensors: Iterable[Tensor]) -> Tensor:
         return stacked(norms(list(tensors)), self._device)

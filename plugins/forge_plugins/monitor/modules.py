@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]]:
@@ -29,7 +27,9 @@ def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Mod
                 return [], [""]
             compiled.append(name)
             closed.append(name)
-        elif isinstance(module, torch.jit.ScriptModule) or _has_fast_path(module):
+        elif isinstance(module, torch.jit.ScriptModule) or (
+            isinstance(module, nn.TransformerEncoderLayer) and not module.training  # it has a fast path
+        ):
             closed.append(name)
         else:
             found.append((name, module))
@@ -41,23 +41,8 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def _has_fast_path(module: nn.Module) -> bool:
-    return isinstance(module, nn.TransformerEncoderLayer) and not module.training
-
-
 @functools.cache
 def layer_of(parameter: str) -> str:
     """Return the module of a parameter; for a parameter of the task itself, its own name."""
     layer, parametrized, _ = parameter.partition(".parametrizations.")
     return layer if parametrized else parameter.rpartition(".")[0] or parameter
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a module's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for item in output:
-            yield from tensors_in(item)
-    elif isinstance(output, dict):
-        yield from tensors_in(list(output.values()))

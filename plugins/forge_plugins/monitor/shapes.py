@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 import forge
 from forge.util.text import format_bytes
-from forge_plugins.monitor.modules import tensors_in
+from forge_plugins.common.tables import aligned, piped
+from forge_plugins.common.tensors import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
 LONGEST = 8
@@ -146,24 +144,13 @@ def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
 
 def as_text(row: ModuleRow, ending: str) -> str:
     """Return the table for a terminal or a file."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True, justify="left" if column in COLUMNS[:3] else "right")
-    for cells in lines(row):
-        table.add_row(*cells)
-    stream = StringIO()
-    Console(file=stream, width=200, color_system=None, highlight=False).print(table)
-    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
-    return f"{text}\n{ending}"
+    return "\n".join([*aligned([COLUMNS, *lines(row)], texts=3), ending])
 
 
 def as_markdown(row: ModuleRow, ending: str) -> str:
     """Return the table as Markdown, for TensorBoard."""
-    rows = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|---:|---:|---:|"]
-    for name, *rest in lines(row):
-        indent = len(name) - len(name.lstrip())
-        rows.append(f"| {'&nbsp;' * 2 * indent}{name.strip()} | {' | '.join(rest)} |")
-    return "\n".join([*rows, "", ending])
+    rows = [(name.replace("  ", "&nbsp;" * 4), *rest) for name, *rest in lines(row)]
+    return "\n".join([*piped([COLUMNS, *rows], texts=3), "", ending])
 
 
 def ending(row: ModuleRow, activations: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,19 @@ from forge_plugins.profiler.recording_report import Report
 from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, range_name
 
 logger = logging.getLogger("forge")
+
+
+def in_range(hook: str, name: str) -> Any:
+    """Return a wrapper of a hook that opens a range, where ranges are opened."""
+
+    def wrapper(self: Profiler) -> Generator[None, Any, Any]:
+        if not self._active and not self._marks:
+            return (yield)
+        with self._open(name):
+            return (yield)
+
+    wrapper.__code__ = wrapper.__code__.replace(co_name=hook)  # an error is attributed to a hook by its code
+    return forge.hookimpl(wrapper=True)(wrapper)
 
 
 class Profiler(forge.Plugin):
@@ -101,16 +114,15 @@ class Profiler(forge.Plugin):
                 raise RecipeError(f"profiler.{name} is {value}; it must be at least {least}{why}.")
         if self.config.nvtx:
             self.conflicts = {"ledger": "Both replace the implementations of hooks: run them one after the other."}
-        self.reports: list[Report] = []
-        "The reports of the last run."
         self._marks = False
         "Whether NVTX ranges are opened."
         self._hook_ranges: nvtx.HookRanges | None = None
         self._forget()
 
-    def _forget(self) -> None:
+    def _forget(self, reports: Sequence[Report] = ()) -> None:
         """Reset the state of one run."""
-        self.reports = []
+        self.reports = list(reports)
+        "The reports of the last run."
         self._cycles, self._passed = 0, 0
         self._ends: list[float] = []
         "End times of the updates in this cycle's wait."
@@ -169,40 +181,11 @@ class Profiler(forge.Plugin):
         with self._open(range_name(step.index, step.name)):
             return (yield)
 
-    @forge.hookimpl(wrapper=True)
-    def forge_prepare_batch(self) -> Generator[None, Any, Any]:
-        if not self._active and not self._marks:
-            return (yield)
-        with self._open(TRANSFER):
-            return (yield)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_forward(self) -> Generator[None, Any, Any]:
-        if not self._active and not self._marks:
-            return (yield)
-        with self._open(FORWARD):
-            return (yield)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_backward(self) -> Generator[None, Any, Any]:
-        if not self._active and not self._marks:
-            return (yield)
-        with self._open(BACKWARD):
-            return (yield)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_optimizer_step(self) -> Generator[None, Any, Any]:
-        if not self._active and not self._marks:
-            return (yield)
-        with self._open(STEP):
-            return (yield)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_evaluate(self) -> Generator[None, Any, Any]:
-        if not self._active and not self._marks:
-            return (yield)
-        with self._open(EVALUATION):
-            return (yield)
+    forge_prepare_batch = in_range("forge_prepare_batch", TRANSFER)
+    forge_forward = in_range("forge_forward", FORWARD)
+    forge_backward = in_range("forge_backward", BACKWARD)
+    forge_optimizer_step = in_range("forge_optimizer_step", STEP)
+    forge_evaluate = in_range("forge_evaluate", EVALUATION)
 
     def _end_data(self) -> None:
         if self._data is not None:
@@ -229,41 +212,29 @@ class Profiler(forge.Plugin):
                 self._finish(trainer, publish=True)
             else:
                 self._recording.next()
-        elif self._passed == config.wait + config.warmup:
-            self._record(trainer)
-        elif self._passed == config.wait:
-            self._warm_up(trainer)
+        elif self._passed in (config.wait, config.wait + config.warmup):
+            self._begin(trainer, records=self._passed == config.wait + config.warmup)
         elif self._recording is not None:
             self._recording.next()
 
-    def _warm_up(self, trainer: forge.Run) -> None:
-        if self._may_begin():
-            self._recording = self._new_recording(trainer)
-            self._recording.warm_up(trainer.progress.update)
-
-    def _record(self, trainer: forge.Run) -> None:
-        if not self._may_begin():
-            return
-        if self.config.memory and self._history is not None:
-            self._history.keep(memory.WINDOW)
-        trainer.env.synchronize()  # finish the work of earlier updates first
-        self._recording = self._recording or self._new_recording(trainer)
-        self._recording.record(trainer.progress.update)
-        self._active = True
-
-    def _new_recording(self, trainer: forge.Run) -> Recording:
-        config = self.config
-        return Recording(
-            trainer.env.device,
-            shapes=config.record_shapes,
-            stacks=config.with_stack,
-            memory=config.profile_memory or config.memory,
-        )
-
-    def _may_begin(self) -> bool:
+    def _begin(self, trainer: forge.Run, records: bool) -> None:
+        """Start torch's profiler, or let it record from now on."""
         if another_one():
             self._give_up("another torch profiler is recording in this process, and torch allows only one.")
-        return self._cycles > 0
+            return
+        config, update = self.config, trainer.progress.update
+        if self._recording is None:
+            options = {"record_shapes": config.record_shapes, "with_stack": config.with_stack}
+            profile_memory = config.profile_memory or config.memory
+            self._recording = Recording(trainer.env.device, profile_memory=profile_memory, **options)
+        if not records:
+            self._recording.start(update)
+            return
+        if config.memory and self._history is not None:
+            self._history.keep(memory.WINDOW)
+        trainer.env.synchronize()  # finish the work of earlier updates first
+        self._recording.record(update)
+        self._active = True
 
     def _give_up(self, why: str) -> None:
         self._recording, self._active, self._cycles = None, False, 0
@@ -316,19 +287,13 @@ class Profiler(forge.Plugin):
         finally:
             self._unmark(trainer)
             if self._cycles == self.config.repeat > 0 and not self._failed:
-                logger.warning(
-                    "profiler: nothing was recorded: the run had %d updates, and profiler.wait=%d with "
-                    "profiler.warmup=%d skips the first %d. Set profiler.wait=1 profiler.warmup=0, or train longer.",
-                    self._passed,
-                    self.config.wait,
-                    self.config.warmup,
-                    self.config.wait + self.config.warmup,
-                )
-            history, reports = self._history, self.reports
-            self._forget()
-            self.reports = reports
-            if history is not None:
-                history.drop()
+                wait, warmup = self.config.wait, self.config.warmup
+                text = "profiler: nothing was recorded: the run had %d updates, and profiler.wait=%d with "
+                text += "profiler.warmup=%d skips the first %d. Set profiler.wait=1 profiler.warmup=0, or train longer."
+                logger.warning(text, self._passed, wait, warmup, wait + warmup)
+            if self._history is not None:
+                self._history.drop()
+            self._forget(self.reports)
 
     def _unmark(self, trainer: forge.Run) -> None:
         """Open no more NVTX ranges."""

@@ -7,8 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from forge_plugins.profiler.intervals import Interval, covers, length, minus, union
-from forge_plugins.profiler.spans import Span
+from forge_plugins.profiler.intervals import Interval, Span, covers, length, minus, times_of, union
 
 KINDS = {
     "all_reduce": "allreduce",
@@ -81,7 +80,7 @@ def communication(
         return NONE
 
     def of(kind: str, spans: list[Span]) -> Collectives:
-        at_work = minus(union((span.start, span.end) for span in spans), holes)
+        at_work = minus(times_of(spans), holes)
         return Collectives(kind, len(spans), length(at_work), length(minus(at_work, computing)))
 
     by_kind: dict[str, list[Span]] = {}

@@ -1,11 +1,32 @@
-"""Intervals of time: sorted, disjoint lists of (start, end)."""
+"""Times in a trace: its events, and sorted, disjoint lists of intervals (start, end)."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 Interval = tuple[float, float]
+
+
+@dataclass(slots=True)
+class Span:
+    """One event of the trace."""
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    thread: tuple[Any, Any]
+    id: int = 0
+    "The number of an operator; of a kernel or a wait, that of the operator it belongs to."
+    correlation: int = 0
+    parent: Span | None = None
+    own: float = 0.0
+    bytes: int = 0
+    total: int = 0
+    device: tuple[int, int] = (0, 0)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -48,3 +69,8 @@ def covers(intervals: list[Interval], moment: float) -> bool:
     """Whether a moment is in one of the intervals."""
     at = bisect_right(intervals, (moment, float("inf"))) - 1
     return at >= 0 and moment < intervals[at][1]
+
+
+def times_of(spans: Iterable[Span]) -> list[Interval]:
+    """Return when at least one of these events ran."""
+    return union((span.start, span.end) for span in spans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def parts(trainer: forge.Run) -> dict[str, int]:
 
 
 @dataclass(slots=True)
-class Held:
+class MemoryHolder:
     """Memory in use that was allocated by one line of the user's program."""
 
     where: str
@@ -83,14 +84,14 @@ class Held:
     blocks: int = 0
 
 
-def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held]:
+def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[MemoryHolder]:
     """Return the lines that hold the most memory, from torch's snapshot; blocks without a line are separate."""
-    held: dict[str, Held] = {}
+    held: dict[str, MemoryHolder] = {}
     for block in (block for segment in segments for block in segment["blocks"]):
         if block["state"] != "active_allocated":
             continue
         where = line_of(block.get("frames") or ()) or f"a block of {format_bytes(block['size'])}"
-        entry = held.setdefault(where, Held(where))
+        entry = held.setdefault(where, MemoryHolder(where))
         entry.bytes += block["size"]
         entry.blocks += 1
     return sorted(held.values(), key=lambda entry: -entry.bytes)[:count]
@@ -111,8 +112,7 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
 
 def usage(trainer: forge.Run) -> str:
     """Return the report of memory when it ran out, as text."""
-    device = trainer.env.device
-    found = parts(trainer)
+    device, found, wasted = trainer.env.device, parts(trainer), 0.0
     where = f"update {trainer.progress.update}, epoch {trainer.progress.epoch}"
     lines = [f"Memory of {device} when it ran out ({where}):"]
     lines += [f"  {name:<26}{format_bytes(count):>10}" for name, count in found.items()]
@@ -123,19 +123,13 @@ def usage(trainer: forge.Run) -> str:
             f"  {format_bytes(allocated)} in use, {format_bytes(reserved)} held by torch; "
             f"{format_bytes(free)} free of {format_bytes(total)}."
         )
-        holders = _holders()
+        holders: list[MemoryHolder] = []
+        with suppress(Exception):  # it needs memory itself; report the rest without it
+            holders = largest(torch.cuda.memory_snapshot(), 6)
         lines += ["The largest parts of it, and the lines that asked for them:"] if holders else []
         lines += [f"  {format_bytes(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
         wasted = (reserved - allocated) / max(reserved, 1)
-        return "\n".join([*lines, *levers(found, trainer, wasted)])
-    return "\n".join([*lines, *levers(found, trainer)])
-
-
-def _holders() -> list[Held]:
-    try:
-        return largest(torch.cuda.memory_snapshot(), 6)
-    except Exception:  # it needs memory itself; report the rest without it
-        return []
+    return "\n".join([*lines, *levers(found, trainer, wasted)])
 
 
 def levers(found: Mapping[str, int], trainer: forge.Run, wasted: float = 0.0) -> list[str]:

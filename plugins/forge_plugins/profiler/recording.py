@@ -21,7 +21,7 @@ class Recording:
     """One cycle. torch allows a single profiler at a time, and starting a second would silently end the first: check
     `another_one()` before."""
 
-    def __init__(self, device: torch.device, *, shapes: bool, stacks: bool, memory: bool):
+    def __init__(self, device: torch.device, **options: Any):
         self.updates = 0
         "Updates recorded so far."
         self.first = 0
@@ -30,14 +30,9 @@ class Recording:
         "Seconds that each update waited for its data."
         self.ran = 0.0
         "CPU seconds of this thread during the recording."
-        self._device = device
-        self._options: dict[str, Any] = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory}
+        self._device, self._options = device, options
         self._records = self._runs = False
         self._ran_before = time.thread_time()
-
-    def warm_up(self, update: int) -> None:
-        """Start the profiler without recording; `update` is the next one."""
-        self._start(update)
 
     def record(self, update: int) -> None:
         """Record from now on, beginning with this update."""
@@ -45,7 +40,7 @@ class Recording:
         if self._runs:
             self._profile.step()
         else:
-            self._start(update)
+            self.start(update)
         self._ran_before = time.thread_time()
 
     def next(self) -> None:
@@ -66,15 +61,17 @@ class Recording:
             self._profile.export_chrome_trace(str(file))
         return json.loads(file.read_bytes())
 
-    def _start(self, update: int) -> None:
+    def start(self, update: int) -> None:
+        """Start the profiler, to warm up if it does not record yet; `update` is the next one."""
+
+        def action(step: int) -> ProfilerAction:
+            return ProfilerAction.RECORD if self._records else ProfilerAction.WARMUP
+
         with _quiet(self._device):
-            self._profile = profile(activities=activities(self._device), schedule=self._action, **self._options)
+            self._profile = profile(activities=activities(self._device), schedule=action, **self._options)
             self._profile.step_num = update  # a ProfilerStep gets the number of its update
             self._profile.__enter__()
         self._runs = True
-
-    def _action(self, step: int) -> ProfilerAction:
-        return ProfilerAction.RECORD if self._records else ProfilerAction.WARMUP
 
 
 def another_one() -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from forge.util.text import format_bytes
+from forge_plugins.common.tables import Rows, aligned, piped
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
 from forge_plugins.profiler.verdict import Measured, Verdict, duration
 
@@ -18,15 +19,6 @@ LABELS = {
 LONGEST = 60
 TO_OPEN = "To look at a trace, open its file at https://ui.perfetto.dev: nothing is uploaded."
 NO_VERDICT = "No verdict: torch's profiler does not record the device {}."
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """Rows under a heading; the first column is text, the others are numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +53,10 @@ class Report:
         else:
             lines += [f"  {NO_VERDICT.format(self.device)}", ""]
         for table in (self.phases(), *self.collectives(), self.main_operators()):
-            lines += [*_aligned(table), ""]
+            lines += [*(f"  {line}" for line in aligned(table)), ""]
         if self.peak is not None:
-            lines += [*_aligned(self.allocators()), f"  At most {format_bytes(self.peak)} were in use.", ""]
+            lines += [f"  {line}" for line in aligned(self.allocators())]
+            lines += [f"  At most {format_bytes(self.peak)} were in use.", ""]
         lines += [f"  {line}" for line in self.files]
         return "\n".join(lines).rstrip()
 
@@ -76,7 +69,7 @@ class Report:
         else:
             lines += [NO_VERDICT.format(self.device), ""]
         for table in self.tables():
-            lines += [*_piped(table), ""]
+            lines += [*piped(table), ""]
         if self.peak is not None:
             lines += [f"At most {format_bytes(self.peak)} were in use.", ""]
         lines += [f"- {line}" for line in self.files]
@@ -85,19 +78,19 @@ class Report:
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
-    def tables(self) -> list[ReportTable]:
+    def tables(self) -> list[Rows]:
         """Return all tables."""
         tables = [self.phases(), *self.collectives(), self.operators("cpu")]
         if self.trace.kernels:
             tables += [self.operators("device"), self.kernels()]
         return tables if self.peak is None else [*tables, self.allocators()]
 
-    def main_operators(self) -> ReportTable:
+    def main_operators(self) -> Rows:
         """Return operators by the time that matters for the verdict."""
         on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
         return self.operators("device" if on_device else "cpu")
 
-    def phases(self) -> ReportTable:
+    def phases(self) -> Rows:
         """Return the host's time of an update by phase."""
         phases = self.trace.phases
         total = sum(seconds for name, seconds in phases.items() if name != EVALUATION) or 1.0
@@ -110,9 +103,9 @@ class Report:
             for name in PHASES
             if phases[name] > 0.0005 * total
         ]
-        return ReportTable("an update, on the host", ("", "time", "share"), rows)
+        return [("an update, on the host", "time", "share"), *rows]
 
-    def collectives(self) -> list[ReportTable]:
+    def collectives(self) -> list[Rows]:
         """Return a table of the time in collectives by kind; none if there were none."""
         found = self.trace.communication
         if not found.kinds:
@@ -121,10 +114,10 @@ class Report:
             (each.kind, f"{each.calls / self.updates:.4g}", *self._timed((each.seconds, each.exposed, each.overlapped)))
             for each in ([*found.kinds, found.all] if len(found.kinds) > 1 else found.kinds)
         ]
-        columns = ("", "calls", "time", "share", "exposed", "share", "overlapped", "share")
-        return [ReportTable("collectives of an update", columns, rows)]
+        columns = ("calls", "time", "share", "exposed", "share", "overlapped", "share")
+        return [[("collectives of an update", *columns), *rows]]
 
-    def operators(self, by: str) -> ReportTable:
+    def operators(self, by: str) -> Rows:
         """Return the operators with the most own time, on host or device."""
         found = _top(self.trace.operators, lambda o: o.device if by == "device" else o.cpu, self.top)
         columns, seconds = ["calls", "self CPU", "share"], [lambda o: o.cpu]
@@ -136,19 +129,19 @@ class Report:
             for o in found
         ]
         where = "CUDA" if by == "device" else "CPU"
-        return ReportTable(f"operators of an update, by self {where} time", ("", *columns), rows)
+        return [(f"operators of an update, by self {where} time", *columns), *rows]
 
-    def kernels(self) -> ReportTable:
+    def kernels(self) -> Rows:
         """Return the kernels with the most time on the device."""
         found = _top(self.trace.kernels, lambda kernel: kernel.device, self.top)
         rows = [(_short(k.name), f"{k.calls / self.updates:.4g}", *self._timed([k.device])) for k in found]
-        return ReportTable("kernels of an update", ("", "runs", "time", "share"), rows)
+        return [("kernels of an update", "runs", "time", "share"), *rows]
 
-    def allocators(self) -> ReportTable:
+    def allocators(self) -> Rows:
         """Return the operators that allocate the most memory."""
         found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
         rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", format_bytes(o.memory / self.updates)) for o in found]
-        return ReportTable("operators of an update, by memory taken", ("", "calls", "taken"), rows)
+        return [("operators of an update, by memory taken", "calls", "taken"), *rows]
 
     def _timed(self, seconds: Any) -> list[str]:
         window = self.trace.window or 1.0
@@ -201,16 +194,3 @@ def _top(found: list[Operator], key: Callable[[Operator], float], count: int | N
 def _short(name: str) -> str:
     """Shorten a name; those of kernels can be very long."""
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
-
-
-def _aligned(table: ReportTable) -> list[str]:
-    cells: Sequence[Sequence[str]] = [(table.title, *table.columns[1:]), *table.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
-    lines = ((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in cells)
-    return [f"  {'  '.join(line)}" for line in lines]
-
-
-def _piped(table: ReportTable) -> list[str]:
-    escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in table.rows]
-    heading = f"| {table.title} | {' | '.join(table.columns[1:])} |"
-    return [heading, "|---|" + "---:|" * (len(table.columns) - 1), *(f"| {' | '.join(row)} |" for row in escaped)]

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,15 +28,9 @@ logger = logging.getLogger("forge")
 KINDS = {".json": "trace", ".pickle": "memory snapshot, for https://pytorch.org/memory_viz", ".svg": "memory timeline"}
 
 
-class ResultOptions(Protocol):
-    """The options of the profiler that concern results."""
-
-    memory: bool
-    top: int
-
-
-def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: ResultOptions) -> Report:
-    """Write the trace and its files, and return the report. `unrecorded`: seconds of an update without recording."""
+def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: Any) -> Report:
+    """Write the trace and its files, and return the report. `unrecorded`: seconds of an update without recording;
+    `wanted`: the options of the profiler."""
     device = trainer.env.device
     with _folder(trainer) as folder:
         stem = f"rank{trainer.env.rank}.{recording.first}"  # WORKER.NUMBER is how TensorBoard reads such names

@@ -22,8 +22,7 @@ from forge_plugins.profiler.communication import (
     computing_on_host,
     is_collective,
 )
-from forge_plugins.profiler.intervals import Interval, covers, length, minus, union
-from forge_plugins.profiler.spans import Span
+from forge_plugins.profiler.intervals import Interval, Span, covers, length, minus, times_of, union
 
 DATA, TRANSFER, FORWARD, BACKWARD, STEP, EVALUATION = "data", "transfer", "forward", "backward", "step", "evaluation"
 UPDATE, BETWEEN = "update", "between"
@@ -119,8 +118,8 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
             starts.setdefault(int(match[1]), span.start)
     seen = [(span.start, span.end) for name, span in phases if name == DATA]
     waited = [(at - data_waits.get(update, 0.0), at) for update, at in starts.items()]
-    updates = union((span.start, span.end) for name, span in phases if name == UPDATE)
-    evaluations = union((span.start, span.end) for name, span in phases if name == EVALUATION)
+    updates = times_of(span for name, span in phases if name == UPDATE)
+    evaluations = times_of(span for name, span in phases if name == EVALUATION)
     data = minus(minus(minus(union([*seen, *waited]), updates), evaluations), [(float("-inf"), begin)])
     window = minus([(begin, end)], evaluations)
 
@@ -135,7 +134,7 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
     computing = computing if trace.kernels else computing_on_host(host)
     trace.communication = communication(collectives, host, computing, evaluations, begin)
     elsewhere = union([*evaluations, (float("-inf"), begin), *(() if trace.kernels else data)])
-    trace.communicating = length(minus(minus(_times_of(collectives), computing), elsewhere))
+    trace.communicating = length(minus(minus(times_of(collectives), computing), elsewhere))
     _count_waits(trace, host, waits, minus([(begin, host_end)], evaluations))  # the last wait is the profiler's
     for instant in instants:
         trace.memory.setdefault(instant.device, []).append((instant.start - begin, instant.total))
@@ -287,9 +286,9 @@ def _watch_device(
     """Split the window's time by activity of the device; return when it computed."""
     copies = [span for span in device if "HtoD" in span.name or "DtoH" in span.name]
     others = {id(span) for span in [*copies, *collectives]}
-    busy = minus(_times_of(span for span in device if id(span) not in others), evaluations)
-    working = union([*busy, *_times_of(collectives)])
-    copying = minus(minus(_times_of(copies), evaluations), working)
+    busy = minus(times_of(span for span in device if id(span) not in others), evaluations)
+    working = union([*busy, *times_of(collectives)])
+    copying = minus(minus(times_of(copies), evaluations), working)
     idle_data = minus(minus(data, working), copying)
     trace.busy, trace.copying, trace.starved = length(busy), length(copying), length(idle_data)
     for span in copies:
@@ -297,10 +296,6 @@ def _watch_device(
             trace.copied += span.bytes
             trace.pageable += span.bytes if "Pageable" in span.name else 0
     return busy
-
-
-def _times_of(spans: Iterable[Span]) -> list[Interval]:
-    return union((span.start, span.end) for span in spans)
 
 
 def _count_waits(trace: Trace, host: list[Span], waits: list[Span], window: list[Interval]) -> None:

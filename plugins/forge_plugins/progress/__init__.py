@@ -14,7 +14,7 @@ from forge.util.notebook import notebook_shell
 from forge_plugins.progress.bar import REFRESH, Bar
 from forge_plugins.progress.host_limit import HostLimit
 from forge_plugins.progress.lines import Lines
-from forge_plugins.progress.screen import View, on_terminal
+from forge_plugins.progress.screen import on_terminal
 from forge_plugins.progress.status import NEVER, Status, share_of_epoch
 
 STAGES = {"val": "validating", "test": "testing", "predict": "predicting"}
@@ -53,7 +53,8 @@ class Progress(forge.Plugin):
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
         forge.Interval(self.config.every)  # refuse an invalid interval now
-        self._view: View | None = None
+        self._view: Any = None
+        "A display: `look` after an update, `refresh` after another change, `close` at the end."
         self._look_at = NEVER
         self._status = Status()
         self._host_limit: HostLimit | None = None
@@ -61,7 +62,7 @@ class Progress(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         self._view, self._look_at, self._host_limit = None, NEVER, None
-        if not trainer.env.is_main or is_quiet():
+        if not trainer.env.is_main or logging.getLogger("forge").level > logging.INFO:
             return
         plan = trainer.planned_updates, trainer.max_epochs
         self._status = Status(trainer.verb or "", *plan, plugins=trainer.stack.names)
@@ -70,7 +71,7 @@ class Progress(forge.Plugin):
         self._look_at = 0.0
         self._host_limit = HostLimit.of(trainer)
 
-    def _display(self) -> View:
+    def _display(self) -> Any:
         shell = notebook_shell()
         if shell is not None:
             from forge_plugins.progress.page import Page
@@ -120,8 +121,3 @@ class Progress(forge.Plugin):
             status.run_dir, status.best_since = trainer.run_dir, trainer.resumed_from or None
             status.reason, status.was_complete = ending(trainer, None)[1], trainer.resumed_from == status.update
             view.close()
-
-
-def is_quiet() -> bool:
-    """Whether forge logs only warnings."""
-    return logging.getLogger("forge").level > logging.INFO

@@ -76,7 +76,7 @@ class Bar:
             yield from self._two(console, options)
         else:
             left, right = self._left(), self._right(wide=width >= WIDE)
-            yield from self._row(console, options, left, self._run_bar, right, width - len(left) - len(right) - 4)
+            yield from self._row(console, options, left, self._done(), right, width - len(left) - len(right) - 4)
         if status.metrics and not (status.ending == "done" and status.verb == "fit"):  # the summary has them all
             yield self._metrics(width)
 
@@ -91,18 +91,26 @@ class Bar:
         name, number = (max(map(len, texts)) for texts in (names, numbers))
         rights = [f"{n:<{number}}  {tail}" if number else tail for n, tail in zip(numbers, tails, strict=True)]
         space = width - name - max(max(map(len, rights)), 30 if width >= MIDDLE else 0) - 4
-        bars = [self._epoch_bar, self._run_bar]
-        for label, bar, right in zip(names, bars, rights, strict=True):
-            yield from self._row(console, options, f"{label:<{name}}", bar, right, space)
+        done = [(status.epoch_share or 0.0, 1.0), self._done()]
+        for label, each, right in zip(names, done, rights, strict=True):
+            yield from self._row(console, options, f"{label:<{name}}", each, right, space)
 
     def _row(
-        self, console: Console, options: ConsoleOptions, left: str, bar: Any, right: str, space: int
+        self, console: Console, options: ConsoleOptions, left: str, done: Any, right: str, space: int
     ) -> RenderResult:
-        yield Segment(f" {left} ", console.get_style(tone(self.status.ending)))
+        """Yield a bar between two texts; `done` is what is done, and the whole."""
+        ending = self.status.ending
+        yield Segment(f" {left} ", console.get_style(tone(ending)))
         if space >= LEAST:
-            yield from bar(space).__rich_console__(console, options)
+            style = tone(ending) if ending else MOVING
+            bar = ProgressBar(done[1], done[0], space, complete_style=style, finished_style=style)
+            yield from bar.__rich_console__(console, options)
         yield Segment(f" {right}")
         yield Segment.line()
+
+    def _done(self) -> tuple[int, int | None]:
+        status = self.status
+        return status.update, status.update if status.ending and status.planned is None else status.planned
 
     def _metrics(self, width: int) -> Text:
         """Return as many metrics as fit on one line."""
@@ -118,16 +126,6 @@ class Bar:
                 text.append(gap if text else " ").append_text(item)
                 heading = ""
         return text
-
-    def _epoch_bar(self, width: int) -> ProgressBar:
-        return _bar(1.0, self.status.epoch_share or 0.0, width, MOVING)
-
-    def _run_bar(self, width: int) -> ProgressBar:
-        status = self.status
-        total = status.planned
-        if status.ending and total is None:
-            total = status.update  # the run has ended
-        return _bar(total, status.update, width, tone(status.ending) if status.ending else MOVING)
 
     def _left(self) -> str:
         status = self.status
@@ -147,10 +145,6 @@ class Bar:
         if status.remaining is not None and not status.ending:
             parts.append(f"{clock(status.remaining)} left")
         return "  ".join(filter(None, parts))
-
-
-def _bar(total: float | None, done: float, width: int, style: str) -> ProgressBar:
-    return ProgressBar(total, done, width, complete_style=style, finished_style=style)
 
 
 def tone(ending: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import forge
@@ -99,13 +100,15 @@ def bar(share: float, colour: str) -> str:
 
 def metrics_table(metrics: dict[str, float], best: dict[str, float]) -> str:
     """Return the last and the best values as a table."""
-    rows = "".join(
-        f"<tr><td style='{CELL}'>{html.escape(name)}</td><td style='{CELL}'>{value:.5g}</td>"
-        f"<td style='{CELL}'>{f'{best[name]:.5g}' if name in best else ''}</td></tr>"
-        for name, value in metrics.items()
-    )
+    rows = [(name, f"{value:.5g}", f"{best[name]:.5g}" if name in best else "") for name, value in metrics.items()]
     head = "".join(f"<th style='{CELL};font-weight:600'>{title}</th>" for title in ("metric", "last", "best"))
-    return f"<table style='border-collapse:collapse;margin:6px 0'><tr>{head}</tr>{rows}</table>"
+    return table(rows, "margin:6px 0", f"<tr>{head}</tr>")
+
+
+def table(rows: Iterable[Iterable[str]], style: str, head: str = "") -> str:
+    lines = ("".join(f"<td style='{CELL}'>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table style='border-collapse:collapse;{style}'>{head}{body}</table>"
 
 
 def curve(name: str, points: list[tuple[int, float]]) -> str:
@@ -138,8 +141,4 @@ def result_html(result: Any) -> str:
         **{name: f"{value:.5g}" for name, value in result.metrics.items()},
         **({"run folder": str(result.run_dir)} if result.run_dir is not None else {}),
     }
-    rows = "".join(
-        f"<tr><td style='{CELL}'>{html.escape(name)}</td><td style='{CELL}'>{html.escape(value)}</td></tr>"
-        for name, value in facts.items()
-    )
-    return f"<table style='border-collapse:collapse;{STYLE}'>{rows}</table>"
+    return table(facts.items(), STYLE)

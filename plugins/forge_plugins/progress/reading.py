@@ -27,13 +27,10 @@ def updates_of(status: Status) -> str:
 
 def speed_of(speed: float, wide: bool) -> str:
     """ "143/s", or for slow steps "2.5 s each"; empty while unknown."""
-    if not speed:
-        return ""
     if speed < 1:
-        return f"{1 / speed:.3g} s/update"
-    return (
-        f"{speed:,.0f}{' updates' if wide else ''}/s" if speed >= 100 else f"{speed:.1f}{' updates' if wide else ''}/s"
-    )
+        return f"{1 / speed:.3g} s/update" if speed else ""
+    unit = " updates/s" if wide else "/s"
+    return f"{speed:,.0f}{unit}" if speed >= 100 else f"{speed:.1f}{unit}"
 
 
 def rates_of(status: Status, wide: bool, with_samples: bool = True) -> str:

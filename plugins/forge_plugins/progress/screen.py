@@ -1,30 +1,12 @@
-"""stderr as the screen, and the interface of displays."""
+"""stderr as the screen."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
-
-import forge
-
-
-class View(Protocol):
-    """A display of a Status."""
-
-    def look(self, step: forge.Step) -> float:
-        """Show what is due after an update, and return the time (monotonic clock) of the next call."""
-        ...
-
-    def refresh(self) -> None:
-        """Redraw after another change."""
-        ...
-
-    def close(self) -> None:
-        """Show the end of the run."""
-        ...
 
 
 class Screen:

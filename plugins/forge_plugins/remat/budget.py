@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from forge_plugins.common.sharded import local
+from forge_plugins.common.tensors import storage_key
 
 UNITS = {unit: 10 ** (3 * i) for i, unit in enumerate(("b", "kb", "mb", "gb", "tb"))} | {
     unit: 2 ** (10 * i) for i, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)
@@ -40,7 +41,7 @@ class Meter:
         self._gathered: list[set[int | None]] = []
         "Parameters that a strategy gathers while a block runs: not activations either."
         self._alive: list[Any] = []
-        self._own = {_key(tensor) for tensor in [*task.parameters(), *task.buffers()]}
+        self._own = {storage_key(local(tensor)) for tensor in [*task.parameters(), *task.buffers()]}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -55,7 +56,7 @@ class Meter:
     def _watch(self, name: str, block: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._inside.append(name)
-            self._gathered.append({_key(parameter) for parameter in module.parameters()} - self._own)
+            self._gathered.append({storage_key(local(parameter)) for parameter in module.parameters()} - self._own)
             self._own |= self._gathered[-1]
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
@@ -75,7 +76,7 @@ class Meter:
         return detached
 
     def _note(self, tensor: Tensor, where: set[int]) -> None:
-        key = _key(tensor)
+        key = storage_key(local(tensor))
         if key is not None and key not in self._own:
             self._alive.append(tensor.detach())  # kept alive, so that no other tensor gets its address
             self._sizes[key] = tensor.untyped_storage().nbytes()
@@ -105,10 +106,3 @@ class Meter:
             left.remove(best)
             now = after
         return [name for name in self.blocks if name in picked]
-
-
-def _key(tensor: Tensor) -> int | None:
-    tensor = local(tensor)
-    if tensor.layout is not torch.strided:
-        return None
-    return tensor.untyped_storage().data_ptr() or None

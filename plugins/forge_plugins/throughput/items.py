@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 import forge
+from forge_plugins.common.tensors import tensors_in
 
 logger = logging.getLogger("forge")
 
@@ -34,11 +35,11 @@ class Items:
             return 0.0
         if self._task_counts:
             return sum(step.items[1:], start=step.items[0])
-        return sum(tokens.numel() for batch in step.window if (tokens := first_tensor(batch)) is not None)
+        return sum(tokens.numel() for batch in step.window for tokens in islice(tensors_in(batch), 1))
 
     def _decide(self, batch: Any) -> None:
         self._decided = True
-        first = first_tensor(batch)
+        first = next(tensors_in(batch), None)
         whole = first is not None and first.ndim == 2 and not (first.is_floating_point() or first.is_complex())
         if self._task_counts or whole:
             self.name = self._given or ("tokens" if whole else "items")
@@ -48,14 +49,3 @@ class Items:
                 "items in a batch.",
                 self._given,
             )
-
-
-def first_tensor(batch: Any) -> Tensor | None:
-    """Return the first tensor of a batch: its inputs."""
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    if isinstance(batch, (tuple, list)):
-        return next((found for part in batch if (found := first_tensor(part)) is not None), None)
-    return None

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import forge
 from forge.util.text import format_bytes
+from forge_plugins.common.tables import piped
+from forge_plugins.common.tensors import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class Breakdown:
     def markdown(self) -> str:
         """Return a Markdown table."""
         whole = max(self.peak, 1)
-        rows = [f"| {name} | {format_bytes(n)} | {n / whole:.1%} |" for name, n in self.rows().items()]
-        return "\n".join(["| memory | | share |", "|---|---:|---:|", *rows])
+        rows = [(name, format_bytes(n), f"{n / whole:.1%}") for name, n in self.rows().items()]
+        return "\n".join(piped([("memory", "", "share"), *rows]))
 
 
 class Saved:
@@ -79,7 +81,7 @@ class Saved:
         self._now = 0
         self._held: dict[int, list[int]] = {}
         "Held storages: reference count and size."
-        self._own = {_key(tensor) for tensor in (*task.parameters(), *task.buffers())}
+        self._own = {storage_key(tensor) for tensor in (*task.parameters(), *task.buffers())}
         self._hooks = graph.saved_tensors_hooks(self._pack, _unpack)
         self._disable = graph.disable_saved_tensors_hooks
         self._entered = False
@@ -106,7 +108,7 @@ class Saved:
             yield
 
     def _pack(self, tensor: Tensor) -> _KeptTensor:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is None or key in self._own:
             return _KeptTensor(tensor, None, self)
         held = self._held.setdefault(key, [0, tensor.untyped_storage().nbytes()])
@@ -145,11 +147,3 @@ def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
     """Return the bytes of the tensors on the device, each counted once."""
     found = {id(t): t for t in tensors if isinstance(t, Tensor) and t.device == device}
     return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-
-def _key(tensor: Tensor) -> int | None:
-    """Return the storage of a tensor; None for tensors without one."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return None

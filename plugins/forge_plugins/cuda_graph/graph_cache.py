@@ -1,4 +1,4 @@
-"""The graphs of one optimizer's turn, by the kind of their windows."""
+"""The graphs of one optimizer, by the kind of their windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OFTEN = 16
 """Windows of a kind without a graph after which it replaces a graph that was not used meanwhile."""
 
 
-class Shelf:
+class GraphCache:
     """At most `limit` graphs. The graph that was not used for the longest time makes room for a kind of window that
     came OFTEN times meanwhile; so kinds that are equally frequent do not take turns in being captured."""
 
@@ -47,18 +47,15 @@ class Shelf:
         """Whether a kind of window may get a graph, perhaps in another's place."""
         return key not in self.refused and (len(self.graphs) < self.limit or self._to_drop(key) is not None)
 
-    def make_room(self, key: Hashable) -> Captured | None:
-        """Take out the graph in whose place a new one comes, if any."""
+    def make_room(self, key: Hashable) -> None:
+        """Drop the graph in whose place a new one comes, if any."""
         old = self._to_drop(key) if len(self.graphs) >= self.limit else None
-        if old is None:
-            return None
-        del self._used[old]
-        self._came.pop(old, None)
-        return self.graphs.pop(old)
+        if old is not None:
+            for kept in (self._used, self._came, self.graphs):
+                kept.pop(old, None)
 
     def put(self, key: Hashable, graph: Captured) -> None:
-        self.graphs[key] = graph
-        self._used[key] = self._now
+        self.graphs[key], self._used[key] = graph, self._now
 
     def _to_drop(self, key: Hashable) -> Hashable | None:
         came = self._came[key]

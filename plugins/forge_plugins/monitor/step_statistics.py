@@ -1,47 +1,44 @@
-"""Statistics of one optimizer's turn: hooks before it, removal after it, numbers in flight."""
+"""Statistics of one optimizer's step: hooks before it, removal after it, numbers in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import forge
 from forge_plugins.monitor.activations import Activations
 from forge_plugins.monitor.alarms import SETTLED, Judge
 from forge_plugins.monitor.gradients import Parameters
-from forge_plugins.monitor.histograms import unpacked
-from forge_plugins.monitor.loss import Losses
-from forge_plugins.monitor.parcel import Contents, stacked
+from forge_plugins.monitor.modules import is_compiled
+from forge_plugins.monitor.packing import Contents, stacked, unpacked
 
 
-class StatisticsOptions(Protocol):
-    """The options of monitor that select statistics."""
-
-    gradients: bool
-    weights: bool
-    activations: bool
-
-
-class TurnStatistics:
-    """Follows a train step. `count`: compute statistics; `draw`: make histograms."""
+class StepStatistics:
+    """Follows a train step. `options`: monitor's; `count`: compute statistics; `draw`: make histograms."""
 
     def __init__(
-        self,
-        step: forge.Step,
-        options: StatisticsOptions,
-        modules: Sequence[tuple[str, nn.Module]],
-        count: bool,
-        draw: bool,
+        self, step: forge.Step, options: Any, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool
     ):
         self._prefix = "monitor/" if step.name is None else f"monitor/{step.name}/"
-        self._index, self._samples, self._device = step.index, step.samples, step.trainer.env.device
+        self._step, self._index, self._samples = step, step.index, step.samples
         self._activations = Activations(step, modules if options.activations else (), count, draw)
         self._parameters = Parameters(step, options.gradients, options.weights, count, draw)
-        self._losses = Losses(step)
         self._inspected = False
+        self._losses: list[Tensor] = []
+        "The loss of each micro-batch, on the device."
+        model, self._handle = step.trainer.model, None
+        if not is_compiled(model):
+            self._handle: RemovableHandle | None = model.register_forward_hook(self._see_loss)
+
+    def _see_loss(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if self._step.recording and isinstance(loss, Tensor) and loss.numel() == 1 and not torch.is_inference(loss):
+            self._losses.append(loss.detach())
 
     def inspect(self) -> None:
         """Record final gradients and unmoved weights. A closure calls this several times; only the first counts."""
@@ -52,7 +49,8 @@ class TurnStatistics:
     def close(self) -> None:
         """Remove the hooks."""
         self._activations.close()
-        self._losses.close()
+        if self._handle is not None:
+            self._handle.remove()
 
     def finish(self, step: forge.Step) -> None:
         """Record the weights after the optimizer step."""
@@ -61,8 +59,8 @@ class TurnStatistics:
 
     def pack(self) -> dict[str, Tensor]:
         """Return the tensors to read."""
-        found = {**self._parameters.pack, **self._activations.pack()}
-        return found | ({"loss": stacked(self._losses.seen, self._device)} if self._losses.seen else {})
+        found, device = {**self._parameters.pack, **self._activations.pack()}, self._step.trainer.env.device
+        return found | ({"loss": stacked(self._losses, device)} if self._losses else {})
 
     def read(self, contents: Contents, judge: Judge) -> tuple[dict[str, Any], list[str]]:
         """Return metrics by name, and the texts of alarms."""
@@ -70,9 +68,7 @@ class TurnStatistics:
         metrics: dict[str, Any] = dict(readings.metrics())
         for name, seen in activations.items():
             metrics |= {f"activation/{name}/{what}": value for what, value in seen.metrics().items()}
-        for name, numbers in contents.items():
-            if name.startswith("histogram/"):
-                metrics[name] = unpacked(numbers)
+        metrics |= {name: unpacked(numbers) for name, numbers in contents.items() if name.startswith("histogram/")}
         loss = fmean(contents["loss"]) if "loss" in contents else None
         alarms: list[str] = []
         if self._index < SETTLED:
