@@ -14,10 +14,10 @@ import forge
 from forge import registry
 from forge.cli import main
 from forge.testing import TinyTask, tiny_batches
-from forge.tuning.step_facts import StepFacts
 from forge_doctor.doctor import doctor
 from forge_ship.export_formats import formats
 from forge_speed.levers import LeverSituation, levers
+from forge_speed.step_facts import StepFacts
 from tests.support.docs_pages import blocks
 
 PAGE = "docs/writing-packages.md"

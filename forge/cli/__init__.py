@@ -29,7 +29,6 @@ VERBS = {
     "tune": ("train", "Measure a learning rate, the largest batch, or the data workers."),
     "runs": ("look", "List runs with their results, or compare some."),
     "report": ("look", "Write one or several runs as one HTML page."),
-    "board": ("look", "Show runs in TensorBoard, on this machine."),
     "ckpt": ("look", "Show, verify, compare or export checkpoints."),
     "plan": ("check", "Show what a recipe runs: plugins by hook, every value and its origin."),
     "verify-resume": ("check", "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run."),

@@ -6,11 +6,9 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forge.contract.hooks import hookimpl
 from forge.contract.run import Run
@@ -18,8 +16,6 @@ from forge.contract.step import Step
 from forge.engine.trainer import Trainer
 from forge.env import Env
 from forge.errors import ForgeError
-from forge.torch_internals import pytree
-from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_reading import StepReading
 from forge.tuning.trial import TuningTrial
 from forge.util import peak_memory
@@ -41,14 +37,13 @@ Weights = dict[str, Tensor]
 class StepTimer(TuningTrial):
     """Measure one trial. `share` is the number of ranks among which batches are divided."""
 
-    def __init__(self, share: int = 1, looks: bool = False):
+    def __init__(self, share: int = 1):
         super().__init__()
         self.name = "forge.tuning.step_timer"
         self.most = MOST
-        self.share, self._looks = share, looks
+        self.share = share
         if share == 1:
             self.forge_setup_env = None  # pyright: ignore[reportAttributeAccessIssue]
-        self.facts: StepFacts | None = None
         self.weights: Weights = {}
         self.chunks: list[float] = []
         "Seconds of an update, in each chunk."
@@ -56,7 +51,6 @@ class StepTimer(TuningTrial):
         self.memory: int | None = None
         self._began = time.perf_counter()
         self._from, self._updates, self._size = 0.0, 0, 0
-        self._calls = 0
 
     @hookimpl
     def forge_setup_env(self, trainer: Trainer) -> Env:
@@ -66,16 +60,10 @@ class StepTimer(TuningTrial):
     def forge_start(self, trainer: Trainer) -> None:
         super().forge_start(trainer)
         peak_memory.start(trainer.env.device)
-        if self._looks:
-            self.facts = StepFacts.of(trainer)
-            self._plain = functional.scaled_dot_product_attention
-            functional.scaled_dot_product_attention = self._counted  # pyright: ignore[reportAttributeAccessIssue]
 
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
         trainer, update = step.trainer, step.index + 1
-        if update == 1 and self.facts is not None:
-            self._note(self.facts, step)
         if update < CHECK_AT:
             return
         if update == CHECK_AT:
@@ -90,7 +78,6 @@ class StepTimer(TuningTrial):
 
     @hookimpl
     def forge_end(self, trainer: Trainer) -> None:
-        self._stop_counting()
         if self.chunks or self.weights:
             self.memory = peak_memory.peak(trainer.env.device)
 
@@ -127,22 +114,6 @@ class StepTimer(TuningTrial):
         self.weights = {
             name: p.detach().to("cpu", copy=True).contiguous() for name, p in trainer.task.named_parameters()
         }
-
-    def _note(self, facts: StepFacts, step: Step) -> None:
-        self._stop_counting()
-        facts.attention = self._calls > 0
-        facts.samples = step.samples
-        leaves = [leaf for leaf in pytree.tree_leaves(step.window[0]) if isinstance(leaf, Tensor)]
-        facts.inputs = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in leaves)
-
-    def _counted(self, *arguments: Any, **options: Any) -> Tensor:
-        self._calls += 1
-        return self._plain(*arguments, **options)
-
-    def _stop_counting(self) -> None:
-        if self._looks:
-            functional.scaled_dot_product_attention = self._plain  # pyright: ignore[reportAttributeAccessIssue]
-            self._looks = False
 
 
 class OneOfMany(Env):

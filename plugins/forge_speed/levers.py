@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge import registry
-from forge.tuning.step_facts import StepFacts
 from forge.tuning.workers import OPTIONS as WORKER_OPTIONS
+from forge_speed.step_facts import StepFacts
 
 Numbers = Literal["bitwise", "rounding", "precision"]
 NUMBERS: tuple[Numbers, ...] = ("bitwise", "rounding", "precision")

@@ -23,7 +23,6 @@ from forge.contract.task import TaskModule
 from forge.engine.default_actions import Core
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
-from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_reading import StepReading, in_ms
 from forge.tuning.step_timer import StepTimer, Weights
 from forge.tuning.trial import run_trial
@@ -32,6 +31,7 @@ from forge.util.oom import is_out_of_memory
 from forge_speed.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
 from forge_speed.speed_report import SpeedReport
 from forge_speed.speed_search import LeverFailed, SpeedSearch
+from forge_speed.step_facts import LookingTimer, StepFacts
 from forge_speed.time_limit import TrialTooLong, stop_compilers, time_limit
 
 BUDGET = 10.0
@@ -123,7 +123,7 @@ class StepTrials:
 
     def look(self) -> StepReading:
         """Measure the start for the first time, and learn the facts about the step."""
-        return self._run([], StepTimer(self.share, looks=True))
+        return self._run([], LookingTimer(self.share))
 
     def __call__(self, chosen: Sequence[Lever]) -> StepReading:
         """Measure the step with these levers; raise LeverFailed if it does not work."""
@@ -162,7 +162,7 @@ class StepTrials:
             without=self.without,
             **{**self.trainer, "plugins": plugins},
         )
-        if timer.facts is not None:
+        if isinstance(timer, LookingTimer):
             self.facts = timer.facts
         if not self.start:
             self.start = timer.weights

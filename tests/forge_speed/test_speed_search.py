@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_reading import StepReading
 from forge_speed.levers import Change, Lever, LeverSituation, levers
 from forge_speed.speed_report import SpeedReport
 from forge_speed.speed_search import LeverFailed, SpeedSearch
+from forge_speed.step_facts import StepFacts
 
 GB = 10**9
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from forge.contract.hooks import hookimpl
 from forge.contract.run import Run
-from forge.torch_internals import BatchNorm
+from forge.contract.step import Step
+from forge.torch_internals import BatchNorm, pytree
+from forge.tuning.step_timer import StepTimer
 
 
 @dataclass(slots=True)
@@ -84,3 +89,43 @@ def _not_fused(trainer: Run) -> str:
         else:
             return ""
     return reasons[0] if reasons else "no optimizer"
+
+
+class LookingTimer(StepTimer):
+    """Measures a trial, and learns the facts about its step."""
+
+    def __init__(self, share: int = 1):
+        super().__init__(share)
+        self.facts = StepFacts()
+        self._calls = 0
+        self._plain: Any = None
+
+    @hookimpl
+    def forge_start(self, trainer: Run) -> None:
+        super().forge_start(trainer)
+        self.facts = StepFacts.of(trainer)
+        self._plain = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self._counted  # pyright: ignore[reportAttributeAccessIssue]
+
+    @hookimpl
+    def forge_step_end(self, step: Step) -> None:
+        if step.index == 0:
+            self._stop_counting()
+            self.facts.attention, self.facts.samples = self._calls > 0, step.samples
+            leaves = [leaf for leaf in pytree.tree_leaves(step.window[0]) if isinstance(leaf, Tensor)]
+            self.facts.inputs = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in leaves)
+        super().forge_step_end(step)
+
+    @hookimpl
+    def forge_end(self, trainer: Run) -> None:
+        self._stop_counting()
+        super().forge_end(trainer)
+
+    def _counted(self, *arguments: Any, **options: Any) -> Tensor:
+        self._calls += 1
+        return self._plain(*arguments, **options)
+
+    def _stop_counting(self) -> None:
+        if self._plain is not None:
+            functional.scaled_dot_product_attention = self._plain  # pyright: ignore[reportAttributeAccessIssue]
+            self._plain = None

@@ -1,4 +1,4 @@
-"""`forge board`: show runs in TensorBoard, each under its own name."""
+"""Show runs in TensorBoard, on this machine, each under its own name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from forge import registry
-from forge.cli.board_links import Links, base_of
-from forge.cli.board_server import serve
 from forge.errors import ForgeError
 from forge.runs.find import RUNS, locate
 from forge.runs.wording import counted
 from forge.util import show
+from forge_plugins.tensorboard.board_links import Links, base_of
+from forge_plugins.tensorboard.board_server import serve
 
+GROUP = "look"
 EXAMPLES = """\
 examples:
   forge board                                   every run in runs/, including new ones

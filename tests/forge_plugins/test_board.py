@@ -18,9 +18,9 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from forge import cli
-from forge.cli import board, board_links
-from forge.cli.board_links import Links, base_of
 from forge_plugins import Clip, Tensorboard
+from forge_plugins.tensorboard import board, board_links
+from forge_plugins.tensorboard.board_links import Links, base_of
 from tests.support.tasks import Classifier, fit, make_batches
 
 PATIENCE = 60.0
