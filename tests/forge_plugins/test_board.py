@@ -19,8 +19,9 @@ import pytest
 
 from forge import cli
 from forge_plugins import Clip, Tensorboard
-from forge_plugins.tensorboard import board, board_links
-from forge_plugins.tensorboard.board_links import Links, base_of
+from forge_plugins.board import command as board
+from forge_plugins.board import links as board_links
+from forge_plugins.board.links import Links, base_of
 from tests.support.tasks import Classifier, fit, make_batches
 
 PATIENCE = 60.0

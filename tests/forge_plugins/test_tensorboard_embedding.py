@@ -22,8 +22,8 @@ from werkzeug.test import Client
 import forge
 from forge.errors import TaskError
 from forge_plugins import JSONL, Checkpoint, Progress, Tensorboard
+from forge_plugins.board.pages import Projector
 from forge_plugins.tensorboard import projector
-from forge_plugins.tensorboard.board_pages import Projector
 from tests.support.tasks import Classifier, fit, make_batches
 
 

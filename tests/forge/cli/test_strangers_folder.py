@@ -17,7 +17,7 @@ from forge.report import images
 from forge.runs import folder as folders
 from forge.runs.folder import RunFolder, find_runs
 from forge.util.files import atomic_write, read_regular
-from forge_plugins.tensorboard.board_links import runs_below
+from forge_plugins.board.links import runs_below
 from tests.support.tasks import fit
 
 READ = ["card.json", "end.json", "lives.json", "ledger.json", "metrics.jsonl", "texts.jsonl", "config.yaml", ".lock"]

@@ -16,8 +16,8 @@ from forge.errors import ForgeError
 from forge.runs.find import RUNS, locate
 from forge.runs.wording import counted
 from forge.util import show
-from forge_plugins.tensorboard.board_links import Links, base_of
-from forge_plugins.tensorboard.board_server import serve
+from forge_plugins.board.links import Links, base_of
+from forge_plugins.board.server import serve
 
 GROUP = "look"
 EXAMPLES = """\

@@ -35,7 +35,7 @@ def serve(folder: str, host: str, port: int | None) -> str:
 def _launch(words: list[str]) -> str:
     from tensorboard import default, program
 
-    from forge_plugins.tensorboard.board_pages import PAGES
+    from forge_plugins.board.pages import PAGES
 
     board = program.TensorBoard([PAGES.get(plugin, plugin) for plugin in default.get_plugins()])
     with redirect_stderr(io.StringIO()):  # TensorBoard prints advice about its own build

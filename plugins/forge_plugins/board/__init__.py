@@ -1,0 +1,1 @@
+"""`forge board`: runs in TensorBoard, on this machine."""
