@@ -1,116 +1,113 @@
-"""The private names of torch that forge_kernels uses: what each is for, and what happens on the day it is gone.
-
-No other module of this package touches one. All of them exist since torch 2.10, the oldest version that forge supports,
-or earlier; `missing()` tells which of them the torch at hand does not have.
-"""
+"""The seam to torch: the one module of forge_kernels that reaches private names of it. See `forge.torch_internals`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from forge.errors import KernelError
+from forge.torch_internals import Internal, dynamo_is_loaded, resolve
 
-NAMES: dict[str, str] = {
-    "torch._C._are_functorch_transforms_active": "know whether torch.func transforms a call",
-    "torch.autograd.forward_ad._current_level": "know whether forward-mode differentiation is on",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "know which functions autocast runs in float32",
-    "torch._C._autograd._get_current_graph_task_keep_graph": "know whether a backward may overwrite its gradient",
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "know whether a backward is only traced",
-    "torch.cuda._sleep": "queue a pass while the device waits, so that the host's time is not measured",
-    "torch._dynamo.trace_rules.get_torch_obj_rule_map": "list torch's functions before one is replaced",
-    "torch._dynamo.utils.counters": "keep trial compilations out of the run's counts",
-    "torch._dynamo.utils.graph_break_reasons": "the same for graph breaks",
-    "torch._dynamo.utils._compilation_metrics": "the same for compiled frames",
-    "torch._inductor.config.pre_grad_custom_pass": "put kernels into graphs before torch differentiates them",
-    "torch._inductor.custom_graph_pass.CustomGraphPass": "name such a pass in torch's cache of compiled graphs",
+
+def _yes(*args: Any) -> bool:
+    return True
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+_TRANSFORMS = "know whether torch.func or forward-mode differentiation transforms a call"
+_PLAIN = "Plain torch runs in place of every kernel."
+_OVERWRITE = "know whether a backward may overwrite the gradient that it saved"
+_COPY = "A loss's backward costs a pass over its gradient."
+_GRAPHS = "put kernels into a compiled step's graphs"
+_NO_GRAPHS = "Leave out kernels that replace calls of a compiled step (kernels.leave_out)."
+
+NAMES = {
+    "functorch_is_active": Internal(
+        "torch._C._are_functorch_transforms_active", _TRANSFORMS, _PLAIN, or_else=lambda: _yes
+    ),
+    "forward_level": Internal(
+        "torch.autograd.forward_ad._current_level", _TRANSFORMS, _PLAIN, or_else=lambda: 0, changes=True
+    ),
+    "has_kernel": Internal(
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "know which functions autocast runs in float32",
+        "Norms are not replaced under autocast.",
+        or_else=lambda: _nothing,
+    ),
+    "keeps_graph": Internal(
+        "torch._C._autograd._get_current_graph_task_keep_graph", _OVERWRITE, _COPY, or_else=lambda: _yes
+    ),
+    "dispatch_mode": Internal(
+        "torch.utils._python_dispatch._get_current_dispatch_mode", _OVERWRITE, _COPY, or_else=lambda: _yes
+    ),
+    "sleep_on_device": Internal(
+        "torch.cuda._sleep",
+        "queue a pass while the device waits",
+        "`forge kernels bench` measures the host in short passes.",
+        or_else=lambda: _nothing,
+    ),
+    "functions_of_torch": Internal(
+        "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+        "let torch.compile list torch's functions before one of them is replaced",
+        "A replacement that is active when it lists them is not traced.",
+        or_else=lambda: _nothing,
+    ),
+    "dynamo_utils": Internal(
+        "torch._dynamo.utils",
+        "keep trial compilations out of the run's counts",
+        "They are counted.",
+        parts="counters graph_break_reasons _compilation_metrics",
+        or_else=SimpleNamespace,
+    ),
+    "inductor": Internal("torch._inductor.config", _GRAPHS, _NO_GRAPHS, parts="patch pre_grad_custom_pass"),
+    "CustomGraphPass": Internal("torch._inductor.custom_graph_pass.CustomGraphPass", _GRAPHS, _NO_GRAPHS),
 }
-"""What each is for, by its dotted name."""
 
 
-def missing() -> dict[str, str]:
-    """Return the names that this torch does not have, with what they are for. It imports torch's compiler."""
-    return {name: why for name, why in NAMES.items() if not _exists(name)}
+def __getattr__(name: str) -> Any:
+    return resolve(name, NAMES, globals())
 
 
-def _exists(name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    try:
-        owner = sys.modules.get(path) or import_module(path)
-    except ImportError:
-        return False
-    return hasattr(owner, attribute)
-
-
-# -- calls ------------------------------------------------------------------------------------------------------------
-
-_functorch_is_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+functorch_is_active = NAMES["functorch_is_active"].get()  # torch.compile traces what calls it
 
 
 def is_transformed() -> bool:
-    """Whether a functorch transform (torch.func) or forward-mode differentiation is active. Gone: always, so that
-    plain torch runs."""
-    if _functorch_is_active is None or not hasattr(forward_ad, "_current_level"):
-        return True
-    return _functorch_is_active() or forward_ad._current_level >= 0
+    """Whether a functorch transform (torch.func) or forward-mode differentiation is active."""
+    return functorch_is_active() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def autocast_widens(name: str) -> bool | None:
-    """Whether autocast runs this function of torch in float32 on CUDA. Gone: None, and under autocast the function is
-    not replaced."""
-    has_kernel: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-    return None if has_kernel is None else has_kernel(f"aten::{name}", "AutocastCUDA")
+    """Whether autocast runs this function of torch in float32 on CUDA, if that is known."""
+    return NAMES["has_kernel"].get()(f"aten::{name}", "AutocastCUDA")
 
 
 def is_last_backward() -> bool:
-    """Whether the graph that is being differentiated is used once, and for real, so that its tensors may be
-    overwritten. Gone: never, which costs a pass over the gradient."""
-    keeps: Any = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
-    try:
-        from torch.utils._python_dispatch import _get_current_dispatch_mode as mode
-    except ImportError:
-        return False
-    return keeps is not None and mode() is None and not keeps()
-
-
-def sleep_on_device(cycles: int) -> None:
-    """Let the current CUDA stream wait for so many cycles. Gone: it does not, and short passes measure the host."""
-    sleep: Any = getattr(torch.cuda, "_sleep", None)
-    if sleep is not None:
-        sleep(cycles)
-
-
-# -- torch.compile ----------------------------------------------------------------------------------------------------
+    """Whether the graph that is being differentiated is used once, and for real: its tensors may be overwritten."""
+    return NAMES["dispatch_mode"].get()() is None and not NAMES["keeps_graph"].get()()
 
 
 def build_dynamo_table(soon: bool = False) -> None:
     """Let torch.compile build its table of torch's own functions before one of them is replaced.
 
     The table is built once, by name. Built while a replacement is active it would list the replacement as torch's
-    function, which is never traced. `soon`: torch.compile will be used; otherwise only if torch._dynamo is loaded.
-    Gone: nothing is done, as there is no such table.
+    function, which is never traced. `soon`: torch.compile will be used; otherwise only if it is loaded.
     """
-    if not soon and "torch._dynamo" not in sys.modules:
-        return
-    with suppress(ImportError, AttributeError):
-        from torch._dynamo.trace_rules import get_torch_obj_rule_map
-
-        get_torch_obj_rule_map()
+    if soon or dynamo_is_loaded():
+        NAMES["functions_of_torch"].get()()
 
 
 @contextmanager
 def without_counting() -> Iterator[None]:
-    """Keep compilations meanwhile out of torch's counters of graphs, breaks and compilations, which report on the run.
-    Gone: what is missing is counted."""
-    import torch._dynamo  # noqa: F401
-
-    utils: Any = sys.modules.get("torch._dynamo.utils")
+    """Keep compilations meanwhile out of torch's counters of graphs, breaks and compilations, which report on the
+    run."""
+    utils = NAMES["dynamo_utils"].get()
     counters = {name: dict(counts) for name, counts in getattr(utils, "counters", {}).items()}
     breaks = len(getattr(utils, "graph_break_reasons", ()))
     frames = len(getattr(utils, "_compilation_metrics", ()))
@@ -121,37 +118,27 @@ def without_counting() -> Iterator[None]:
             utils.counters.clear()
             for name, counts in counters.items():
                 utils.counters[name].update(counts)
-        with suppress(AttributeError, TypeError, IndexError):
             del utils.graph_break_reasons[breaks:]
-        with suppress(AttributeError, TypeError, IndexError):
             while len(utils._compilation_metrics) > frames:
                 utils._compilation_metrics.pop()
 
 
 def rewriting_graphs(rewrite: Any) -> AbstractContextManager[Any]:
     """Rewrite every graph that is compiled inside the `with`, before torch differentiates it; a pass that is set
-    already runs too. `rewrite(graph)` changes a graph, and `rewrite.uuid()` names the pass in torch's caches. Gone:
-    refused."""
-    try:
-        from torch._inductor import config
-        from torch._inductor.custom_graph_pass import CustomGraphPass
+    already runs too. `rewrite(graph)` changes a graph, and `rewrite.uuid()` names the pass in torch's caches."""
+    config, base = NAMES["inductor"].get(), NAMES["CustomGraphPass"].get()
 
-        before = config.pre_grad_custom_pass
-    except (ImportError, AttributeError) as error:
-        raise KernelError(
-            f"Kernels cannot be put into compiled graphs with torch {torch.__version__}: {error}. Leave out those that "
-            "replace calls of a compiled step (kernels.leave_out), or use another torch."
-        ) from error
-
-    class GraphPass(CustomGraphPass):
+    class GraphPass(base):
         def __call__(self, graph: Any) -> None:
             rewrite(graph)
 
         def uuid(self) -> Any:
             return f"{rewrite.uuid()} torch {torch.__version__}"
 
-    earlier = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
-    changes: dict[str, Any] = {"pre_grad_custom_pass": [*earlier, GraphPass()] if earlier else GraphPass()}
+    before, passes = config.pre_grad_custom_pass, GraphPass()
+    if before is not None:
+        passes = [*(before if isinstance(before, (list, tuple)) else [before]), passes]
+    changes: dict[str, Any] = {"pre_grad_custom_pass": passes}
     if hasattr(config, "pre_grad_pass_timing"):
         changes["pre_grad_pass_timing"] = "early"  # also where torch knows the graph: the counts are of this run
     return config.patch(changes)

@@ -133,6 +133,16 @@ def test_two_named_kernels_for_one_function_are_refused(install: Any) -> None:
         fit_tiny([Kernels(["toy", "toy_rival"])])
 
 
+def test_a_pattern_of_compiled_graphs_does_nothing_without_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, others = entries(mlp="forge_kernels.ops.mlp:MLP"), registry.installed
+    monkeypatch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
+    ours, _ = fit_tiny([Kernels("mlp")], max_updates=2)
+    assert caplog.text.count("kernels.use names 'mlp', which replaces several calls of a compiled step") == 1
+    assert_same_weights(ours, fit_tiny([], max_updates=2)[0])
+
+
 def test_naming_a_kernel_that_replaces_nothing_is_refused(install: Any) -> None:
     install("toy_bare")
     with pytest.raises(RecipeError, match=r"'toy_bare', which replaces no torch function. Call forge.kernels.toy_bare"):

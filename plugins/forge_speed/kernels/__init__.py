@@ -137,7 +137,7 @@ class Kernels(forge.Plugin):
             return
         self._candidates = [c for c in candidates if compiled or isinstance(c.replaces, Functional)]
         if self._named:
-            self._refuse_named(candidates, compiled)
+            self._check_named(candidates, compiled)
         self._used = sorted({candidate.kernel.name for candidate in self._candidates})
         self._apply()
         if self._used:
@@ -201,16 +201,20 @@ class Kernels(forge.Plugin):
             found += [Candidate(kernel, replaces) for replaces in kernel.replaces]
         return found
 
-    def _refuse_named(self, candidates: list[Candidate], compiled: bool) -> None:
-        """Refuse names that cannot be used together, or not in this run."""
+    def _check_named(self, candidates: list[Candidate], compiled: bool) -> None:
+        """Refuse names that cannot be used together; warn of those that do nothing in this run."""
         takers: dict[str, str] = {}
+        idle: list[str] = []
         for candidate in candidates:
             name, target = candidate.kernel.name, candidate.target
             if isinstance(candidate.replaces, Subgraph):
-                if not compiled and _only_in_graphs(candidate.kernel):
-                    raise RecipeError(
-                        f"kernels.use names {name!r}, which replaces several calls of a compiled step: add -p compile. "
-                        f"Or call forge.kernels.{name} in your task."
+                if not compiled and name not in idle and _only_in_graphs(candidate.kernel):
+                    idle.append(name)
+                    logger.warning(
+                        "kernels.use names %r, which replaces several calls of a compiled step, and does nothing here: "
+                        "add -p compile, or call forge.kernels.%s in your task.",
+                        name,
+                        name,
                     )
             elif takers.setdefault(target, name) != name:
                 raise RecipeError(
