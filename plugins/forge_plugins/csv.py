@@ -81,7 +81,7 @@ def rewritten(path: Path, columns: list[str], last: int | None = None) -> list[s
         logger.warning("csv: %s of %s dropped; %s is the file as it was.", what, path, aside.name)
     kept = [row for row in rows if last is None or int(row[0]) <= last]
     columns = [*header, *(column for column in columns if column not in header)]
-    if columns != header or len(kept) != len(rows) or damaged or not ends_with_a_line(path):
+    if columns != header or len(kept) != len(rows) or damaged or not path.read_bytes().endswith(b"\n"):
         with atomic_write(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
             file.write(as_row(columns))
             file.writelines(as_row([*row, *[""] * (len(columns) - len(row))]) for row in kept)
@@ -107,10 +107,3 @@ def read(path: Path) -> tuple[list[str], list[list[str]], int]:
         return [], [], len(found)
     good = [row for row in rows if len(row) == len(header) and row[0].isascii() and row[0].isdigit()]
     return header, good, len(rows) - len(good)
-
-
-def ends_with_a_line(path: Path) -> bool:
-    """Whether the last byte of a file ends a line."""
-    with open(path, "rb", opener=regular_only) as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -81,20 +81,14 @@ class EarlyStop(forge.Plugin):
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
-        self._rules = [StopRule(config) for config in self._configs()]
+        known = [option for option in options.of_config(EarlyStop.Config) if option.name != "rules"]
+        own = [options.check(known, rule, f"early_stop.rules[{n}]") for n, rule in enumerate(self.config.rules or ())]
+        self._rules = [StopRule(replace(self.config, rules=None, **each)) for each in own or [{}]]
         if all(rule.config.floor is None for rule in self._rules):
             self.forge_boundary = None  # pyright: ignore[reportAttributeAccessIssue]
         if all(rule.of_validation for rule in self._rules):
             self.forge_log = None  # pyright: ignore[reportAttributeAccessIssue]
         self._failed = False
-
-    def _configs(self) -> Iterator[Config]:
-        """Yield the options of each rule."""
-        if not self.config.rules:
-            yield self.config
-        known = [option for option in options.of_config(EarlyStop.Config) if option.name != "rules"]
-        for number, rule in enumerate(self.config.rules or ()):
-            yield replace(self.config, rules=None, **options.check(known, rule, f"early_stop.rules[{number}]"))
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:

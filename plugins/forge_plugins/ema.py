@@ -76,13 +76,10 @@ class EMA(Averaging):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         super().forge_start(trainer)
-        if trainer.verb == "fit" and trainer.planned_updates is not None and not self.config.warmup:
-            self._warn_of_short_run(trainer.planned_updates - self._start)
-
-    def _warn_of_short_run(self, updates: int) -> None:
-        """Warn if the run is too short for the average: it is evaluated anyway, and looks like bad training."""
         reach = round(self.config.every / (1 - self.config.decay))
-        if 0 < updates < reach:
+        updates = (trainer.planned_updates or 0) - self._start
+        # the average of a short run is evaluated anyway, and looks like bad training
+        if trainer.verb == "fit" and 0 < updates < reach and not self.config.warmup:
             text = "%s: a decay of %g averages over about %d updates, but this run averages only %d: set %s.warmup=true"
             logger.warning(f"{text}, or a smaller decay.", self.name, self.config.decay, reach, updates, self.name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,14 +34,6 @@ from forge_plugins.common.patterns import listed
 from forge_plugins.common.sharded import is_distributed, local
 
 logger = logging.getLogger("forge")
-
-READS = {
-    "skip": "policy skip must decide before every update",
-    "anomaly": "anomaly looks at every update before its step",
-    "owner": "{name!r} owns the optimizer step, so no update can be skipped on the device",
-    "optimizer": "{names} cannot skip an update on the device (Adam, AdamW and SGD can with fused=True)",
-}
-
 
 LOOK_EVERY = 16
 """The weights are looked at in every such update."""
@@ -145,7 +137,6 @@ class Guard(forge.Plugin):
             return
         if device.type == "cuda":
             self._all_finite = FiniteCheck(device)
-        unfit = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
         owners = [call.plugin for call in trainer.stack.calls()["forge_optimizer_step"] if call.role == "own"]
         watched = any("anomaly" in plugin.provides for plugin in trainer.stack)
         if self.config.policy != "skip" and device.type == "cuda" and not owners and not watched:
@@ -153,15 +144,21 @@ class Guard(forge.Plugin):
         if self._on_device:
             self._flag = DeviceFlag(device)
             self.capturable = self._on_device == set(trainer.optimizers) and not self._together
+        why, level = "", logging.INFO
         if self.config.policy == "skip":
-            logger.info("guard reads the device once per update: %s.", READS["skip"])
+            why = "policy skip must decide before every update"
         elif watched:
-            logger.info("guard reads the device once per update: %s.", READS["anomaly"])
+            why = "anomaly looks at every update before its step"
         elif owners:
-            logger.info("guard reads the device once per update: %s.", READS["owner"].format(name=owners[0]))
+            why = f"{owners[0]!r} owns the optimizer step, so no update can be skipped on the device"
         elif len(self._on_device) < len(trainer.optimizers):
-            names = listed(sorted({type(o).__name__ for o in unfit or trainer.optimizers.values()}))
-            logger.warning("guard reads the device once per update: %s.", READS["optimizer"].format(names=names))
+            optimizers = trainer.optimizers.values()
+            unfit = [optimizer for optimizer in optimizers if not takes_flag(optimizer, device)]
+            names = listed(sorted({type(optimizer).__name__ for optimizer in unfit or optimizers}))
+            why = f"{names} cannot skip an update on the device (Adam, AdamW and SGD can with fused=True)"
+            level = logging.WARNING
+        if why:
+            logger.log(level, "guard reads the device once per update: %s.", why)
 
     @forge.hookimpl
     def forge_inspect_grads(self, step: forge.Step) -> None:
@@ -178,15 +175,14 @@ class Guard(forge.Plugin):
             return
         bad_loss, bad_gradient, bad_weight = (False, False, False) if finite else self._check(step, loss)
         if self._together:
-            bad_loss, bad_gradient, bad_weight = map(
-                bool, step.trainer.env.all_max([bad_loss, bad_gradient, bad_weight])
-            )
+            bad = step.trainer.env.all_max([bad_loss, bad_gradient, bad_weight])
+            bad_loss, bad_gradient, bad_weight = map(bool, bad)
         if not bad_loss and not bad_gradient and not bad_weight:
             self._in_a_row.pop(step.name or "", None)
             return
         weights = self._on_all_ranks(step.trainer, bad_weights(step.trainer.task))
         if weights:
-            self._act(step, NonFiniteWeights(step.index - 1, weights))
+            self._act(step, NonFinite(step.index - 1, step.epoch, weights=weights))
         elif bad_loss or bad_gradient:
             names = self._on_all_ranks(step.trainer, bad_gradients(step))
             self._act(step, NonFinite(step.index, step.epoch, bad_loss, names), again)
@@ -259,18 +255,17 @@ class Guard(forge.Plugin):
 
     # -- policies -----------------------------------------------------------------------------------------------------
 
-    def _act(self, step: forge.Step, bad: NonFinite | NonFiniteWeights, again: bool = False) -> None:
+    def _act(self, step: forge.Step, bad: NonFinite, again: bool = False) -> None:
         """Apply the policy. `again`: inside a closure, where the step has begun and cannot be skipped any more."""
         if self.config.policy == "rewind":
             self._rewind(step, bad)
-        elif isinstance(bad, NonFiniteWeights):
+        elif bad.weights:
             raise self._error(step.trainer, bad)
         elif self.config.policy == "stop":
             raise self._error(step.trainer, bad, "" if again else "The weights are unchanged.")
         elif again:
-            raise self._error(
-                step.trainer, bad, "It happened inside the optimizer's closure, where an update cannot be skipped."
-            )
+            why = "It happened inside the optimizer's closure, where an update cannot be skipped."
+            raise self._error(step.trainer, bad, why)
         else:
             self._skip(step, bad)
 
@@ -283,7 +278,7 @@ class Guard(forge.Plugin):
         logger.warning("guard skips update %d: %s.", bad.index, bad)
         step.skip_update(str(bad), quiet=True, by=self.name)
 
-    def _rewind(self, step: forge.Step, bad: NonFinite | NonFiniteWeights) -> None:
+    def _rewind(self, step: forge.Step, bad: NonFinite) -> None:
         trainer = step.trainer
         if trainer.hooks.forge_save is None:
             raise self._error(trainer, bad, "Policy rewind needs checkpoints: add -p checkpoint.")
@@ -299,12 +294,13 @@ class Guard(forge.Plugin):
         skipped = range(first, bad.index + 1)
         trainer.request_rewind(f"update {bad.index}: {bad}", skipped, everywhere=self._together, by=self.name)
 
-    def _error(self, trainer: forge.Run, bad: NonFinite | NonFiniteWeights, why: str = "") -> NonFiniteError:
+    def _error(self, trainer: forge.Run, bad: NonFinite, why: str = "") -> NonFiniteError:
         self._unread = []  # it is being reported
         saved = last_checkpoint(trainer)
-        if isinstance(bad, NonFiniteWeights):
-            text = [f"{bad.when}: {bad}.", why, f"The last good checkpoint is {saved}." if saved is not None else ""]
-            text += [HALF] if is_half(trainer.task, bad.parameters) else []
+        if bad.weights:
+            when = f"After update {bad.index}" if bad.index >= 0 else "Before the first update"
+            text = [f"{when}: {bad}.", why, f"The last good checkpoint is {saved}." if saved is not None else ""]
+            text += [HALF] if is_half(trainer.task, bad.weights) else []
             return NonFiniteError(" ".join(filter(None, text)))
         text = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
         watched = any("anomaly" in plugin.provides for plugin in trainer.stack)
@@ -390,7 +386,7 @@ class Guard(forge.Plugin):
 
     def _finding(
         self, trainer: forge.Run, flag: DeviceFlag, plain_loss_is_bad: bool = False, newer: int = 0
-    ) -> NonFinite | NonFiniteWeights | None:
+    ) -> NonFinite | None:
         """Return what set the flag that was sent; the weights have not changed since."""
         count = flag.arrived()
         if not count and not plain_loss_is_bad:
@@ -402,7 +398,7 @@ class Guard(forge.Plugin):
             first, count = checked, count - checked.marks
         weights = self._on_all_ranks(trainer, bad_weights(trainer.task))
         if weights:
-            return NonFiniteWeights(first.index - 1, weights)
+            return NonFinite(first.index - 1, first.epoch, weights=weights)
         losses = self._latest_losses(trainer, newer) if self._losses is None else self._losses
         after = sum(checked.micro for checked in self._unread if checked.index > first.index)
         own = losses[: len(losses) - after][-first.micro :] if len(trainer.optimizers) == 1 else losses
@@ -441,7 +437,7 @@ class Guard(forge.Plugin):
             names = sorted(set().union(*trainer.env.gather(names)))
         if not names:
             return
-        bad = NonFiniteWeights(trainer.progress.update - 1, names)
+        bad = NonFinite(trainer.progress.update - 1, trainer.progress.epoch, weights=names)
         if self.config.policy != "rewind" or trainer.step is None:
             raise self._error(trainer, bad, "No checkpoint of it was written.")
         self._rewind(trainer.step, bad)
@@ -477,40 +473,26 @@ class Guard(forge.Plugin):
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """What is not finite in an update. `parameters` is None if the gradients are gone by the time it is known."""
+    """What is not finite in an update: its loss, gradients, or the weights after it."""
 
     index: int
     epoch: int
-    loss: bool
-    parameters: list[str] | None
+    loss: bool = False
+    gradients: list[str] | None = None
+    "None if they are gone by the time it is known."
+    weights: Sequence[str] = ()
+    "Parameters that are not finite after the update, although its loss and gradients were."
 
     def __str__(self) -> str:
-        if self.parameters is None:
-            return "the loss is not finite" if self.loss else "a gradient is not finite"
-        if not self.parameters:
-            return "the loss is not finite"
-        begin = "the loss and the gradients" if self.loss else "the loss is finite, but the gradients"
-        if len(self.parameters) == 1:
-            begin = begin.replace("gradients", "gradient")
-        verb = "is" if len(self.parameters) == 1 and not self.loss else "are"
-        return f"{begin} of {listed(self.parameters)} {verb} not finite"
-
-
-@dataclass(frozen=True, slots=True)
-class NonFiniteWeights:
-    """Parameters that are not finite after an update, although its loss and gradients were."""
-
-    index: int
-    parameters: list[str]
-
-    @property
-    def when(self) -> str:
-        return f"After update {self.index}" if self.index >= 0 else "Before the first update"
-
-    def __str__(self) -> str:
-        verb = "is" if len(self.parameters) == 1 else "are"
-        why = "" if self.index < 0 else ": the optimizer's step made them so from finite gradients"
-        return f"{listed(self.parameters)} {verb} not finite{why}"
+        names = self.weights or self.gradients or ()
+        verb = "is" if len(names) == 1 and not self.loss else "are"
+        if self.weights:
+            why = "" if self.index < 0 else ": the optimizer's step made them so from finite gradients"
+            return f"{listed(self.weights)} {verb} not finite{why}"
+        if not names:
+            return "a gradient is not finite" if self.gradients is None and not self.loss else "the loss is not finite"
+        whose = f"gradient{'s'[: len(names) > 1]} of {listed(names)} {verb} not finite"
+        return f"the loss and the {whose}" if self.loss else f"the loss is finite, but the {whose}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,9 @@ class Mlflow(Sink):
         self._run_id = run_id(trainer, "mlflow.json", "run_id", create)
         client.update_run(self._run_id, status="RUNNING")
         if trainer.verb == "fit":
-            self._there = logged_after(client, self._run_id, trainer.resumed_from or 0)
+            names, last = client.get_run(self._run_id).data.metrics, trainer.resumed_from or 0
+            points = (point for name in names for point in client.get_metric_history(self._run_id, name))
+            self._there = {(point.key, point.step) for point in points if point.step > last}
             self._log_parameters(client, trainer)
         return client
 
@@ -148,10 +150,3 @@ class Mlflow(Sink):
 def portions(entries: list[Any]) -> Iterator[list[Any]]:
     """Divide a list into requests."""
     return (entries[start : start + AT_ONCE] for start in range(0, len(entries), AT_ONCE))
-
-
-def logged_after(client: MlflowClient, run_id: str, update: int) -> set[tuple[str, int]]:
-    """Return metrics and updates that a run has already, after an update."""
-    names = client.get_run(run_id).data.metrics
-    points = (point for name in names for point in client.get_metric_history(run_id, name))
-    return {(point.key, point.step) for point in points if point.step > update}

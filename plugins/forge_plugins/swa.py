@@ -155,8 +155,10 @@ class SWA(Averaging):
         with self._average.in_place(), kept_buffers(nn.ModuleList(modules)):
             if self.config.update_bn and modules and not self._estimated:
                 reason = unreadable(trainer, over) or self._estimate(trainer, modules)
-                if reason is not None:
-                    self._warn(reason)
+                if reason is not None and not self._warned:
+                    text = "%s: BatchNorm's statistics are the mean of the averaged ones, not estimated again: %s"
+                    logger.warning(text, self.name, reason)
+                    self._warned = True
             yield
 
     def _estimate(self, trainer: forge.Run, modules: list[_BatchNorm]) -> str | None:
@@ -183,12 +185,6 @@ class SWA(Averaging):
         level = logging.INFO if took > 1 else logging.DEBUG
         logger.log(level, "%s: BatchNorm's statistics estimated from %d batches in %.1f s", self.name, seen, took)
         return None
-
-    def _warn(self, reason: str) -> None:
-        if not self._warned:
-            text = "%s: BatchNorm's statistics are the mean of the averaged ones, not estimated again: %s"
-            logger.warning(text, self.name, reason)
-        self._warned = True
 
 
 class ToRate:

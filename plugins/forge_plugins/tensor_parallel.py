@@ -181,15 +181,13 @@ class TensorParallel(forge.Plugin):
 
     def _styles(self, kind: Kind) -> list[ParallelStyle]:
         """Return torch's styles, one inside the other; between layers all tensors are plain."""
-        whole, part = Replicate(), Shard(self.config.sequence_dim)
-        if kind == "column":
-            return [ColwiseParallel()]
-        if kind == "gather":
-            return [ColwiseParallel(output_layouts=whole)]
+        whole, dim = Replicate(), self.config.sequence_dim
+        if kind in ("column", "gather"):
+            return [ColwiseParallel(output_layouts=whole if kind == "gather" else None)]
         if kind == "row":
             return [RowwiseParallel()]
-        inner = SequenceParallel(sequence_dim=self.config.sequence_dim) if kind == "sequence" else Whole()
-        layout = part if kind == "sequence" else whole
+        inner = SequenceParallel(sequence_dim=dim) if kind == "sequence" else ReplicatedLayer()
+        layout = Shard(dim) if kind == "sequence" else whole
         return [
             PrepareModuleInput(input_layouts=whole, desired_input_layouts=layout),
             inner,
@@ -197,7 +195,7 @@ class TensorParallel(forge.Plugin):
         ]
 
 
-class Whole(ParallelStyle):
+class ReplicatedLayer(ParallelStyle):
     """A layer that every rank holds completely."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

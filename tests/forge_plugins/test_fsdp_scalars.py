@@ -18,8 +18,8 @@ import forge
 from forge.testing import tiny_batches
 from forge_cluster.pipeline import Pipeline
 from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Guard, Remat, Schedule, TensorParallel
+from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
-from forge_plugins.fsdp.blocks import blocks_of
 from tests.support.fsdp_kit import Block, Deep, close, deep, peep, train, wide
 from tests.support.lasting_ranks import ranks
 
@@ -267,7 +267,7 @@ def test_a_scalar_from_the_meta_device_is_drawn() -> None:
 
 
 def test_a_scalar_that_blocks_share_leaves_them_units() -> None:
-    assert list(blocks_of(deep(Shared), [], 0)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(sharded_blocks(deep(Shared), [], 0)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def left_over(folder: str, options: dict[str, Any]) -> set[str]:

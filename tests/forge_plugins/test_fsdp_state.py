@@ -17,8 +17,8 @@ import forge
 from forge.errors import PeerFailed, RecipeError, StackError, TaskError
 from forge.optim import state as optimizer_state
 from forge_plugins import AMP, EMA, Clip
+from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.fsdp import FSDP
-from forge_plugins.fsdp.blocks import blocks_of
 from tests.support.fsdp_kit import EXACT, Deep, Tied, close, deep, guarded, train, wide
 from tests.support.lasting_ranks import ranks
 
@@ -256,14 +256,14 @@ def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) ->
 def test_blocks_are_found_or_named_and_small_ones_stay() -> None:
     task = deep()
     every = ["blocks.0", "blocks.1", "blocks.2"]
-    assert list(blocks_of(task, [], 0)) == every
-    assert list(blocks_of(task, ["Block"], 0)) == every
-    assert list(blocks_of(task, ["blocks.[01]", "head"], 0)) == ["blocks.0", "blocks.1", "head"]
-    assert list(blocks_of(task, ["blocks", "head"], 30)) == every
-    assert blocks_of(task, [], 10_000) == {}
-    assert list(blocks_of(Tied(), [], 0)) == ["blocks.1"]
+    assert list(sharded_blocks(task, [], 0)) == every
+    assert list(sharded_blocks(task, ["Block"], 0)) == every
+    assert list(sharded_blocks(task, ["blocks.[01]", "head"], 0)) == ["blocks.0", "blocks.1", "head"]
+    assert list(sharded_blocks(task, ["blocks", "head"], 30)) == every
+    assert sharded_blocks(task, [], 10_000) == {}
+    assert list(sharded_blocks(Tied(), [], 0)) == ["blocks.1"]
     with pytest.raises(RecipeError, match=r"fsdp\.blocks: 'blocsk'"):
-        blocks_of(task, ["blocsk"], 0)
+        sharded_blocks(task, ["blocsk"], 0)
 
 
 def test_what_torch_cannot_divide_is_refused_by_name() -> None:

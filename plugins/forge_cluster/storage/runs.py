@@ -100,12 +100,8 @@ def _resumed(trainer: forge.Run, group: Path) -> Path | None:
 
 
 def _own_run(trainer: forge.Run, group: Path) -> Path | None:
-    now = job_of(trainer)
-    for run in newest_first(group):
-        then = job_in(run)
-        if then is not None and not another_job(then, now) and not changed_plan(then, now):
-            return run.path
-    return None
+    now, jobs = job_of(trainer), ((run.path, job_in(run)) for run in newest_first(group))
+    return next((p for p, then in jobs if then and not another_job(then, now) and not changed_plan(then, now)), None)
 
 
 def refuse_another_job(trainer: forge.Run, remote: RemoteCheckpoints) -> None:

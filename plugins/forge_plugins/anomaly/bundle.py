@@ -57,7 +57,9 @@ def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[s
     trainer, task = step.trainer, step.trainer.task
     assert before.rng is not None
     weights = task.state_dict()
-    buffers = _names(task, before)
+    paths = {id(module._buffers): f"{path}." if path else "" for path, module in task.named_modules()}
+    pairs = zip(before.buffers, before.copies, strict=True)
+    buffers = {paths[id(owner)] + name: value for (owner, name), value in pairs}
     window = list(step.window) if is_plain(list(step.window)) else None
     if window is None:
         logger.warning(
@@ -88,13 +90,6 @@ def is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(type(key) in (str, int) and is_plain(item) for key, item in value.items())
     return value is None or type(value) in (bool, int, float, str, Tensor)
-
-
-def _names(task: forge.TaskModule, before: Before) -> dict[str, Tensor]:
-    """Return the saved buffers by full name."""
-    paths = {id(module._buffers): f"{path}." if path else "" for path, module in task.named_modules()}
-    pairs = zip(before.buffers, before.copies, strict=True)
-    return {paths[id(owner)] + name: value for (owner, name), value in pairs}
 
 
 def _indices(step: forge.Step) -> list[list[int]] | None:

@@ -90,11 +90,11 @@ def _source(finding: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _given(origin: dict[str, Any]) -> str:
-    if "op" in origin:
-        place = origin["place"]
-        where = f" at {short_path(place['file'])}:{place['line']}" if place else ""
-        return f"its infinite input was made by {_op(origin)}{where}: a mask over all positions?"
-    return f"its infinite input is {'the buffer ' + origin['name'] if origin['name'] else 'a constant'}"
+    if "op" not in origin:
+        return f"its infinite input is {'the buffer ' + origin['name'] if origin['name'] else 'a constant'}"
+    place = origin["place"]
+    where = f" at {short_path(place['file'])}:{place['line']}" if place else ""
+    return f"its infinite input was made by {_op(origin)}{where}: a mask over all positions?"
 
 
 def _samples(finding: dict[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _in_rows(data: dict[str, Any]) -> str:
 
 def _tensor(values: dict[str, Any]) -> str:
     """ "float32 (32, 10), 0 to 5.31, 3 zeros"."""
-    parts = [f"{values['dtype']} {_shape(values['shape'])}"]
+    parts = [f"{values['dtype']} ({', '.join(map(str, values['shape']))})".replace("()", "scalar")]
     if "min" in values:
         same = values["min"] == values["max"]
         parts.append(f"{values['min']:.4g}" if same else f"{values['min']:.4g} to {values['max']:.4g}")
@@ -133,10 +133,6 @@ def _tensor(values: dict[str, Any]) -> str:
 def _bad(values: dict[str, Any]) -> str:
     counts = [f"{values[key]} {label}" for key, label in (("nan", "NaN"), ("inf", "infinite")) if values.get(key)]
     return " and ".join(counts)
-
-
-def _shape(shape: list[int]) -> str:
-    return f"({', '.join(map(str, shape))})" if shape else "scalar"
 
 
 def _numbers(numbers: list[int]) -> str:

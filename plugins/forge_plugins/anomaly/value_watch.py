@@ -184,18 +184,20 @@ def _last_node() -> int:
 
 def badness(tensor: Tensor) -> tuple[bool, bool]:
     """Return whether a tensor has a NaN, and whether it has an infinity."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
-        return False, False
-    values = values_of(tensor.detach())
-    if bool(torch.isfinite(values).all()):
+    values = values_of(tensor.detach()) if _has_values(tensor) else None
+    if values is None or bool(torch.isfinite(values).all()):
         return False, False
     return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
     """Summarise a tensor: type, shape, range of finite values, and counts of the others."""
     described: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+    if not _has_values(tensor) or not tensor.numel():
         return described
     values = values_of(tensor.detach())
     finite = values[torch.isfinite(values)].double()

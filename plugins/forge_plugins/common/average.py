@@ -49,7 +49,10 @@ class Average:
     def take(self, weight: float) -> None:
         """Move the average towards the current weights by this share of the way."""
         if not self.count:
-            self._begin()
+            self.count = 1
+            parameters = {name: _copied(p) for name, p in self.task.named_parameters() if p.requires_grad}
+            self.tensors = {**parameters, **{name: _copied(buffer) for name, buffer in self._named_buffers()}}
+            self._find_live()
             return
         if self.frozen:
             self.include_thawed()
@@ -96,8 +99,10 @@ class Average:
 
     def copy_to(self, task: nn.Module) -> None:
         """Copy the averaged weights to this task, or to another task, which also gets everything else that is saved."""
-        given = self.tensors if task is self.task else {**self.tensors, **self._not_averaged()}
-        there = _tensors(task)
+        there, given = _tensors(task), self.tensors
+        if task is not self.task:
+            saved = {name for name, _ in self.task.named_parameters()} | self.task.state_dict().keys()
+            given = {name: tensor for name, tensor in _tensors(self.task).items() if name in saved} | given
         odd = [name for name, tensor in given.items() if getattr(there.get(name), "shape", None) != tensor.shape]
         if odd:
             raise TaskError(f"{type(task).__name__} has no {odd[0]} of the fitted shape: it is a different task.")
@@ -124,12 +129,6 @@ class Average:
 
     # -- the averaged tensors -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self.count = 1
-        parameters = {name: _copied(p) for name, p in self.task.named_parameters() if p.requires_grad}
-        self.tensors = {**parameters, **{name: _copied(buffer) for name, buffer in self._named_buffers()}}
-        self._find_live()
-
     def _find_live(self) -> None:
         """Find the tensor of each average; all other parameters are frozen."""
         named = dict(self.task.named_parameters())
@@ -150,11 +149,6 @@ class Average:
         return (
             (n, b) for n, b in self.task.named_buffers() if n in saved and (b.is_floating_point() or b.is_complex())
         )
-
-    def _not_averaged(self) -> dict[str, Tensor]:
-        """Return the frozen parameters and the saved buffers that are not averaged."""
-        saved = {name for name, _ in self.task.named_parameters()} | self.task.state_dict().keys()
-        return {n: tensor for n, tensor in _tensors(self.task).items() if n in saved and n not in self.tensors}
 
     def _live_buffers(self) -> list[Any]:
         return [owner[name] for owner, name in self._buffers]

@@ -24,21 +24,14 @@ logger = logging.getLogger("forge")
 
 def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm modules whose statistics training updates; frozen ones are in evaluation mode."""
-    return [
-        module
-        for module in task.modules()
-        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
-    ]
+    return [m for m in task.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
 
 
 def dividing_norms(task: nn.Module) -> list[str]:
     """Return the names of BatchNorm modules in training that take statistics of less than a batch where it is
     divided."""
-    return [
-        name
-        for name, module in task.named_modules()
-        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, nn.SyncBatchNorm)
-    ]
+    norms = [(name, module) for name, module in task.named_modules() if isinstance(module, _BatchNorm)]
+    return [name for name, module in norms if module.training and not isinstance(module, nn.SyncBatchNorm)]
 
 
 def warn_of_divided_batches(trainer: forge.Run, who: str) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 
 from torch import nn
 
+from forge_plugins.common.patterns import chosen
+
 
 def repeated(task: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated blocks by name: modules of one class, with layers in them, in one container."""
@@ -24,9 +26,19 @@ def repeated(task: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and any(
-        next(child.parameters(), None) is not None for child in module.children()
-    )
+    has_layers = any(next(child.parameters(), None) is not None for child in module.children())
+    return has_layers and type(module).forward is not nn.Module.forward
+
+
+def sharded_blocks(task: nn.Module, patterns: list[str], min_size: int) -> dict[str, nn.Module]:
+    """Return the modules that match the patterns of fsdp.blocks, or the repeated blocks, if large enough.
+
+    A block that shares a parameter with modules outside stays with its parent: tied parameters must be sharded
+    together.
+    """
+    found = chosen(task, patterns, "fsdp.blocks") if patterns else repeated(task)
+    sizes = {name: sum(parameter.numel() for parameter in block.parameters()) for name, block in found.items()}
+    return {name: b for name, b in found.items() if sizes[name] >= max(1, min_size) and not is_tied(b, task)}
 
 
 def is_tied(block: nn.Module, task: nn.Module) -> bool:

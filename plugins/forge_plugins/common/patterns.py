@@ -28,7 +28,7 @@ def parents(name: str) -> Iterator[str]:
 
 def listed(names: Iterable[str], most: int = FEW) -> str:
     """Format names for a message, numbered neighbours as a range: "blocks.0-7, head and 9 more"."""
-    shown = [*_ranges(names)]
+    shown = _ranges(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
 
@@ -78,16 +78,16 @@ def chosen(task: nn.Module, patterns: Iterable[str], option: str) -> dict[str, n
     inner = {name: module for name, module in task.named_modules() if name}
     matched: set[str] = set()
     for pattern in patterns:
-        found = {name for name, module in inner.items() if _matches(pattern, name, module)}
+        found = {n for n, module in inner.items() if type(module).__name__ == pattern or fnmatchcase(n, pattern)}
         if not found:
-            raise _unknown_module(pattern, option, task, inner)
+            kinds = list(dict.fromkeys(type(module).__name__ for module in inner.values()))
+            raise RecipeError(
+                f"{option}: {pattern!r} is neither a class nor a name of a module in {type(task).__name__}."
+                f"{_meant(pattern, [*kinds, *inner])} Classes: {listed(kinds, MANY)}. Modules: {listed(inner, MANY)}."
+            )
         matched |= found
     outermost = [name for name in inner if name in matched and not any(around in matched for around in parents(name))]
     return dict(called for name in outermost for called in _called(name, inner[name]))
-
-
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return type(module).__name__ == pattern or fnmatchcase(name, pattern)
 
 
 def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -96,14 +96,6 @@ def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     for child, inner in module.named_children():
         yield from _called(f"{name}.{child}", inner)
-
-
-def _unknown_module(pattern: str, option: str, task: nn.Module, inner: dict[str, nn.Module]) -> RecipeError:
-    kinds = list(dict.fromkeys(type(module).__name__ for module in inner.values()))
-    return RecipeError(
-        f"{option}: {pattern!r} is neither a class nor a name of a module in {type(task).__name__}."
-        f"{_meant(pattern, [*kinds, *inner])} Classes: {listed(kinds, MANY)}. Modules: {listed(inner, MANY)}."
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,24 +107,14 @@ def _meant(pattern: str, known: list[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _ranges(names: Iterable[str]) -> Iterator[str]:
-    """Yield names, with consecutive numbers joined to a range."""
-    begun: tuple[str, int, int] | None = None
+def _ranges(names: Iterable[str]) -> list[str]:
+    """Return names, with consecutive numbers joined to a range."""
+    runs: list[tuple[str, list[int]]] = []
     for name in names:
         stem, _, last = name.rpartition(".")
-        number = int(last) if last.isdecimal() else None
-        if begun is not None and number is not None and begun[0] == stem and begun[2] + 1 == number:
-            begun = (stem, begun[1], number)
-            continue
-        if begun is not None:
-            yield _range(*begun)
-        begun = None if number is None else (stem, number, number)
-        if number is None:
-            yield name
-    if begun is not None:
-        yield _range(*begun)
-
-
-def _range(stem: str, first: int, last: int) -> str:
-    stem = f"{stem}." if stem else ""
-    return f"{stem}{first}" if first == last else f"{stem}{first}-{last}"
+        if last.isdecimal() and runs and runs[-1][0] == stem and runs[-1][1] and runs[-1][1][-1] + 1 == int(last):
+            runs[-1][1].append(int(last))
+        else:
+            runs.append((stem, [int(last)]) if last.isdecimal() else (name, []))
+    shown = ((stem, "-".join(map(str, dict.fromkeys([*numbers[:1], *numbers[-1:]])))) for stem, numbers in runs)
+    return [".".join(filter(None, parts)) for parts in shown]

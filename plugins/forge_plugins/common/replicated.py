@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
-from forge.env import Env
 from forge.errors import RecipeError, StackError, TaskError
 from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.patterns import listed
@@ -65,22 +64,24 @@ class Replicated(forge.Plugin):
             value = getattr(self.config, name)
             if value is not None and value <= 0:
                 raise RecipeError(f"{self.name}.{name} is {value:g}; it must be above 0.")
+        self._cleanup = ExitStack()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Reset the state of one run."""
+        self._cleanup.close()
         self._env: DistributedEnv | None = None
         self._inner: nn.Module | None = None
         self._model: Synchronised | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._finds_unused = self._failed = False
-        self._cleanup = ExitStack()
 
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
-        self._failed = self._finds_unused = False
-        self._cleanup.close()
-        self._model = self._inner = None
-        self._parameters, self._trained = [], []
+        self._begin()
         self._env = self.make_env(trainer)
         split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
         self._cleanup.enter_context(torch._dynamo.config.patch(optimize_ddp=split))
@@ -89,7 +90,9 @@ class Replicated(forge.Plugin):
     @forge.hookimpl
     def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         if phase == "surgery" and self.config.sync_batchnorm:
-            self._refuse_sync_batchnorm_on(trainer.env)
+            if trainer.env.device.type == "cpu":
+                why = "torch's SyncBatchNorm does not run on the CPU"
+                raise StackError(f"{self.name}.sync_batchnorm needs GPUs: {why}.")
             nn.SyncBatchNorm.convert_sync_batchnorm(build.task)
         elif phase == "parallel":
             trainer.env.copy_from_first(build.task)
@@ -155,12 +158,10 @@ class Replicated(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        self._cleanup.close()
-        self._model = self._inner = None
-        self._parameters, self._trained = [], []
-        env, self._env = self._env, None
+        env, failed = self._env, self._failed
+        self._begin()
         if env is not None:
-            env.close(self._failed)
+            env.close(failed)
 
     # -- the wrapper --------------------------------------------------------------------------------------------------
 
@@ -168,7 +169,8 @@ class Replicated(forge.Plugin):
         """Return what is called in training: the model with its gradients averaged."""
         config, inner = self.config, self._inner
         assert inner is not None
-        self._note_trained(task)
+        self._parameters = list(task.parameters())  # compared after every update without walking the modules
+        self._trained, self._model = [p.requires_grad for p in self._parameters], None
         if not any(self._trained):
             return inner
         self._refuse_detail()
@@ -186,11 +188,6 @@ class Replicated(forge.Plugin):
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
 
-    def _note_trained(self, task: nn.Module) -> None:
-        self._parameters = list(task.parameters())  # compared after every update without walking the modules
-        self._trained = [p.requires_grad for p in self._parameters]
-        self._model = None
-
     def _refuse_detail(self) -> None:
         """Refuse what ends in a segmentation fault of torch's DDP, seen with torch 2.10 and 2.15."""
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
@@ -198,10 +195,6 @@ class Replicated(forge.Plugin):
                 f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel over gloo, which {self.name} "
                 "uses. Set TORCH_DISTRIBUTED_DEBUG=INFO, or look with -p fsdp."
             )
-
-    def _refuse_sync_batchnorm_on(self, env: Env) -> None:
-        if env.device.type == "cpu":
-            raise StackError(f"{self.name}.sync_batchnorm needs GPUs: torch's SyncBatchNorm does not run on the CPU.")
 
 
 class Synchronised(DistributedDataParallel):

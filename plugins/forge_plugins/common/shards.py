@@ -159,23 +159,19 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
     """Refuse parameters that torch cannot shard, by name; `who` divides them."""
     named = list(task.named_parameters())
     scalars = [name for name, parameter in named if not parameter.ndim and is_distributed(parameter)]
-    if scalars:
-        raise TaskError(
-            f"{who}: {listed(scalars)} of {type(task).__name__} has no dimension, and is in a layer that is divided. "
-            "Leave that layer out of tensor_parallel.plan: every rank then computes it whole."
-        )
     empty = [name for name, parameter in named if not parameter.numel()]
-    if empty:
-        raise TaskError(
-            f"{who}: {listed(empty)} of {type(task).__name__} has no elements, and torch's FSDP takes no such "
-            "parameter. Remove it, or make it a buffer."
-        )
     odd = [name for name, parameter in named if not parameter.is_contiguous()]
-    if odd:
-        raise TaskError(
-            f"{who} divides parameters that are contiguous in memory, and {listed(odd)} of {type(task).__name__} is "
-            "not (channels_last, or a transposed view). Call .contiguous() on its data."
-        )
+    for names, why in (
+        (
+            scalars,
+            "has no dimension, and is in a layer that is divided. Leave that layer out of tensor_parallel.plan: every "
+            "rank then computes it whole.",
+        ),
+        (empty, "has no elements, and torch's FSDP takes no such parameter. Remove it, or make it a buffer."),
+        (odd, "is not contiguous in memory (channels_last, or a transposed view). Call .contiguous() on its data."),
+    ):
+        if names:
+            raise TaskError(f"{who}: {listed(names)} of {type(task).__name__} {why}")
 
 
 def _of_other_types(module: nn.Module, task: nn.Module, skipped: set[int]) -> list[nn.Module]:
@@ -194,18 +190,15 @@ def _of_other_types(module: nn.Module, task: nn.Module, skipped: set[int]) -> li
     found = []
     for name, inner in module.named_modules():
         types = {parameter.dtype for parameter in own[id(inner)]} - {main}
+        shown = " and ".join(sorted(str(each).removeprefix("torch.") for each in {main, *types}))
         if types and (len(types) > 1 or any(p.dtype is main for p in own[id(inner)]) or is_tied(inner, task)):
             raise TaskError(
-                f"Parameters of {name or type(module).__name__} ({type(inner).__name__}) are {_shown({main, *types})}: "
+                f"Parameters of {name or type(module).__name__} ({type(inner).__name__}) are {shown}: "
                 "torch's FSDP shards those of one type together. Give them one, as task.to(torch.float32) does."
             )
         if types and inner is not module:
             found.append(inner)
     return found
-
-
-def _shown(types: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
 
 
 def places_of(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:

@@ -60,7 +60,8 @@ class StopRule:
 
     def compare(self, trainer: forge.Run, metrics: Mapping[str, Any]) -> None:
         """Compare a new value with the best so far."""
-        config, progress, value = self.config, trainer.progress, self._value(metrics)
+        self.refuse_unknown(metrics)
+        config, progress, value = self.config, trainer.progress, float(metrics[self.config.monitor])
         done = {"updates": progress.update, "epochs": progress.epoch, "samples": progress.sample}
         if not progress.update:
             return  # before training: validate_first
@@ -68,18 +69,13 @@ class StopRule:
             self._early = True
             return
         self.last, self.verdict = value, self._broken_floor(value, progress.update)
-        if self._improves(value):
+        better = self._best is None or self._sign * (value - self._best) > config.min_delta
+        if better and math.isfinite(value):
             self._best, self._best_at, self._waited = value, progress.update, 0
         else:
             self._waited += 1
             if not math.isfinite(value):
                 logger.warning("early_stop: %s is %s at update %d.", config.monitor, value, progress.update)
-
-    def _value(self, metrics: Mapping[str, Any]) -> float:
-        value = metrics.get(self.config.monitor)
-        if not isinstance(value, (int, float)):
-            self.refuse_unknown(metrics)
-        return float(value)  # pyright: ignore[reportArgumentType]
 
     def refuse_unknown(self, metrics: Mapping[str, Any]) -> None:
         """Raise if the metric is not among these."""
@@ -110,11 +106,6 @@ class StopRule:
 
     def _beyond(self) -> str:
         return "below" if self._sign > 0 else "above"
-
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        return self._best is None or self._sign * (value - self._best) > self.config.min_delta
 
     def reason(self) -> str:
         """Return why the run is to stop now, "" if it is not."""

@@ -114,7 +114,9 @@ class Captured:
             traces.undo()
             drop_gradients(step.optimizer)
             self._gradients = []
-            raise CaptureFailed(_reason(error)) from error
+            where = own_line(traceback.extract_tb(error.__traceback__))  # of the user's code
+            reason = f"it cannot be captured at {where}: {str(error).strip().splitlines()[0]}"
+            raise CaptureFailed(reason) from error
         self._cursor.zero_()
         frozen = traces.found()
         if frozen is not None or skipped is not None:
@@ -196,9 +198,3 @@ class CapturedMeans(Means):
     def latest(self, name: str, count: int) -> list[Tensor | float]:
         found = [value for known, value, _ in self.values if known == name]
         return [value.detach() if isinstance(value, Tensor) else value for value in found[-count:]]
-
-
-def _reason(error: BaseException) -> str:
-    """Return the error and the last line of the user's code in its traceback."""
-    where = own_line(traceback.extract_tb(error.__traceback__))
-    return f"it cannot be captured at {where}: {str(error).strip().splitlines()[0]}"

@@ -20,12 +20,12 @@ from forge.env import pick_device
 from forge.errors import RecipeError, StackError, TaskError
 from forge.rng import RNGState, seed_all
 from forge_plugins.common.batch_statistics import warn_of_divided_batches
+from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.common.patterns import MANY, as_list, listed
 from forge_plugins.common.sharded import sum_gradients
 from forge_plugins.common.shards import Shards, refuse_unshardable
 from forge_plugins.common.sparse import refuse_sparse
 from forge_plugins.common.use import AgreedUse
-from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
 
 logger = logging.getLogger("forge")
@@ -167,7 +167,7 @@ class FSDP(forge.Plugin):
         refuse_unshardable(task, self.name)
         if trainer.verb == "fit":
             refuse_sparse(task, self.name)
-        blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
+        blocks = sharded_blocks(task, as_list(self.config.blocks), self.config.min_size)
         self._shards = Shards(task)
         if has_meta(task):
             self._initialise_and_shard(task, blocks, env)
@@ -221,20 +221,11 @@ class FSDP(forge.Plugin):
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
         shards = env.data_world // self.config.replicate
         if not blocks and env.is_main:
-            logger.warning(
-                "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or by "
-                "name: fsdp.blocks=...",
-                type(task).__name__,
-                f"{rest:,}",
-            )
+            text = "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or "
+            logger.warning(text + "by name: fsdp.blocks=...", type(task).__name__, f"{rest:,}")
             return
-        logger.info(
-            "fsdp: %s parameters in %d shards; sharded separately: %s, and the rest, %s parameters, as one.",
-            f"{sum(sizes) + rest:,}",
-            shards,
-            listed(blocks, MANY),
-            f"{rest:,}",
-        )
+        text = "fsdp: %s parameters in %d shards; sharded separately: %s, and the rest, %s parameters, as one."
+        logger.info(text, f"{sum(sizes) + rest:,}", shards, listed(blocks, MANY), f"{rest:,}")
 
     # -- a run --------------------------------------------------------------------------------------------------------
 

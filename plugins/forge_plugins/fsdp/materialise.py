@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from forge.errors import TaskError
 from forge_plugins.common.patterns import MANY, listed
@@ -55,7 +56,7 @@ class Materialiser:
 
     def fill(self, module: nn.Module) -> None:
         """Initialise the tensors of one module, without its children."""
-        own = [name for name, tensor in _own(module) if tensor.is_meta]
+        own = _meta_names(module)
         if not own:
             return
         for name in own:
@@ -71,7 +72,9 @@ class Materialiser:
         """Move a filled module to its device, and divide its parameters again."""
         module.to(device)
         for old, places in self._divided.values():
-            part = nn.Parameter(_divide(self._made[id(old)][1].detach(), old), requires_grad=old.requires_grad)
+            whole = self._made[id(old)][1].detach()  # all ranks have it: nothing is sent
+            part = distribute_tensor(whole, old.device_mesh, old.placements, src_data_rank=None)
+            part = nn.Parameter(part, requires_grad=old.requires_grad)
             for owner, name in places:
                 owner._parameters[name] = part
         self._divided.clear()
@@ -96,7 +99,7 @@ class Materialiser:
                 ) from error
             return
         named = self._task.named_modules()
-        lost = [name or type(self._task).__name__ for name, m in named if _has_own_meta(m) and _reset(m) is None]
+        lost = [name or type(self._task).__name__ for name, m in named if _meta_names(m) and _reset(m) is None]
         if lost:
             raise TaskError(
                 f"fsdp cannot initialise a task from the meta device: {listed(lost, MANY)} of "
@@ -122,8 +125,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _has_own_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for _, tensor in _own(module))
+def _meta_names(module: nn.Module) -> list[str]:
+    return [name for name, tensor in _own(module) if tensor.is_meta]
 
 
 def _reset(module: nn.Module) -> Callable[[], Any] | None:
@@ -140,10 +143,3 @@ def _empty(tensor: Tensor) -> Tensor:
     if not is_distributed(tensor):
         vars(parameter).update(vars(tensor))
     return parameter
-
-
-def _divide(whole: Tensor, like: Any) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have, without communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -61,7 +61,7 @@ def sync_text(sync: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [COLUMNS]
+    cells: list[tuple[str, ...]] = [COLUMNS]
     for row in rows:
         hook = _label(row["hook"]) + (" (validation)" if row["in_validation"] else "")
         numbers = f"{row['calls_per_update']:.3g}", f"{row['us_per_update']:,.1f}", f"{row['share']:.1%}"

@@ -134,14 +134,11 @@ class Readings:
         """Return the logged metrics: total, by layer if it has several parameters, and by parameter."""
         norms = {"grad_norm": self.grad_norm, "weight_norm": self.weight_norm}
         found = {_path(what, name): value for what, of in norms.items() for name, value in _with_sums(of).items()}
-        found |= {_path("update_ratio", name): value for name, value in self.update_ratios().items()}
+        ratios = _ratios(_with_sums(self.change), _with_sums(self.norm_before))
+        found |= {_path("update_ratio", name): value for name, value in ratios.items()}
         for what in ("grad_mean", "grad_std", "dead_units"):
             found |= {f"{what}/{name}": value for name, value in getattr(self, what).items()}
         return found
-
-    def update_ratios(self) -> Numbers:
-        """Return how far weights moved, as a share of their size; weights that were 0 are left out."""
-        return _ratios(_with_sums(self.change), _with_sums(self.norm_before))
 
     def layers(self, what: str) -> Numbers:
         """Return a norm by layer."""
@@ -171,6 +168,7 @@ def _with_sums(norms: Numbers) -> Numbers:
 
 
 def _ratios(changes: Numbers, sizes: Numbers) -> Numbers:
+    """Return how far weights moved, as a share of their size; weights that were 0 are left out."""
     return {name: change / sizes[name] for name, change in changes.items() if sizes[name] > 0}
 
 

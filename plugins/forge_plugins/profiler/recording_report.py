@@ -52,7 +52,10 @@ class Report:
             lines += ["  what to change", *(f"    {sentence}" for sentence in self.verdict.advice), ""]
         else:
             lines += [f"  {NO_VERDICT.format(self.device)}", ""]
-        for table in (self.phases(), *self.collectives(), self.main_operators()):
+        # by the time that matters for the verdict
+        on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
+        operators = self.operators("device" if on_device else "cpu")
+        for table in (self.phases(), *self.collectives(), operators):
             lines += [*(f"  {line}" for line in aligned(table)), ""]
         if self.peak is not None:
             lines += [f"  {line}" for line in aligned(self.allocators())]
@@ -84,11 +87,6 @@ class Report:
         if self.trace.kernels:
             tables += [self.operators("device"), self.kernels()]
         return tables if self.peak is None else [*tables, self.allocators()]
-
-    def main_operators(self) -> Rows:
-        """Return operators by the time that matters for the verdict."""
-        on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
-        return self.operators("device" if on_device else "cpu")
 
     def phases(self) -> Rows:
         """Return the host's time of an update by phase."""

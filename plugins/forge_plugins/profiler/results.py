@@ -111,9 +111,12 @@ def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
     """Return the settings of the run that the verdict considers."""
     strategy = next((plugin for plugin in trainer.stack if "strategy" in plugin.provides), None)
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+    loader: Any = trainer.feed.loader
+    while hasattr(loader, "loader"):
+        loader = loader.loader
     return Setup(
         provided=provided(trainer.stack),
-        workers=_workers(trainer.feed.loader),
+        workers=getattr(loader, "num_workers", None),
         fused=all(group.get("fused") for group in groups),
         convolutions=any(operator.name == "aten::convolution" for operator in trace.operators),
         full_float32=trainer.env.device.type == "cuda" and torch.get_float32_matmul_precision() == "highest",
@@ -122,13 +125,6 @@ def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
         strategy="" if strategy is None else strategy.name,
         options={} if strategy is None else plugin_options(strategy),
     )
-
-
-def _workers(loader: Any) -> int | None:
-    """Return the number of worker processes of the innermost loader, if it has one."""
-    while hasattr(loader, "loader"):
-        loader = loader.loader
-    return getattr(loader, "num_workers", None)
 
 
 @contextmanager

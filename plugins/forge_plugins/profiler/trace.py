@@ -135,7 +135,9 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
     trace.communication = communication(collectives, host, computing, evaluations, begin)
     elsewhere = union([*evaluations, (float("-inf"), begin), *(() if trace.kernels else data)])
     trace.communicating = length(minus(minus(times_of(collectives), computing), elsewhere))
-    _count_waits(trace, host, waits, minus([(begin, host_end)], evaluations))  # the last wait is the profiler's
+    names = {span.id: span.name for span in host if span.kind == "cpu_op" and span.id}
+    counted = minus([(begin, host_end)], evaluations)  # the last wait is the profiler's
+    trace.waits = Counter(names.get(wait.id, wait.name) for wait in waits if covers(counted, wait.start))
     for instant in instants:
         trace.memory.setdefault(instant.device, []).append((instant.start - begin, instant.total))
     return trace
@@ -296,10 +298,3 @@ def _watch_device(
             trace.copied += span.bytes
             trace.pageable += span.bytes if "Pageable" in span.name else 0
     return busy
-
-
-def _count_waits(trace: Trace, host: list[Span], waits: list[Span], window: list[Interval]) -> None:
-    names = {span.id: span.name for span in host if span.kind == "cpu_op" and span.id}
-    for wait in waits:
-        if covers(window, wait.start):
-            trace.waits[names.get(wait.id, wait.name)] += 1

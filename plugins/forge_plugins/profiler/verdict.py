@@ -176,7 +176,8 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
 def evidence(measured: Measured, kind: Kind) -> tuple[str, ...]:
     """Return the numbers behind a verdict, most important first."""
     share = measured.shares
-    sentences = [_where(measured, kind, share), _how_long(measured)]
+    recorded = f" ({duration(measured.wall)} while it is recorded)" if measured.surplus > 0.02 * measured.wall else ""
+    sentences = [_where(measured, kind, share), f"An update takes {duration(measured.seconds)}{recorded}."]
     if measured.calls:
         each = measured.busy / measured.calls * 1e6
         what = "kernels are launched" if measured.device == "cuda" else "operators are called"
@@ -222,12 +223,6 @@ def _where(measured: Measured, kind: Kind, share: Mapping[Kind, float]) -> str:
         parts["communication-bound"] = f"{share['communication-bound']:.0%} into waiting in collectives"
     first = parts.pop(kind)
     return f"Of an update's time {first.replace(' into', ' goes into')}, {', '.join(parts.values())}."
-
-
-def _how_long(measured: Measured) -> str:
-    now = f"An update takes {duration(measured.seconds)}"
-    slower = measured.surplus > 0.02 * measured.wall
-    return f"{now} ({duration(measured.wall)} while it is recorded)." if slower else f"{now}."
 
 
 def duration(seconds: float) -> str:

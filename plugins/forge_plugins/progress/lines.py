@@ -25,8 +25,11 @@ class Lines:
         if step.ends_epoch and status.logged < status.update:
             self._owed = True  # on an accelerator the epoch's last metrics arrive with the next update
             return 0.0
-        if step.ends_epoch or self._owed or status.validated or self._interval_ended(step):
-            self._write(self._line())
+        ended = time.monotonic() >= self._next if self._seconds else self.every.due(step)
+        if step.ends_epoch or self._owed or status.validated or ended:
+            parts = [epoch_of(status), f"update {updates_of(status)}", rates_of(status, wide=True)]
+            parts.append(f"{clock(status.remaining)} left" if status.remaining is not None else "")
+            self._write("  ".join(filter(None, parts)) + listed(status.metrics))
             self._owed = status.validated = False
             self._next = time.monotonic() + self._seconds
         return self._next if self._seconds else 0.0
@@ -42,16 +45,6 @@ class Lines:
         parts = [status.ending, epoch_of(status), f"update {updates_of(status)}", f"in {clock(status.elapsed)}"]
         parts.append(speed_of(status.average_speed, wide=True))
         self._write("  ".join(filter(None, parts)) + listed(status.metrics))
-
-    def _interval_ended(self, step: forge.Step) -> bool:
-        return time.monotonic() >= self._next if self._seconds else self.every.due(step)
-
-    def _line(self) -> str:
-        status = self.status
-        parts = [epoch_of(status), f"update {updates_of(status)}", rates_of(status, wide=True)]
-        if status.remaining is not None:
-            parts.append(f"{clock(status.remaining)} left")
-        return "  ".join(filter(None, parts)) + listed(status.metrics)
 
     def _write(self, text: str) -> None:
         print(text, file=self._screen, flush=True)

@@ -86,7 +86,8 @@ class Status:
         self.epoch = trainer.step.epoch + 1 if trainer.step is not None else 1
         self.epoch_share, self.per_epoch = share_of_epoch(trainer), trainer.updates_per_epoch
         if self.restores != trainer.restores:
-            self._go_back(trainer)
+            self.restores, self._first, last = trainer.restores, None, trainer.resumed_from or 0
+            self.bests = {name: [each for each in found if each[0] <= last] for name, found in self.bests.items()}
         if self._first is None:
             if self.update:  # the first update is a warm-up (compilers, caches) and is not measured
                 self._first, self._last, self.paused = (now, self.update, self.sample), (now, self.update), 0.0
@@ -95,12 +96,6 @@ class Status:
         if done and spent > 0:
             self.speed = 0.7 * self.speed + 0.3 * done / spent if self.speed else done / spent
             self._last, self.paused = (now, self.update), 0.0
-
-    def _go_back(self, trainer: forge.Run) -> None:
-        """Forget bests after the restored update."""
-        self.restores, self._first = trainer.restores, None
-        for name, found in list(self.bests.items()):
-            self.bests[name] = [(update, value) for update, value in found if update <= (trainer.resumed_from or 0)]
 
     @property
     def best(self) -> dict[str, tuple[int, float]]:

@@ -40,7 +40,8 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
     for file in ("labels.tsv", "drawing.png"):
         (home / file).unlink(missing_ok=True)
     if embedding.labels:
-        lines = "".join(f"{_one_line(label)}\n" for label in embedding.labels)
+        # tabs separate columns, and empty lines are dropped
+        lines = "".join(f"{' '.join(str(label).split()) or '–'}\n" for label in embedding.labels)
         with atomic_write(home / "labels.tsv") as path:
             path.write_text(lines, encoding="utf-8")
     size = None
@@ -110,8 +111,3 @@ def _draw(file: Path, images: Tensor) -> tuple[int, int]:
 def _from(folder: Path, file: Path) -> str:
     """Return a path relative to the folder of the list, as TensorBoard needs it."""
     return file.relative_to(folder).as_posix()
-
-
-def _one_line(label: Any) -> str:
-    """Return a label without tabs, which separate columns, and never empty, since empty lines are dropped."""
-    return " ".join(str(label).split()) or "–"

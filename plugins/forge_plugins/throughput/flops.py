@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +109,7 @@ def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
             batch = tree_map_only(Tensor, fake.from_tensor, step.window[0])
             with fake, Counting() as counting:
                 batch = trainer.env.move(batch)
-                with _autocast(device, autocast):
+                with torch.autocast(device.type, autocast) if autocast is not None else nullcontext():
                     output = task.training_step(batch) if step.name is None else task.training_step(batch, step.name)  # pyright: ignore[reportCallIssue]
                 loss = output if isinstance(output, Tensor) else output["loss"]
                 loss.backward()
@@ -123,22 +122,10 @@ def _hollow(task: TaskModule, fake: FakeTensorMode) -> TaskModule:
     """Return a copy of the task with fake tensors, without hooks and uncompiled."""
     memo: dict[int, Any] = {}
     for tensor in (*task.parameters(), *task.buffers()):
-        memo[id(tensor)] = _fake(tensor, fake)
+        hollow = fake.from_tensor(tensor.detach())
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
     copied = without_hooks(task, memo)
     for module in copied.modules():
         vars(module).pop("_compiled_call_impl", None)
     return copied
-
-
-def _fake(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    hollow = fake.from_tensor(tensor.detach())
-    return nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
-
-
-@contextmanager
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    if dtype is None:
-        yield
-        return
-    with torch.autocast(device.type, dtype):
-        yield

@@ -69,7 +69,8 @@ class StepInspection:
     def _probe(self, step: forge.Step) -> None:
         """Count one micro-batch with fake tensors, for the whole window."""
         try:
-            count = probe(step, autocast_of(self._trainer))
+            providers = [plugin for plugin in self._trainer.stack if "autocast" in plugin.provides]
+            count = probe(step, DTYPES.get(getattr(providers[0], "dtype", "")) if providers else None)
         except Exception as error:  # for example a task that needs real numbers
             said = str(error).strip().partition("\n")[0]
             logger.warning(
@@ -85,9 +86,3 @@ class StepInspection:
     def _keep(self, step: forge.Step, count: Count, samples: float) -> None:
         self.counts[step.name] = (count, max(samples, 1))
         self.fresh = True
-
-
-def autocast_of(trainer: forge.Run) -> torch.dtype | None:
-    """Return the autocast dtype: the `dtype` of the plugin that provides autocast."""
-    providers = (plugin for plugin in trainer.stack if "autocast" in plugin.provides)
-    return next((DTYPES.get(getattr(plugin, "dtype", "")) for plugin in providers), None)

@@ -82,7 +82,7 @@ class Saved:
         self._held: dict[int, list[int]] = {}
         "Held storages: reference count and size."
         self._own = {storage_key(tensor) for tensor in (*task.parameters(), *task.buffers())}
-        self._hooks = graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self._disable = graph.disable_saved_tensors_hooks
         self._entered = False
 
@@ -137,10 +137,6 @@ class _KeptTensor:
     def __del__(self) -> None:
         if self._key is not None:
             self._saved.drop(self._key)
-
-
-def _unpack(held: _KeptTensor) -> Tensor:
-    return held.tensor
 
 
 def _bytes(tensors: Iterable[Any], device: torch.device) -> int:

@@ -21,7 +21,11 @@ def of_flops(
     counts: Mapping[str | None, tuple[Count, float]], dtype: str | None, device: str, peak: float | None, given: bool
 ) -> str:
     """Return a text of the counts, the formula of MFU, and the operations not counted."""
-    each = [_counted(name, count, samples) for name, (count, samples) in counts.items()]
+    each: list[str] = []
+    for name, (count, samples) in counts.items():
+        shares = [f"{flops / count.total:.0%} {kind}" for kind, flops in count.by_dtype.most_common() if flops]
+        kinds, turn = f" ({', '.join(shares)})" if shares else "", "" if name is None else f"{name}: "
+        each.append(f"{turn}{scaled(count.total)}FLOP for {samples:g} samples{kinds}")
     lines = [f"{'; '.join(each)}."]
     if peak is not None:
         source = "throughput.peak" if given else f"the data sheet's dense {dtype} peak of {device}"
@@ -32,12 +36,6 @@ def of_flops(
     if unknown:
         lines.append(f"Not counted, because they have no formula: {', '.join(unknown)}.")
     return " ".join(lines)
-
-
-def _counted(name: str | None, count: Count, samples: float) -> str:
-    turn = "" if name is None else f"{name}: "
-    kinds = ", ".join(f"{flops / count.total:.0%} {dtype}" for dtype, flops in count.by_dtype.most_common() if flops)
-    return f"{turn}{scaled(count.total)}FLOP for {samples:g} samples{f' ({kinds})' if kinds else ''}"
 
 
 def of_run(total: Totals, items: str | None, peak: float | None, breakdown: Breakdown | None) -> str:
