@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 
 import forge
 import forge.env
-from tests.support import forked
+from tests.support import cpu_times, forked
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
@@ -62,6 +62,11 @@ Run = Callable[..., Completed]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    cpu_times.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu_times.CPUTimes())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
