@@ -23,6 +23,7 @@ from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pac
 from tests.forge_plugins.test_throughput import Device
 from tests.support import throughput_kit
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 from tests.support.throughput_kit import Clock, Sink
 
 clock = throughput_kit.clock
