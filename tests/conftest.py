@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU, and leave out what is long; a long test that is named with `::` is skipped and says why."""
+    """Skip what needs a GPU, and leave out what is long; a long test named with `::` is skipped and says why."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     long = pytest.mark.skip(reason="long: run `make test-full`, or pytest --slow")
     leave_out = PROFILE != "full" and not config.getoption("--slow")
@@ -88,10 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    slow = PROFILE == "full" or config.getoption("--slow")
-    return (
-        [] if slow else ["quick profile: tests marked slow are left out; `make test-full`, or pytest --slow, runs them"]
-    )
+    all_run = PROFILE == "full" or config.getoption("--slow")
+    return [] if all_run else ["tests marked slow are left out; `make test-full`, or pytest --slow, runs them too"]
 
 
 def pytest_collection_finish() -> None:
