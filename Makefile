@@ -19,8 +19,9 @@ PROJECTS := pyproject.toml $(PACKAGES)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(addprefix --editable ./,$(patsubst %/,%,$(dir $(PACKAGES)))) --editable
 SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  unpacking/p'
 
-# two workers, a file each: fixtures that build a wheel or install a package run once
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# two workers, a file each: fixtures that build a wheel or install a package run once; compiled files are kept, or every
+# process would compile forge and its tests anew
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # who installs packages of the system
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)

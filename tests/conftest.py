@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 
 import forge
 import forge.env
-from tests.support import forked
+from tests.support import cpu_times, forked
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
@@ -62,17 +62,34 @@ Run = Callable[..., Completed]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    cpu_times.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu_times.CPUTimes())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skips = {}
-    if not torch.cuda.is_available():
-        skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
-    if PROFILE != "full" and not config.getoption("--slow"):
-        skips["slow"] = pytest.mark.skip(reason="long: run `make test-full`, or pytest --slow")
+    """Skip what needs a GPU, and leave out what is long; a long test named with `::` is skipped and says why."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    long = pytest.mark.skip(reason="long: run `make test-full`, or pytest --slow")
+    leave_out = PROFILE != "full" and not config.getoption("--slow")
+    named = any("::" in word for word in config.args)
+    chosen, left_out = [], []
     for item in items:
-        for name in skips.keys() & {mark.name for mark in item.iter_markers()}:
-            item.add_marker(skips[name])
+        is_long = leave_out and item.get_closest_marker("slow")
+        if is_long and named:
+            item.add_marker(long)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        (left_out if is_long and not named else chosen).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    all_run = PROFILE == "full" or config.getoption("--slow")
+    return [] if all_run else ["tests marked slow are left out; `make test-full`, or pytest --slow, runs them too"]
 
 
 def pytest_collection_finish() -> None:
@@ -131,16 +148,22 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture(scope="session")
 def new_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Names of folders that are not there; pytest's own `mktemp` looks through all earlier ones for the next number."""
-    root = tmp_path_factory.mktemp("cwd")
-    return (root / str(number) for number in itertools.count())
+    """Empty folders; pytest's own `mktemp` looks through all earlier ones for the next number."""
+    root = tmp_path_factory.mktemp("tests")
+    folders = (root / str(number) for number in itertools.count())
+    return (folder for folder in folders if folder.mkdir() is None)
+
+
+@pytest.fixture
+def tmp_path(new_folders: Iterator[Path]) -> Path:
+    """As pytest's."""
+    return next(new_folders)
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(new_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test stands in an empty folder of its own, so that no run is written into the checkout."""
     folder = next(new_folders)
-    folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +39,6 @@ LEVELS = [
 ]
 """From the ground up: the core, then the packages around it. A package imports the core and `forge_plugins`, and no
 other package, except that `forge_speed` imports `forge_kernels`."""
-
-TEST = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -142,36 +139,17 @@ def all_lines(package: str = "forge") -> int:
     return sum(len(path.read_text().splitlines()) for path in PACKAGES[package].rglob("*.py"))
 
 
-def top_files() -> list[str]:
-    return sorted(path.name for path in PACKAGES["forge"].glob("*.py"))
-
-
-def files_of_tests() -> dict[str, int]:
-    """The lines of every file of tests, by its path."""
-    found = sorted((REPO / "tests").rglob("*.py"))
-    return {str(path.relative_to(REPO)): len(path.read_text().splitlines()) for path in found}
-
-
-def names_of_tests() -> list[tuple[str, str]]:
-    """Every test with its file."""
-    return [(name, path) for path in files_of_tests() for name in TEST.findall((REPO / path).read_text())]
-
-
 def main() -> None:
     edges = graph()
     print("rooms, from the top")
     for level in reversed(range(len(LEVELS))):
         there = [room for room in LEVELS[level] if files(room) or lines(room)]
         print("  " + ", ".join(f"{room} ({len(files(room))} files, {lines(room):,} lines)" for room in there))
-    print(f"forge/ has {all_lines():,} lines; at its top: {', '.join(top_files())}")
-    print(f"contract and engine: {len(files('contract', 'engine'))} files, {lines('contract', 'engine'):,} lines")
+    print(f"forge/ has {all_lines():,} lines")
     wrong = beside_or_above(edges)
     print(f"imports beside or above: {len(wrong)}")
     for line in wrong:
         print(f"  {line}")
-    path, size = max(files_of_tests().items(), key=lambda item: item[1])
-    longest = max(len(name) for name, _ in names_of_tests())
-    print(f"{len(names_of_tests()):,} tests; the longest name has {longest} characters, and {path} {size} lines")
     print("circles of files")
     for circle in circles(edges):
         print(f"  {len(circle)}: {', '.join(circle)}")

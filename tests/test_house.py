@@ -1,4 +1,4 @@
-"""The limits of the house: who may import whom, and how much there is to read. `python -m tests.house` prints it."""
+"""Who may import whom. `python -m tests.house` prints it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def test_every_file_is_in_a_room_with_a_level() -> None:
 def test_no_circle_of_files_crosses_rooms() -> None:
     circles = house.circles(edges())
     assert [circle for circle in circles if len({house.room_of(module) for module in circle}) > 1] == []
-    assert all(len(circle) <= 7 for circle in circles)
     assert all(house.room_of(circle[0]) == "contract" for circle in circles if len(circle) > 2)
 
 
@@ -31,7 +30,7 @@ def test_a_class_name_appears_once() -> None:
     """Every plugin has a nested Config; all other names are used once in the tree, recipes included."""
     files = [*house.MODULES.values(), *(house.REPO / "recipes").rglob("*.py")]
     names = Counter(name for path in files for name in CLASS.findall(path.read_text()) if name != "Config")
-    assert len(names) > 300
+    assert names["TaskModule"] == 1
     assert [name for name, count in names.items() if count > 1] == []
 
 

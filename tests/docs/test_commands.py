@@ -31,6 +31,7 @@ LONG = {
     "verify-resume": "tests/forge/cli/test_verify_resume.py kills and resumes a smaller task",
     "determinism": "tests/forge/cli/test_determinism.py compares runs of a smaller task",
     "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
+    "--devices": "as above",
     "export": "tests/forge_ship/test_export.py exports a smaller task",
     "bench": "tests/forge_ship/test_bench.py times a smaller task",
     "tune": "tests/forge/cli/test_tune.py searches in small",
@@ -43,8 +44,6 @@ LONG = {
     "shakespeare_char_cpu": "tests/recipes/test_shakespeare.py trains it",
 }
 """What is run in the full profile only, and what stands for it in the quick one."""
-SHOWN_ALREADY = {"--devices": "docs/recipes-and-cli.md"}
-"""What takes a second and is run on one page; on others too in the full profile."""
 
 
 @pytest.mark.parametrize("page", with_blocks("bash"))
@@ -98,8 +97,7 @@ def is_run(command: Command) -> bool:
     words = command.words[1:]
     if any(word in NOT_RUN for word in words[:3]):
         return False
-    elsewhere = any(page != command.page for word, page in SHOWN_ALREADY.items() if word in words)
-    return PROFILE == "full" or not (elsewhere or LONG.keys() & set(words))
+    return PROFILE == "full" or not LONG.keys() & set(words)
 
 
 def cheap(words: list[str]) -> list[str]:

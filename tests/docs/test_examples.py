@@ -17,9 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import forge
 from benchmarks.examples import EXAMPLES, IN_LIGHTNING, Example, lines_of_code
 from tests.conftest import REPO
-from tests.docs.test_python import LONG
 from tests.support.docs_pages import blocks, read
 from tests.support.lightning_twin import run_like_forge
+from tests.support.profiles import some
 
 BY_TITLE = {example.title: example for example in EXAMPLES}
 LIKE_LIGHTNING = {"Staged fine-tuning": ('"thaw": "2 epochs"', '"thaw": "2 epochs", "norm": False')}
@@ -56,7 +56,7 @@ def test_both_versions_are_formatted_alike(title: str) -> None:
         assert lines_of_code(done.stdout) == lines_of_code(text), name
 
 
-@pytest.mark.parametrize("title", [title for title, e in BY_TITLE.items() if e.page in LONG and title != "Sweep"])
+@pytest.mark.parametrize("title", some(["Sequence to sequence", "Staged fine-tuning"]))
 def test_a_long_example_takes_its_first_steps(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The full profile runs the page to its end."""
     trainer = forge.Trainer

@@ -43,8 +43,8 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-LONG = ("autotune", "compile", "context_parallel", "ddp", "fsdp", "pipeline", "tensor_parallel", "zero")
-"""Seconds each: in the quick profile tests/plugins and tests/distributed are enough."""
+LONG = ("autotune", "compile", "context_parallel", "ddp", "fsdp", "pipeline", "tensor_parallel", "wandb", "zero")
+"""Seconds each: in the quick profile the tests of these plugins are enough."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OURS])

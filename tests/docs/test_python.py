@@ -20,15 +20,17 @@ from tests.support.docs_pages import blocks, with_blocks
 from tests.support.plugin_kit import PLAINEST
 
 LONG = {
-    "docs/deployment/index.md": "tests/shipping exports a smaller task",
-    "docs/deployment/pt2.md": "tests/shipping exports to every format",
+    "docs/deployment/index.md": "tests/forge_ship exports a smaller task",
+    "docs/deployment/pt2.md": "tests/forge_ship exports to every format",
     "docs/deployment/onnx.md": "as above",
     "docs/deployment/aoti.md": "as above, and calls a compiler",
     "docs/deployment/weights.md": "as above",
     "docs/deployment/torchscript.md": "as above",
     "docs/examples/staged-finetuning.md": "tests/docs/test_examples.py takes its first steps",
     "docs/examples/sequence-to-sequence.md": "as above",
-    "docs/sweeps.md": "tests/sweeping sweeps a smaller task",
+    "docs/sweeps.md": "tests/forge_sweep sweeps a smaller task",
+    "docs/writing-kernels.md": "tests/forge_kernels has the same checks of kernels",
+    "docs/hugging-face.md": "tests/recipes/test_hf_text.py trains a smaller model",
 }
 """Pages that are run in the full profile only, and what stands for them in the quick one."""
 

@@ -48,8 +48,9 @@ def counted(task: type, *precisions: str) -> Workload:
     return replace(count_workload(recipe, precisions), batch=2 * SAMPLES)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("small", marks=pytest.mark.slow)])
 def small() -> Workload:
+    """Eight rehearsals; the quick profile has those of a smaller task in tests/forge_cluster/test_cluster.py."""
     return counted(Small, "fp32", "bf16")
 
 
@@ -144,6 +145,7 @@ def test_one_process_reserves_what_it_allocates(small: Workload) -> None:
     assert reserved_of(small, layout) == memory_of(small, layout) > WORKSPACE
 
 
+@pytest.mark.slow
 def test_the_selective_rule_changes_no_gradient() -> None:
     torch.manual_seed(0)
     one, other = Small(), Selective()

@@ -28,6 +28,7 @@ from forge_speed.kernels import Kernels
 from tests.support import context_kit as kit
 from tests.support.fsdp_kit import close
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import covering, some
 from tests.support.ranks import pretending
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,11 +66,10 @@ def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 QUICK = [
     (2, "levers", {}),
     (2, "both sides", {"method": "alltoall"}),
-    (2, "padded", {}),
     (2, "stranger", {}),
-    (4, "counted items", {"size": 2, "balance": False}),
 ]
 SLOW = [
+    (4, "counted items", {"size": 2, "balance": False}),
     *((count, kind, {}) for count in (2, 4) for kind in kinds()),
     *((8, kind, {}) for kind in ("levers", "both sides", "counted items", "padded")),
     (8, "levers", {"balance": False, "method": "alltoall"}),
@@ -190,13 +190,15 @@ def of_others(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("count", "kind", "name", "options"),
-    [
-        (2, "encoder", "", {}),
-        (2, "positions", "llama", {}),
-        (2, "arange", "gpt2", {}),
-        pytest.param(4, "arange", "llama", {"balance": False}, marks=pytest.mark.slow),
-        pytest.param(4, "positions", "gpt2", {"method": "alltoall"}, marks=pytest.mark.slow),
-    ],
+    some(
+        [
+            (2, "encoder", "", {}),
+            (2, "positions", "llama", {}),
+            (2, "arange", "gpt2", {}),
+            (4, "arange", "llama", {"balance": False}),
+            (4, "positions", "gpt2", {"method": "alltoall"}),
+        ]
+    ),
 )
 def test_models_of_others_train_as_they_are(count: int, kind: str, name: str, options: dict[str, Any]) -> None:
     if name:
@@ -216,7 +218,7 @@ def recipe_tasks(kind: str) -> dict[str, Any]:
     return kit.fit_tokens(task.double(), [Accumulate(2)], {})
 
 
-@pytest.mark.parametrize("kind", ["gpt", "shakespeare"])
+@pytest.mark.parametrize("kind", some(["gpt", "shakespeare"]))
 def test_the_models_of_recipes_know_their_positions(kind: str) -> None:
     alone = recipe_tasks(kind)
     for rank in ranks(2)(recipe_tasks, kind):
@@ -357,8 +359,7 @@ def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
         assert updates == [expected] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["flash", "efficient"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "dtype"), covering([0, 2], [torch.bfloat16, torch.float32]))
 def test_the_kernels_of_cuda_take_what_the_ring_passes(rank: int, dtype: torch.dtype) -> None:
     """Shapes and arguments alone, on tensors without values; slices of 8 and 4 positions are no multiple of 32."""
     methods: tuple[Method, ...] = ("allgather", "alltoall")
@@ -387,22 +388,25 @@ DIFFERS = "does not compute the same on divided sequences"
 
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
-    [
-        ("Stranger", {}, DIFFERS),
-        ("Stranger", {"balance": False}, "Use forge.positions(x) in place of torch.arange(length)"),
-        ("Sliced", {"positions": "arange"}, DIFFERS),
-        ("Shifting", {}, "Shift targets in the data set"),
-        ("Shifting", {"balance": False}, DIFFERS),
-        ("Labelled", {}, DIFFERS),
-        ("Convolving", {"balance": False}, DIFFERS),
-        ("Pooling", {}, DIFFERS),
-        ("Normalising", {}, DIFFERS),
-        ("Drawing", {}, "set context_parallel.check=false"),
-        ("Masking", {}, "passes a mask to scaled_dot_product_attention"),
-        ("Dropping", {}, "drops attention weights (dropout_p=0.1)"),
-        ("Summarising", {}, "attention of 9 queries over 9 keys, where the rank's slice of the sequence has 8"),
-        ("ByHand", {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
-    ],
+    some(
+        [
+            ("Stranger", {"balance": False}, "Use forge.positions(x) in place of torch.arange(length)"),
+            ("Shifting", {}, "Shift targets in the data set"),
+            ("Pooling", {}, DIFFERS),
+            ("Drawing", {}, "set context_parallel.check=false"),
+            ("Masking", {}, "passes a mask to scaled_dot_product_attention"),
+            ("Dropping", {}, "drops attention weights (dropout_p=0.1)"),
+            ("Summarising", {}, "attention of 9 queries over 9 keys, where the rank's slice of the sequence has 8"),
+            ("ByHand", {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
+            ("Stranger", {}, DIFFERS),
+            ("Sliced", {"positions": "arange"}, DIFFERS),
+            ("Shifting", {"balance": False}, DIFFERS),
+            ("Labelled", {}, DIFFERS),
+            ("Convolving", {"balance": False}, DIFFERS),
+            ("Normalising", {}, DIFFERS),
+        ],
+        quick=8,
+    ),
 )
 def test_a_task_that_mixes_positions_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
     for error in ranks(2).errors(broken, kind, options):

@@ -17,6 +17,7 @@ from forge.cli import main
 from forge.errors import ForgeError
 from forge_cluster.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
 from forge_cluster.launching.job import parse_sweep
+from tests.support import forked
 
 JOB = LaunchJob(
     name="first",
@@ -283,5 +284,5 @@ sys.exit(main(["fit", "quickstart", "--run-dir", "run", "--resume"]))
 @pytest.mark.parametrize(("program", "code"), [(LATE, 0), (EARLY, 85)])
 def test_slurms_signal_outside_of_the_fit_fails_no_job(tmp_path: Path, program: str, code: int) -> None:
     environment = {**os.environ, "SLURM_JOB_ID": "7"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True)
-    assert done.returncode == code, done.stderr.decode()
+    done = forked.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == code, done.stderr

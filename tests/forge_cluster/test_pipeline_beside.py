@@ -17,6 +17,7 @@ from forge_plugins import JSONL, Monitor
 from tests.forge_cluster.test_pipeline import Deeper
 from tests.support.fsdp_kit import deep, wide
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 torchmetrics = pytest.importorskip("torchmetrics")
 kinds: Any = torchmetrics.classification
@@ -72,11 +73,9 @@ def logged(kind: type[Deeper], folder: str, plugins: list[Any], options: dict[st
 
 @pytest.mark.parametrize(
     ("count", "options"),
-    [
-        (2, {"microbatches": 4}),
-        (2, {"schedule": "zbv", "microbatches": 4}),
-        pytest.param(4, {"stages": 2, "microbatches": 3}, marks=pytest.mark.slow),
-    ],
+    some(
+        [(2, {"microbatches": 4}), (2, {"schedule": "zbv", "microbatches": 4}), (4, {"stages": 2, "microbatches": 3})]
+    ),
 )
 def test_metrics_of_torchmetrics_are_those_of_one_process(count: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Batches of 5 and of 1 samples: parts that only fill the schedule do not count."""

@@ -20,7 +20,7 @@ import forge
 from forge.checkpoint import Checkpoints, publish
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.config import load_recipe
-from forge.testing import assert_same_weights, check_plugin, fit_tiny
+from forge.testing import assert_same_weights, fit_tiny
 from forge_plugins.checkpoint import Best, Checkpoint, ranking
 from tests.support.ranks import in_threads
 from tests.support.tasks import Classifier, fit, make_batches
@@ -118,11 +118,6 @@ def test_the_weights_are_the_same_with_and_without(tmp_path: Path) -> None:
         best = {"monitor": "val/loss", "mode": "min"}
         plugin = Checkpoint("1 updates", background=background, best=best)
         assert_same_weights(fit_tiny([plugin], run_dir=tmp_path / str(background))[0], plain)
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-def test_it_keeps_the_contract() -> None:
-    check_plugin(lambda: Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"}))
 
 
 def test_without_a_run_folder_fit_warns_once(empty_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -224,7 +224,6 @@ def test_the_state_at_the_stop_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
-    check_plugin(lambda: EarlyStop(target=100.0, after="4 updates"))
     check_plugin(lambda: EarlyStop(patience=1, min_delta=100.0))
 
 

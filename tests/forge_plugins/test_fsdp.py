@@ -20,6 +20,7 @@ from forge_plugins import EMA, Accumulate, Clip
 from forge_plugins.fsdp import FSDP
 from tests.support.fsdp_kit import QUICK, SLOW, Deep, close, deep, levers, stacks, train, wide
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against one process
@@ -102,7 +103,7 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
     return {n: p.full_tensor().detach() for n, p in task.named_parameters() if isinstance(p, DTensor)}
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["amp", "mixed precision"])
+@pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
 def test_a_stack_is_fsdp2_written_by_hand_bit_for_bit(options: dict[str, Any]) -> None:
     ours, theirs = ranks(2)(levers, options), ranks(2)(levers_by_hand, options)
     for kind in ("weights", "averaged"):

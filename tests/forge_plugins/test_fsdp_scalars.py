@@ -22,6 +22,7 @@ from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
 from tests.support.fsdp_kit import Block, Deep, close, deep, peep, train, wide
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 EXACT = 1e-11
 
@@ -113,7 +114,7 @@ STACKS: dict[str, Any] = {
     "asking": lambda: (deep(Tempered), [FSDP(find_unused=COUNTS_UNUSED)]),
     "hybrid": lambda: (deep(Tempered), [FSDP(replicate=2), Accumulate(2), Clip(0.05), EMA(0.9)]),
 }
-QUICK = ("levers", "fused", "foreach", "on the host", "sam, guarded, swa", "two optimizers")
+QUICK = ("levers", "foreach", "two optimizers")
 
 
 def run_stack(name: str) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def shortened_by_hand(options: dict[str, Any]) -> dict[str, Tensor]:
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named}
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["amp", "mixed precision"])
+@pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
 def test_in_bf16_it_is_fsdp2_written_by_hand(options: dict[str, Any]) -> None:
     ours, theirs = ranks(2)(shortened, options), ranks(2)(shortened_by_hand, options)
     for rank in ours:
@@ -280,7 +281,7 @@ def left_over(folder: str, options: dict[str, Any]) -> set[str]:
     return {name for name, parameter in task.named_parameters() if id(parameter) == own[name]}
 
 
-@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("gather", some([False, True]))
 def test_a_task_keeps_its_scalars_and_exports_them(gather: bool, tmp_path: Path) -> None:
     every = left_over(str(tmp_path / "alone"), {})
     singles = {name for name in every if name.endswith("gain")}
@@ -348,11 +349,7 @@ def beside(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("count", "kind"),
-    [
-        (2, "tensor"),
-        pytest.param(4, "tensor", marks=pytest.mark.slow),
-        pytest.param(4, "sharded stages", marks=pytest.mark.slow),
-    ],
+    some([(2, "tensor"), (4, "tensor"), (4, "sharded stages")]),
 )
 def test_a_scalar_trains_beside_divided_layers(count: int, kind: str) -> None:
     alone = beside(kind)

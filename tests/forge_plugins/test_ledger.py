@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import forge
 from forge.contract.dispatch import freeze
 from forge.errors import StackError
-from forge.testing import assert_same_weights, check_plugin, fit_tiny
+from forge.testing import assert_same_weights, fit_tiny
 from forge_plugins import Accumulate, Clip, Ledger
 from forge_plugins.ledger.timers import Timers
 from tests.forge.contract.test_dispatch import Specs, implementations, make_plugin, outcome
@@ -336,11 +336,6 @@ def test_a_failed_run_tells_what_it_knows() -> None:
 
 
 # -- nothing else changes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-def test_it_keeps_the_contract() -> None:
-    check_plugin(Ledger)
 
 
 def test_the_weights_are_the_same_to_the_bit() -> None:

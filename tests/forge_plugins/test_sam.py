@@ -414,7 +414,6 @@ def test_parameters_that_thaw_are_climbed_from_then_on() -> None:
 
 @pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
-    check_plugin(SAM)
     check_plugin(lambda: SAM(0.5, adaptive=True, freeze_norm=False))
 
 

@@ -13,9 +13,8 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, tiny_batches
-from forge_plugins import Backends, ChannelsLast, FusedOptimizer
-from tests.support.plugin_kit import LEFT_OUT
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge_plugins import Backends
 
 
 class Pictures(forge.TaskModule):
@@ -129,8 +128,3 @@ def test_backends_change_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> N
 def test_measured_convolutions_are_refused_if_deterministic() -> None:
     with pytest.raises(RecipeError, match="cudnn_benchmark"):
         trained(TinyTask(), tiny_batches(), Backends(cudnn_benchmark=True), deterministic=True)
-
-
-@pytest.mark.parametrize("plugin", [ChannelsLast, FusedOptimizer, Backends])
-def test_they_keep_the_contract(plugin: type[forge.Plugin]) -> None:
-    check_plugin(plugin, leave_out=LEFT_OUT)

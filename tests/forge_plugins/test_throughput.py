@@ -16,7 +16,7 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.testing import TinyGAN, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Throughput
 from forge_plugins.common.clock import StepClock, TimedStep, percentile
 from forge_plugins.throughput import summary
@@ -235,11 +235,6 @@ def test_rates_and_durations_are_told_without_powers_of_ten() -> None:
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-def test_it_keeps_the_contract() -> None:
-    check_plugin(Throughput)
 
 
 @pytest.mark.parametrize("window", [1, 2])

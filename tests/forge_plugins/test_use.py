@@ -93,8 +93,8 @@ def fit(strategy: str, choices: list[list[int]]) -> dict[str, Tensor]:
     ("count", "strategy", "choices"),
     [
         (2, "fsdp that asks", ALTERNATING),
-        (2, "windows", ALTERNATING),
-        (2, "ddp", ALTERNATING),
+        pytest.param(2, "windows", ALTERNATING, marks=pytest.mark.slow),
+        pytest.param(2, "ddp", ALTERNATING, marks=pytest.mark.slow),
         (2, "ddp, windows", ALTERNATING),
         (2, "ddp, windows", [[0, 0, 0, 0], [1, 1, 1, 1]] * 2),
         (2, "zero, windows", [[0, 0, 0, 0], [1, 1, 1, 1]] * 2),

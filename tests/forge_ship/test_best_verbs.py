@@ -18,6 +18,7 @@ from forge.cli import main
 from forge_plugins import Checkpoint
 from forge_ship.open_engine import open_engine
 from tests.conftest import PLAIN, REPO
+from tests.support import forked
 from tests.support.ships import Classifier, batches, trained_run
 
 SHIPS = REPO / "tests" / "support" / "ships.py"
@@ -55,7 +56,7 @@ def test_bench_times_the_best_weights(capsys: pytest.CaptureFixture[str]) -> Non
 def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
     command = [sys.executable, "-m", "forge", "serve", BEST, "--port", "0", *NAMED]
     paths = os.pathsep.join(path for path in sys.path if path)
-    with subprocess.Popen(
+    with forked.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **PLAIN, "PYTHONPATH": paths}
     ) as process:
         try:

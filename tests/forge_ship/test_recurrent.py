@@ -11,6 +11,7 @@ from torch import nn
 
 from forge_ship.engine import ExportError
 from forge_ship.recurrent import looped
+from tests.support.profiles import some
 
 KINDS = [nn.LSTM, nn.GRU, nn.RNN]
 SHAPES = list(itertools.product([1, 2], [False, True], [False, True], [True, False]))
@@ -23,10 +24,7 @@ def close(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("layers", "both", "first", "bias"),
-    [SHAPES[3], SHAPES[13], *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES[::2])],
-)
+@pytest.mark.parametrize(("layers", "both", "first", "bias"), some([SHAPES[13], SHAPES[3], *SHAPES[::2]]))
 def test_a_loop_is_the_layer(kind: Any, layers: int, both: bool, first: bool, bias: bool) -> None:
     rnn = kind(3, 5, num_layers=layers, bidirectional=both, batch_first=first, bias=bias).eval()
     states = torch.randn(layers * (1 + both), 2, 5)

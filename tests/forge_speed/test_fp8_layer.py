@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from forge_speed.fp8 import linear
 from tests.support.float8 import emulate, reference_product
-from tests.support.profiles import some
 
 
 @pytest.fixture
@@ -170,7 +169,8 @@ def test_a_wrong_input_is_refused_by_torch_itself(x: Tensor, tiled: None) -> Non
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", some([False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_a_layer_is_compiled_whole_and_computes_the_same(dynamic: bool, tiled: None) -> None:
     torch._dynamo.reset()
     layer = in_float8(layer_of())

@@ -94,7 +94,8 @@ def test_the_best_recipe_repeats_the_best_trial(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "weights.safetensors").read_bytes() == best
 
 
-@pytest.mark.parametrize("prune", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("prune", [False, True])
 def test_a_killed_sweep_goes_on_with_the_same_trials(tmp_path: Path, empty_folder: Path, prune: bool) -> None:
     options: dict[str, Any] = {"trials": 13, "prune": prune}
     straight = sweep(tmp_path / "straight", **options)

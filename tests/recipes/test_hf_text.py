@@ -106,6 +106,7 @@ def test_speeches_are_filled_up_to_the_longest(text: Path) -> None:
     assert decoded([*b"ROMEO", END, END]) == "ROMEO"
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_writes_a_text_and_ships_a_folder(text: Path, tmp_path: Path) -> None:
     options = {**SIZES, "sample": 8}
     recipe = forge.load_recipe("hf_text", [f"task.{name}={value}" for name, value in options.items()])

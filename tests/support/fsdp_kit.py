@@ -150,13 +150,7 @@ def stacks() -> dict[str, Any]:
     }
 
 
-QUICK = (
-    "levers",
-    "two optimizers, two blocks",
-    "on the host",
-    "tied",
-    "values, guarded, swa and looked at",
-)
+QUICK = ("levers", "two optimizers, two blocks", "tied")
 """Together they have most parts of the others, which the long profile compares one by one, and all on four ranks."""
 SLOW = [*((2, name) for name in stacks() if name not in QUICK), *((4, name) for name in stacks())]
 

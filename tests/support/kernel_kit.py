@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-few = settings(max_examples=4 if PROFILE == "quick" else 500)
+few = settings(max_examples=2 if PROFILE == "quick" else 500)
 """For tests that launch kernels for every example: the interpreter takes a tenth of a second."""
 
 

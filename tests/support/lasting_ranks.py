@@ -9,8 +9,10 @@ with the traceback that it had there.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from tests.support import forked
 LIMIT = 300.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
 ROOT = Path(__file__).resolve().parents[2]
+DEATH = 1
+"""prctl's PR_SET_PDEATHSIG."""
 KEY = "FORGE_TESTS_AUTHKEY"
 """The variable with the key of this process: memory of tensors is shared only with processes that have it."""
 
@@ -54,14 +59,23 @@ class Ranks:
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
         if not self._workers:
             self._start()
+        self._signal(signal.SIGCONT)
         port = free_port()
         for rank, (_, to, _) in enumerate(self._workers):
             to.send((function, arguments, variables(rank, self.count, port)))
         try:
-            return [self._answer(answers) for _, _, answers in self._workers]
+            outcomes = [self._answer(answers) for _, _, answers in self._workers]
         except BaseException:
             self.stop()
             raise
+        self._signal(signal.SIGSTOP)
+        return outcomes
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Let them run, or rest until the next call: threads of gloo wake a hundred times a second for nothing."""
+        if forked.QUICK:
+            for process, *_ in self._workers:
+                process.send_signal(number)
 
     def _answer(self, answers: Connection) -> tuple[str, Any]:
         if not answers.poll(LIMIT + 10):
@@ -107,6 +121,8 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 def serve() -> None:
     """Be one rank: calls come on stdin, results leave on stdout, and what is printed goes to stderr."""
+    if forked.QUICK:
+        ctypes.CDLL(None).prctl(DEATH, signal.SIGKILL, 0, 0, 0)  # who rests does not notice that nobody calls any more
     current_process().authkey = bytes.fromhex(os.environ.pop(KEY))
     calls, results = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
@@ -119,11 +135,12 @@ def serve() -> None:
         os.environ.update(environment)
         faulthandler.dump_traceback_later(LIMIT)
         try:
-            results.send(("returned", function(*arguments)))
+            outcome = ForkingPickler.dumps(("returned", function(*arguments)))
         except BaseException as error:
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-            results.send(("raised", (f"{type(error).__name__}: {error}{notes}", traceback.format_exc())))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
+            said = f"{type(error).__name__}: {error}{notes}"
+            outcome = ForkingPickler.dumps(("raised", (said, traceback.format_exc())))
+        faulthandler.cancel_dump_traceback_later()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        results.send_bytes(outcome)

@@ -27,5 +27,6 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
 
 
 def some(values: Iterable[Any], quick: int = 1) -> list[Any]:
-    """Parameters, of which the quick profile runs the first few."""
-    return [pytest.param(value, marks=() if at < quick else pytest.mark.slow) for at, value in enumerate(values)]
+    """Parameters, or tuples of them, of which the quick profile runs the first few."""
+    each = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=() if at < quick else pytest.mark.slow) for at, value in enumerate(each)]

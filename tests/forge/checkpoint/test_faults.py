@@ -26,8 +26,8 @@ from benchmarks.fault_kinds.victim import HANG, exit_code
 from tests.conftest import REPO
 from tests.support import forked
 
-FEW = [f"--only={case}" for case in ("run:0", "run:1", "run:2", "signal:15", "damage:14", "log:21")]
-"""Every kind of case and of precision, and every way to die; straight runs are shared."""
+FEW = [f"--only={case}" for case in ("run:2", "signal:15", "damage:14", "log:21")]
+"""Every kind of case, and every way to die."""
 
 MANY = ["--runs=8", "--signals=4", "--damages=20", "--logs=12", "--io=0", "--crashes=0", "--jobs=2"]
 CALLS = ["--runs=0", "--signals=0", "--damages=0", "--logs=0", "--io=14", "--crashes=15", "--jobs=2"]
@@ -46,7 +46,7 @@ def rows(*words: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("words", "cases", "deaths"),
     [
-        ([*FEW, "--jobs=1"], 6, 5),
+        ([*FEW, "--jobs=1"], 4, 4),
         pytest.param(MANY, 44, 24, marks=pytest.mark.slow),
     ],
     ids=["few", "many"],
@@ -54,7 +54,7 @@ def rows(*words: str) -> list[dict[str, Any]]:
 def test_killed_and_damaged_runs_end_in_the_same_bits(words: list[str], cases: int, deaths: int) -> None:
     table = rows(*words)
     assert sum(row["cases"] for row in table) == cases
-    assert {"amp bf16", "amp fp16", "signals"} <= {row["row"] for row in table}
+    assert {"amp fp16", "signals"} <= {row["row"] for row in table}
     assert all(row["exact"] == row["cases"] for row in table)
     assert sum(row["deaths"] for row in table) >= deaths
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from forge.cli import main
-from forge.tuning import batch, step_timer
+from forge.tuning import batch, step_timer, workers
 from forge.util import show
 from forge_doctor.commands import doctor
 from forge_doctor.findings import Finding
+from tests.support.profiles import some
 
 NAME = "a_task_with_a_name_that_is_much_longer_than_people_usually_choose_for_a_file"
 TASK = """
@@ -58,11 +59,12 @@ def narrow(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal of 80 columns, and measurements that take no time."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(batch, "MIN_SECONDS", 0.0)
+    monkeypatch.setitem(workers.workers_range.__kwdefaults__, "seconds", 0.05)
     for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
         monkeypatch.setattr(step_timer, name, value)
 
 
-@pytest.mark.parametrize("kind", [*list(WORDS)[:-1], pytest.param("sweep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", some(WORDS, quick=3))
 def test_a_command_to_copy_is_on_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "sweep":
         pytest.importorskip("optuna")

@@ -19,6 +19,7 @@ from forge.errors import DataError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Checkpoint, Limit
 from tests.forge.snapshot.test_resume import Noisy, die, live
+from tests.support.profiles import some
 
 MODES = ["max_size_cycle", "max_size", "min_size", "sequential"]
 
@@ -216,8 +217,7 @@ class OneOrSeveral(TinyTask):
         return 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", [(40, 20), pytest.param((18, 62), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lengths", "mode"), some(itertools.product([(40, 20), (18, 62)], MODES), quick=2))
 def test_a_run_over_streams_with_a_state_resumes(tmp_path: Path, mode: Any, lengths: tuple[int, int]) -> None:
     given = lambda: {"task": OneOrSeveral(), "train": CombinedLoader(stateful(*lengths), mode)}  # noqa: E731
     plugins = lambda: [Checkpoint("1 updates", background=False)]  # noqa: E731

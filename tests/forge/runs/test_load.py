@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 import forge
 from forge.runs.trained_task import find
 from forge_plugins import EMA, Checkpoint
+from forge_recipes.digits import DigitsMLP, digits
+from tests.support import forked
 from tests.support.ships import Classifier, batches, trained_run
 
 
@@ -99,13 +100,17 @@ def test_two_classes_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch:
 
 def test_a_task_fitted_from_python_is_found_where_installed(tmp_path: Path) -> None:
     """In a process that has not imported it."""
-    script = """if True:
+    data = digits().train
+    forge.Trainer(max_updates=2, device="cpu", run_dir=tmp_path / "run").fit(DigitsMLP(hidden=8), data)
+    code = """if True:
+        import sys
+        for name in [name for name in sys.modules if name.startswith("forge_recipes")]:
+            del sys.modules[name]
         import forge
-        from forge_recipes.digits import DigitsMLP, digits
-        forge.Trainer(max_updates=2, device="cpu", run_dir="run").fit(DigitsMLP(hidden=8), digits().train)
+        assert forge.load("run").net[1].out_features == 8
     """
-    for code in (script, "import forge; assert forge.load('run').net[1].out_features == 8"):
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    done = forked.run([sys.executable, "-c", code], cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 EXACT = 1e-11
 """The tolerance in float64 over the whole chain: sums over samples are taken in another order, and nothing else."""
@@ -172,13 +173,14 @@ INTO_AND_OUT_OF = [pair for other in (None, *STRATEGIES) for pair in ((SHARDED, 
 
 @pytest.mark.parametrize(
     ("count", "pairs"),
-    [
-        (2, [("zero", "pipeline"), ("pipeline", "context"), ("context", None)]),
-        (4, [("fsdp", SHARDED), (SHARDED, None)]),
-        pytest.param(2, EVERY, marks=pytest.mark.slow),
-        pytest.param(4, [*EVERY, *INTO_AND_OUT_OF], marks=pytest.mark.slow),
-    ],
-    ids=["few of 2 ranks", "few of 4 ranks", "all of 2 ranks", "all of 4 ranks"],
+    some(
+        [
+            (2, [("zero", "pipeline"), ("pipeline", "context"), ("context", None)]),
+            (2, EVERY),
+            (4, [*EVERY, *INTO_AND_OUT_OF]),
+        ]
+    ),
+    ids=["few of 2 ranks", "all of 2 ranks", "all of 4 ranks"],
 )
 def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_path: Path) -> None:
     alone(str(tmp_path / "straight"), 4, None)
@@ -192,17 +194,7 @@ def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_
         compare(saved(folder, 4), theirs, f"{pair[0]} to {pair[1]}")
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        "fsdp",
-        "zero 2",
-        "pipeline",
-        "context",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[5:]),
-    ],
-)
+@pytest.mark.parametrize("strategy", some(STRATEGIES, quick=2))
 def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)
     ranks(2)(go_on, str(tmp_path / "cut"), 7, strategy, 0.3, 4)

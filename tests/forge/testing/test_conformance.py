@@ -51,9 +51,9 @@ WRITE = {
 """Which files are written is checked for these in the quick profile, which leaves the others to the full one."""
 
 
-LONG = {"compile", "kernels"}
+LONG = {"autotune", "compile", "kernels", "wandb"}
 """Where a fit takes a second, the quick profile has tests/forge/engine/test_composition_levers.py for compile, and
-tests/forge_speed/test_kernels.py for kernels."""
+tests/forge_speed/test_kernels.py, test_autotune.py and tests/forge_plugins/test_wandb.py for the others."""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import forge
 from forge.cli import main, tune_workers
 from forge.data.fork_garbage import collections_paused
-from forge.tuning import WorkersProbe, WorkersReport, workers, workers_range
+from forge.tuning import WorkersProbe, WorkersReport, step_timer, workers, workers_range
 
 TASK = """
 import torch
@@ -56,9 +56,9 @@ def file(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = Path(f"task_{empty_folder.name}.py")
     path.write_text(TASK)
     monkeypatch.setattr(workers, "available_cores", lambda: 1)
-    monkeypatch.setattr(
-        workers.workers_range, "__kwdefaults__", {**workers.workers_range.__kwdefaults__, "seconds": 0.05}
-    )
+    monkeypatch.setitem(workers.workers_range.__kwdefaults__, "seconds", 0.05)
+    for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
+        monkeypatch.setattr(step_timer, name, value)
     return str(path)
 
 
