@@ -1,4 +1,4 @@
-"""careamics: FCNModule, a U-Net that denoises."""
+"""careamics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("careamics")
 
 
-def make() -> Any:
+def careamics_unet() -> Any:
+    """FCNModule, a U-Net that denoises."""
     from careamics.lightning import FCNModule
 
     module = FCNModule(

@@ -1,4 +1,4 @@
-"""torch_geometric: GraphGymModule."""
+"""torch_geometric."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("torch_geometric", needs=("yacs",))
 
 
-def make() -> Any:
+def graphgym_gnn() -> Any:
+    """GraphGymModule."""
     import torch
     from torch_geometric.data import Data
     from torch_geometric.graphgym.config import cfg, set_cfg

@@ -1,4 +1,4 @@
-"""darts: the module of its TFTModel."""
+"""The modules of darts' models."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("darts", needs=("pytorch-lightning",))
 
 
-def make() -> Any:
+def darts_nbeats() -> Any:
+    return _module("NBEATSModel", num_stacks=2, layer_widths=16, dropout=0.1)
+
+
+def darts_tcn() -> Any:
+    return _module("TCNModel", dropout=0.1)
+
+
+def darts_tft() -> Any:
+    return _module("TFTModel", hidden_size=8, add_relative_index=True)
+
+
+def _module(name: str, **options: Any) -> Any:
+    import darts.models
     import numpy as np
     from darts import TimeSeries
-    from darts.models import TFTModel
     from darts.models.forecasting import torch_forecasting_model
     from torch.utils.data import DataLoader
 
     draw = np.random.default_rng(0)
     series = TimeSeries.from_values(draw.normal(size=60).cumsum().astype(np.float32))
-    model = TFTModel(
-        input_chunk_length=12,
-        output_chunk_length=4,
-        hidden_size=8,
-        add_relative_index=True,
-        random_state=1,
-        batch_size=8,
-    )
+    kind = getattr(darts.models, name)
+    model = kind(input_chunk_length=12, output_chunk_length=4, random_state=1, batch_size=8, **options)
     data = model._build_train_dataset(
         series=[series], past_covariates=None, future_covariates=None, sample_weight=None, max_samples_per_ts=None
     )

@@ -1,4 +1,4 @@
-"""pytorch-tabular: the FT-Transformer."""
+"""pytorch-tabular."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PACKAGE = Package(
 )
 
 
-def make() -> Any:
+def tabular_fttransformer() -> Any:
+    """The FT-Transformer."""
     import numpy as np
     import pandas as pd
     from pytorch_tabular import TabularModel

@@ -1,4 +1,4 @@
-"""rl4co: AttentionModel, trained by REINFORCE on a travelling salesman problem."""
+"""rl4co."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("rl4co")
 
 
-def make() -> Any:
+def rl4co_attention() -> Any:
+    """AttentionModel, trained by REINFORCE on a travelling salesman problem."""
     from rl4co.envs import TSPEnv
     from rl4co.models import AttentionModel
 

@@ -1,4 +1,4 @@
-"""chemprop: MPNN on a few molecules."""
+"""chemprop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("chemprop")
 
 
-def make() -> Any:
+def chemprop_mpnn() -> Any:
+    """MPNN on a few molecules."""
     import numpy as np
     from chemprop import data, models, nn
 

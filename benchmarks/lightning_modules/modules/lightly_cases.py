@@ -1,4 +1,4 @@
-"""lightly: LinearClassifier, the module of its benchmarks."""
+"""lightly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("lightly")
 
 
-def make() -> Any:
+def lightly_linear() -> Any:
+    """LinearClassifier, the module of its benchmarks."""
     from lightly.utils.benchmarking import LinearClassifier
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Series for the packages that forecast."""
+"""pytorch-forecasting."""
 
 from __future__ import annotations
 
@@ -6,8 +6,40 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lightning_modules.places import Package
 
-def forecasting(known: list[str] | None = None, quantiles: bool = False) -> Any:
+PACKAGE = Package("pytorch-forecasting")
+
+
+def pf_deepar() -> Any:
+    return _module("DeepAR", hidden_size=8, rnn_layers=1, dropout=0.1, learning_rate=0.03)
+
+
+def pf_nbeats() -> Any:
+    return _module("NBeats", widths=[16, 16], learning_rate=0.01)
+
+
+def pf_nhits() -> Any:
+    return _module("NHiTS", hidden_size=16, learning_rate=0.01)
+
+
+def pf_recurrent() -> Any:
+    return _module("RecurrentNetwork", hidden_size=8, learning_rate=0.01)
+
+
+def pf_tft() -> Any:
+    sizes = {"hidden_size": 8, "attention_head_size": 1, "hidden_continuous_size": 4}
+    return _module("TemporalFusionTransformer", known=["month"], **sizes, dropout=0.1, learning_rate=0.03)
+
+
+def _module(name: str, known: list[str] | None = None, **options: Any) -> Any:
+    import pytorch_forecasting
+
+    data, train, val = _forecasting(known)
+    return getattr(pytorch_forecasting, name).from_dataset(data, **options), train, val
+
+
+def _forecasting(known: list[str] | None) -> Any:
     """Return (TimeSeriesDataSet of pytorch-forecasting, train loader, val loader)."""
     import pandas as pd
     from pytorch_forecasting import TimeSeriesDataSet

@@ -1,4 +1,4 @@
-"""Counts of cells for scvi-tools."""
+"""scvi-tools."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lightning_modules.places import Package
 
-def plan(model: str, adversarial: bool = False) -> Any:
+PACKAGE = Package("scvi-tools")
+
+
+def scvi_adversarial() -> Any:
+    """The adversarial plan, with two optimizers and manual optimization."""
+    return _plan("SCVI", adversarial=True)
+
+
+def scvi_vae() -> Any:
+    """The training plan of SCVI, a variational autoencoder that draws in validation too."""
+    return _plan("SCVI")
+
+
+def _plan(model: str, adversarial: bool = False) -> Any:
     """Return (a training plan of scvi-tools, train loader, val loader)."""
     import anndata
     import scvi

@@ -1,4 +1,4 @@
-"""torch-uncertainty: ClassificationRoutine."""
+"""torch-uncertainty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks.lightning_modules.places import Package
 PACKAGE = Package("torch-uncertainty", needs=("scikit-learn", "timm"))
 
 
-def make() -> Any:
+def uncertainty_classification() -> Any:
+    """ClassificationRoutine."""
     import torch
     from torch import nn
     from torch_uncertainty.routines import ClassificationRoutine
