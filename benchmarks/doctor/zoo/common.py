@@ -16,6 +16,12 @@ from forge.data import Splits
 Entry = Callable[[], tuple[forge.TaskModule, Splits]]
 
 
+def registry() -> tuple[dict[str, Entry], Callable[[Entry], Entry]]:
+    """The models of a file by name, and a decorator that adds one."""
+    models: dict[str, Entry] = {}
+    return models, lambda function: models.setdefault(function.__name__, function)
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -181,6 +187,16 @@ class OwnLoss(forge.TaskModule):
 
     def configure_optimizers(self):
         return adamw(self.parameters(), self.lr)
+
+
+class Labelled(OwnLoss):
+    """The same, with its accuracy."""
+
+    def training_step(self, batch):
+        out = self(batch)
+        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
+
+    validation_step = training_step
 
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import forge
 from benchmarks.doctor.zoo.common import (
     Entry,
+    Labelled,
     OwnLoss,
     accuracy,
     adamw,
@@ -34,24 +35,8 @@ SMALL = {
 }
 
 
-class Sentences(OwnLoss):
-    """A sequence classifier with its accuracy."""
-
-    def training_step(self, batch):
-        out = self(batch)
-        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
-
-    validation_step = training_step
-
-
-class Tokens(OwnLoss):
+class Tokens(Labelled):
     """A model with one prediction per token; a batch counts by its labelled tokens."""
-
-    def training_step(self, batch):
-        out = self(batch)
-        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
-
-    validation_step = training_step
 
     def num_items(self, batch):
         return (batch["labels"] != -100).sum()
@@ -128,19 +113,19 @@ marks = {"cls_token_id": 1, "sep_token_id": 2} | special
 both = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 
-add("bert_classify", Sentences, "BertForSequenceClassification", topic_data, **three)
+add("bert_classify", Labelled, "BertForSequenceClassification", topic_data, **three)
 add("bert_masked_lm", Tokens, "BertForMaskedLM", masked_data, **SMALL)
-add("roberta_classify", Sentences, "RobertaForSequenceClassification", topic_data, **three, pad_token_id=0)
-add("electra_classify", Sentences, "ElectraForSequenceClassification", topic_data, embedding_size=16, **three)
-add("albert_shared_layers", Sentences, "AlbertForSequenceClassification", topic_data, embedding_size=16, **three)
-add("deberta_classify", Sentences, "DebertaV2ForSequenceClassification", topic_data, **both, **three)
-add("fnet_fourier", Sentences, "FNetForSequenceClassification", lambda: without_mask(topic_data()), **three)
-add("modernbert_classify", Sentences, "ModernBertForSequenceClassification", topic_data, **marks, **three)
-add("distilbert_classify", Sentences, "DistilBertForSequenceClassification", topic_data, num_labels=3, **small_distil)
+add("roberta_classify", Labelled, "RobertaForSequenceClassification", topic_data, **three, pad_token_id=0)
+add("electra_classify", Labelled, "ElectraForSequenceClassification", topic_data, embedding_size=16, **three)
+add("albert_shared_layers", Labelled, "AlbertForSequenceClassification", topic_data, embedding_size=16, **three)
+add("deberta_classify", Labelled, "DebertaV2ForSequenceClassification", topic_data, **both, **three)
+add("fnet_fourier", Labelled, "FNetForSequenceClassification", lambda: without_mask(topic_data()), **three)
+add("modernbert_classify", Labelled, "ModernBertForSequenceClassification", topic_data, **marks, **three)
+add("distilbert_classify", Labelled, "DistilBertForSequenceClassification", topic_data, num_labels=3, **small_distil)
 add("gpt2_tied", Causal, "GPT2LMHeadModel", walk_data, **small_gpt)
 add(
     "gpt2_classify_last_token",
-    Sentences,
+    Labelled,
     "GPT2ForSequenceClassification",
     topic_data,
     **small_gpt,
@@ -183,7 +168,7 @@ def without_mask(splits: Splits) -> Splits:
     return splits
 
 
-def tags() -> tuple[forge.TaskModule, Splits]:
+def tags():
     """A tag per word; padding and the first token of a sentence have the label -100."""
     tokens, mask, _ = topics(vocabulary=WORDS)
     previous = torch.roll(tokens, 1, 1)
@@ -205,7 +190,7 @@ class Spans(OwnLoss):
     validation_step = training_step
 
 
-def spans() -> tuple[forge.TaskModule, Splits]:
+def spans():
     g = generator(5)
     tokens = torch.randint(8, WORDS, (320, 16), generator=g)
     start = torch.randint(1, 8, (320,), generator=g)
@@ -217,7 +202,7 @@ def spans() -> tuple[forge.TaskModule, Splits]:
     return Spans(model, 2e-3), dict_loaders(columns | {"end_positions": end})
 
 
-def labels_of_several() -> tuple[forge.TaskModule, Splits]:
+def labels_of_several():
     """Multi-label: which of four words are in the text?"""
     tokens, mask, _ = topics(400, vocabulary=WORDS)
     labels = torch.stack([(tokens == word).any(1) for word in (5, 8, 20, 27)], 1).float()
@@ -255,7 +240,7 @@ class Instructed(forge.TaskModule):
         return torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=self.lr)
 
 
-def instructed() -> tuple[forge.TaskModule, Splits]:
+def instructed():
     """Left-padded prompts; the answer repeats the prompt's second half."""
     tokens = walks(240, 12, WORDS)
     answer = tokens[:, 6:]
@@ -299,7 +284,7 @@ class Preferred(forge.TaskModule):
         return adamw(self.policy.parameters(), self.lr, 0.0)
 
 
-def preferred() -> tuple[forge.TaskModule, Splits]:
+def preferred():
     better = walks(240, 12, WORDS)
     worse = better.clone()
     worse[:, 6:] = torch.randint(4, WORDS, (240, 6), generator=generator(8))
