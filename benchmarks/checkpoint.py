@@ -19,20 +19,18 @@ the order of the epoch, as every epoch does; "seeking" is the rest of the time u
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
@@ -69,13 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         *measure_saves(options.rounds, options.folder, options.layers, options.device),
         *measure_seek(options.rounds, options.batches),
     ]
-    if options.json:
-        print(json.dumps({"machine": machine.describe()}))
-        for row in rows:
-            print(json.dumps(asdict(row)))
-    else:
-        print(machine.sentence())
-        Console().print(table(rows))
+    machine.show(rows, table, options.json)
     return 0
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import os
 import resource
 import shutil
@@ -30,11 +29,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
@@ -85,13 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [FIRST, *(name for name in options.only if name != FIRST)]
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(names, options.epochs, options.seeds, options.threads, Path(folder))
-    if options.json:
-        print(json.dumps({"machine": machine.describe()}))
-        for row in rows:
-            print(json.dumps(asdict(row)))
-    else:
-        print(machine.sentence())
-        Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
+    machine.show(rows, table, options.json, width=120)
     return 0
 
 

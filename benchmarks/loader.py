@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -90,13 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     rows = measure(options.samples, options.rounds)
-    if options.json:
-        print(json.dumps({"machine": machine.describe()}))
-        for row in rows:
-            print(json.dumps(asdict(row)))
-    else:
-        print(machine.sentence())
-        Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
+    machine.show(rows, table, options.json, width=120)
     return 0
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 
 def describe() -> dict[str, str | int]:
@@ -23,6 +31,16 @@ def describe() -> dict[str, str | int]:
 def sentence() -> str:
     """Return the same in one line, for the head of a table."""
     return "{cpu}, {cores} cores, Python {python}, torch {torch}, {date}".format(**describe())
+
+
+def show(rows: Sequence[Any], table: Callable[[Any], Table], as_json: bool, width: int | None = None) -> None:
+    """Print the machine, and rows as JSON lines or as a table; `width` where the output is no terminal."""
+    if as_json:
+        for line in ({"machine": describe()}, *map(asdict, rows)):
+            print(json.dumps(line))
+        return
+    print(sentence())
+    Console(width=None if sys.stdout.isatty() else width).print(table(rows))
 
 
 def version(distribution: str) -> str | None:

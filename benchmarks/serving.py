@@ -31,11 +31,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median, quantiles
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -125,13 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = _batcher_rows_elsewhere(options)
     for kind in (JSON, RAW):
         rows += http_rows(options.model, kind, options.clients, options.requests, options.rounds)
-    if options.json:
-        print(json.dumps({"machine": machine.describe()}))
-        for row in rows:
-            print(json.dumps(asdict(row)))
-    else:
-        print(machine.sentence())
-        Console(width=130).print(table(rows, options))
+    machine.show(rows, lambda rows: table(rows, options), options.json, width=130)
     return 1 if any(row.errors for row in rows) else 0
 
 

@@ -12,16 +12,14 @@ rounds, for shared machines. One unmeasured round fills the file cache and write
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import mean, median
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
@@ -51,13 +49,7 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     rows = measure(_installed(options.only), options.rounds)
-    if options.json:
-        print(json.dumps({"machine": machine.describe()}))
-        for row in rows:
-            print(json.dumps(asdict(row)))
-    else:
-        print(machine.sentence())
-        Console().print(table(rows))
+    machine.show(rows, table, options.json)
     return 0
 
 

@@ -7,13 +7,17 @@ The examples are the planted bugs of benchmarks/doctor; tests/docs/test_findings
 
 from __future__ import annotations
 
+import difflib
 import json
+import sys
 from pathlib import Path
 
-from forge_doctor.findings import FINDINGS, LEVELS
-
 DOCS = Path(__file__).parent
-BUGS = DOCS.parent / "benchmarks" / "doctor" / "bugs"
+sys.path.insert(0, str(DOCS.parent))
+
+from benchmarks.doctor.changes import HERE, Change, changes  # noqa: E402
+from forge_doctor.findings import FINDINGS, LEVELS  # noqa: E402
+
 SHOWN = 3
 """Examples on the page of a finding."""
 INTRODUCTION = """\
@@ -22,7 +26,7 @@ INTRODUCTION = """\
 `forge doctor RECIPE` and `forge doctor FILE.py:Task` examine a task, its loss, its data, its optimizer and its schedule
 for mistakes that raise no error. Every fit looks at its first steps in the same way, as far as that costs nothing, and
 warns. Each finding has a name that stays, a level, the evidence in numbers, a cure, and a page with an example. These
-pages are generated from `plugins/forge_doctor/findings.py` and from the planted bugs in `benchmarks/doctor/bugs`.
+pages are generated from `plugins/forge_doctor/findings.py` and from the planted bugs in `benchmarks/doctor/bugs.diff`.
 [Debugging](debugging.md#ask-the-doctor) shows how to use the doctor.
 
 - An **error** cannot be meant. `forge doctor` exits with 1.
@@ -43,7 +47,7 @@ TITLES = {"error": "## Errors", "warning": "## Warnings", "note": "## Notes"}
 BUG_TABLE = """\
 ## Planted bugs and their findings
 
-The planted bugs of `benchmarks/doctor/bugs`: what `forge doctor` calls them, and what a plain fit with the recipe
+The planted bugs of `benchmarks/doctor/bugs.diff`: what `forge doctor` calls them, and what a plain fit with the recipe
 `default` says.
 
 | bug | forge doctor | a plain fit |
@@ -51,60 +55,65 @@ The planted bugs of `benchmarks/doctor/bugs`: what `forge doctor` calls them, an
 """
 
 
+Found = dict[str, dict[str, dict[str, str]]]
+
+
 def pages() -> dict[str, str]:
     """Every page by its path in docs."""
-    found = json.loads((BUGS / "FOUND.json").read_text())
-    sentences = {line.split("\t")[0]: line.split("\t")[2] for line in _expected()}
-    made = {"findings.md": _overview(found, sentences)}
+    found: Found = json.loads((HERE / "FOUND.json").read_text())
+    bugs = changes("bugs")
+    made = {"findings.md": _overview(found, bugs)}
     for name in FINDINGS:
-        examples = [bug for bug in sentences if name in found.get(bug, {}).get("doctor", {})]
-        made[f"findings/{name}.md"] = _page(name, examples[:SHOWN], found, sentences)
+        examples = [bug for key, bug in bugs.items() if name in found.get(key, {}).get("doctor", {})]
+        made[f"findings/{name}.md"] = _page(name, examples[:SHOWN], found)
     return made
 
 
-def _expected() -> list[str]:
-    return [line for line in (BUGS / "EXPECTED.tsv").read_text().splitlines() if "\t" in line]
-
-
-def _overview(found: dict[str, dict[str, dict[str, str]]], sentences: dict[str, str]) -> str:
+def _overview(found: Found, bugs: dict[str, Change]) -> str:
     parts = [INTRODUCTION]
     for level in LEVELS:
         names = [name for name, (own, _) in sorted(FINDINGS.items()) if own == level]
         rows = [f"| [`{name}`](findings/{name}.md) | {FINDINGS[name][1]} |" for name in names]
         parts.append("\n".join([TITLES[level], "", "| finding | cure |", "|---|---|", *rows, ""]))
     rows = []
-    for bug, sentence in sorted(sentences.items()):
-        told = found.get(bug, {})
+    for key, bug in sorted(bugs.items()):
+        told = found.get(key, {})
         names = [", ".join(f"`{name}`" for name in sorted(told.get(how, {}))) for how in ("doctor", "fit")]
-        rows.append(f"| {sentence} | {names[0] or 'nothing'} | {names[1]} |")
+        rows.append(f"| {bug.sentence} | {names[0] or 'nothing'} | {names[1]} |")
     return "\n".join([*parts, BUG_TABLE + "\n".join(rows), ""])
 
 
-def _page(
-    name: str, examples: list[str], found: dict[str, dict[str, dict[str, str]]], sentences: dict[str, str]
-) -> str:
+def _page(name: str, examples: list[Change], found: Found) -> str:
     level, cure = FINDINGS[name]
     parts = [f"# {name}", f"**{level.capitalize()}.** {cure}"]
     for bug in examples:
         parts += [
-            f"## Example: {bug.replace('_', ' ')}",
-            sentences[bug],
-            f"`forge doctor` says: {_said(found, bug, name)}",
+            f"## Example: {bug.name.replace('_', ' ')}",
+            bug.sentence,
+            f"`forge doctor` says: {_said(found[bug.name]['doctor'][name])}",
         ]
-        if name in found[bug].get("fit", {}):
+        if name in found[bug.name].get("fit", {}):
             parts.append("A plain fit warns of it too.")
-        parts.append(f"```python\n{(BUGS / f'{bug}.py').read_text().strip()}\n```")
-        recipe = BUGS / f"{bug}.yaml"
-        if recipe.is_file():
-            parts.append(f"`{bug}.yaml`:\n\n```yaml\n{recipe.read_text().strip()}\n```")
-        planned = f" --recipe benchmarks/doctor/bugs/{bug}.yaml" if recipe.is_file() else ""
-        parts.append(f"Try it: `forge doctor benchmarks/doctor/bugs/{bug}.py:Task{planned}`")
+        base = f"[{bug.base}.py](../../benchmarks/doctor/bases/{bug.base}.py)"
+        if bug.places:
+            parts += [f"The mistake is this change of a healthy program, {base}:", f"```diff\n{_diff(bug)}\n```"]
+        if bug.recipe:
+            lines = "\n".join(bug.recipe)
+            parts.append(f"{base} is healthy; the recipe is" if not bug.places else "The recipe:")
+            parts.append(f"```yaml\n{lines}\n```")
+        parts.append(f"Try it: `python -m benchmarks.doctor bugs --only {bug.name}`")
     parts.append(f'If it is meant, write `expected = {{"{name}"}}` on the task. [All findings](../findings.md)')
     return "\n\n".join(parts) + "\n"
 
 
-def _said(found: dict[str, dict[str, dict[str, str]]], bug: str, name: str) -> str:
-    text = " ".join(found[bug]["doctor"][name].split())
+def _diff(bug: Change) -> str:
+    """The change with the lines around it."""
+    healthy = (HERE / "bases" / f"{bug.base}.py").read_text().splitlines()
+    return "\n".join(list(difflib.unified_diff(healthy, bug.program().splitlines(), n=3, lineterm=""))[2:])
+
+
+def _said(text: str) -> str:
+    text = " ".join(text.split())
     return f"*{text}*" if "*" not in text and "_" not in text else f"`{text.replace('`', '')}`"
 
 

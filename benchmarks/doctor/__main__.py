@@ -1,19 +1,22 @@
 """Examine every planted bug and every healthy model, and count what is found and what is a false alarm.
 
-    python -m benchmarks.doctor [bugs] [zoo] [--fit] [--cuda] [--jobs N] [--only NAME ...] [--out FILE] [--record]
+    python -m benchmarks.doctor [bugs] [zoo] [bases] [blind] [blind_zoo] [--fit] [--cuda] [--jobs N] [--only NAME ...]
+        [--out FILE] [--record] [--write FOLDER]
 
-`bugs/` has one small file per bug, and `bugs/EXPECTED.tsv` says which findings are right for it; those that are worth a
-note (`note:NAME`) are counted apart. `zoo/` has healthy models, where every error and warning is a false alarm. `--fit`
-counts what a plain fit with the recipe `default` says instead. Results are appended to FILE (runs/doctor.jsonl), and a
-second call goes on where the first was interrupted. Calls with the same FILE and `--only` add to what is recorded.
+A bug is a small change of a healthy program: `bugs.diff` and `blind.diff` hold the changes and the findings that are
+right for each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the
+programs, `zoo.diff` and `blind_zoo.diff` have healthy changes of them, and `zoo/` has models of other packages: there,
+every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says instead.
+Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted. Calls with
+the same FILE and `--only` add to what is recorded.
 All run on the CPU, or with `--cuda` on a GPU, each then in a process of its own.
-`--record` writes what was found of the bugs to `bugs/FOUND.json`, from which docs/make_findings.py makes the gallery.
+`--record` writes what was found of the bugs to `FOUND.json`, from which docs/make_findings.py makes the gallery.
+`--write` examines nothing: it writes the programs into a folder, for `forge doctor FOLDER/NAME.py:Task`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -23,11 +26,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.doctor.cases import HERE, ZOOS, items, one
+from benchmarks.doctor.cases import items, one
+from benchmarks.doctor.changes import HERE, changes, written
+
+HEALTHY = ("zoo", "blind_zoo", "bases")
+"""Sets without bugs. Those that are called blind were written by an author who had not seen the probes."""
 
 
 def main() -> None:
     args = parsed()
+    if args.write:
+        write(items(args.sets, args.only), Path(args.write))
+        return
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     how = "fit" if args.fit else "doctor"
@@ -54,16 +64,25 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("sets", nargs="*", default=["bugs", "zoo"], help="bugs, zoo, or another folder here")
+    parser.add_argument("sets", nargs="*", help="bugs, zoo, bases, blind, blind_zoo (bugs zoo bases)")
     parser.add_argument("--fit", action="store_true", help="what a plain fit says, in place of forge doctor")
     parser.add_argument("--cuda", action="store_true", help="run on a GPU")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", nargs="*", default=[], help="names")
     parser.add_argument("--out", default="runs/doctor.jsonl")
-    parser.add_argument("--record", action="store_true", help="write bugs/FOUND.json")
+    parser.add_argument("--record", action="store_true", help="write FOUND.json")
+    parser.add_argument("--write", metavar="FOLDER", help="write the programs, and examine nothing")
     args = parser.parse_args()
-    args.sets = args.sets or ["bugs", "zoo"]
+    args.sets = args.sets or ["bugs", "zoo", "bases"]
     return args
+
+
+def write(todo: list[tuple[str, str]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for change in (changes(kind)[name] for kind, name in todo if kind != "bases" and name in changes(kind)):
+        path = written(change, folder)
+        planned = f" --recipe {path.with_suffix('.yaml')}" if change.recipe else ""
+        print(f"forge doctor {path}:Task{planned}")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -72,14 +91,15 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def record(found: list[dict[str, Any]], how: str) -> None:
     """Write the right findings of each bug, with their messages, beside those of the other way."""
-    path = HERE / "bugs" / "FOUND.json"
+    path = HERE / "FOUND.json"
     known: dict[str, dict[str, dict[str, str]]] = json.loads(path.read_text()) if path.is_file() else {}
     right = expected("bugs")
     for row in found:
         kind, _, name = row["name"].partition("/")
         if kind == "bugs":
             told = {finding: text for finding, text in loud(row, kind).items() if finding in right.get(name, set())}
-            known.setdefault(name, {})[how] = {key: re.sub(r"/\S*?benchmarks/", "benchmarks/", told[key]) for key in told}
+            file = re.compile(rf"/\S*?/{name}\.py")
+            known.setdefault(name, {})[how] = {key: file.sub(f"{name}.py", text) for key, text in told.items()}
     path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
@@ -95,19 +115,13 @@ def loud(row: dict[str, Any], kind: str) -> dict[str, str]:
 
 def expected(kind: str) -> dict[str, set[str]]:
     """The findings that are right for each bug."""
-    return {name: {finding.removeprefix("note:") for finding in given} for name, given in _table(kind).items()}
+    return {name: {x.removeprefix("note:") for x in change.findings} for name, change in changes(kind).items()}
 
 
 def notes(kind: str) -> dict[str, set[str]]:
     """The bugs that are worth a note only, and their findings."""
-    found = {name: {x.removeprefix("note:") for x in given if x.startswith("note:")} for name, given in _table(kind).items()}
-    return {name: findings for name, findings in found.items() if findings}
-
-
-@functools.cache
-def _table(kind: str) -> dict[str, list[str]]:
-    lines = (HERE / kind / "EXPECTED.tsv").read_text().splitlines()
-    return {line.split("\t")[0]: line.split("\t")[1].split(",") for line in lines if "\t" in line}
+    noted = {name: [x for x in change.findings if x.startswith("note:")] for name, change in changes(kind).items()}
+    return {name: {x.removeprefix("note:") for x in found} for name, found in noted.items() if found}
 
 
 def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> None:
@@ -116,7 +130,7 @@ def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> N
         mine = [row for row in mine if not only or row["name"].partition("/")[2] in only]
         if mine:
             print()
-            (_report_zoo if kind in ZOOS else _report_bugs)(kind, mine)
+            (_report_zoo if kind in HEALTHY else _report_bugs)(kind, mine)
 
 
 def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
@@ -139,7 +153,7 @@ def _report_zoo(kind: str, results: list[dict[str, Any]]) -> None:
         level: [sum(found[0] == level for found in row["findings"]) for row in results]
         for level in ("error", "warning", "note")
     }
-    alarmed = sum(1 for errors, alarms in zip(by_level["error"], by_level["warning"], strict=True) if errors or alarms)
+    alarmed = sum(bool(row["error"]) or any(found[0] != "note" for found in row["findings"]) for row in results)
     print(
         f"{kind}: {len(results)} healthy models; errors on {sum(map(bool, by_level['error']))}, warnings on "
         f"{sum(map(bool, by_level['warning']))}, quiet {1 - alarmed / len(results):.1%}; notes: median "

@@ -18,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ZOOS = ("zoo", "blind_zoo")
-"""Folders of healthy models; the blind ones were written by an author who had not seen the probes."""
+from benchmarks.doctor.changes import HERE, Change, changes, written
+
 SECONDS = 240
 """After which an examination is given up."""
 
@@ -32,34 +31,34 @@ def items(sets: list[str], only: list[str]) -> list[tuple[str, str]]:
 
 
 def names(kind: str) -> list[str]:
-    if kind in ZOOS:
-        return list(zoo(kind))
-    return sorted(path.stem for path in (HERE / kind).glob("*.py") if path.stem != "__init__")
+    if kind == "bases":
+        return sorted(path.stem for path in (HERE / "bases").glob("*.py"))
+    return [*changes(kind), *(models() if kind == "zoo" else ())]
 
 
 @functools.cache
-def zoo(kind: str = "zoo") -> dict[str, Any]:
-    """Every healthy model by name; those whose package is not installed are left out."""
+def models() -> dict[str, Any]:
+    """The models of other packages by name; those whose package is not installed are left out."""
     found: dict[str, Any] = {}
-    for path in sorted((HERE / kind).glob("*.py")):
+    for path in sorted((HERE / "zoo").glob("*.py")):
         if path.stem in ("__init__", "common"):
             continue
         try:
-            found |= importlib.import_module(f"benchmarks.doctor.{kind}.{path.stem}").MODELS
+            found |= importlib.import_module(f"benchmarks.doctor.zoo.{path.stem}").MODELS
         except ImportError as error:
-            print(f"{kind}/{path.name} is left out: {error}")
+            print(f"zoo/{path.name} is left out: {error}")
     return found
 
 
-def made(kind: str, name: str) -> tuple[Any, Any, Any]:
-    """The task, its loaders, and a function that makes the loader of train again."""
-    if kind in ZOOS:
-        make = zoo(kind)[name]
-        task, splits = make()
-        return task, splits, None
-    own = loaded(HERE / kind / f"{name}.py")
-    splits = own.data()
-    return own.Task(), splits, lambda: own.data().train
+def made(kind: str, name: str, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """The task, its loaders, and more arguments of `forge.doctor`: a program is written into the folder."""
+    change = Change(name, name, []) if kind == "bases" else changes(kind).get(name)
+    if change is None:
+        return *models()[name](), {}
+    path = written(change, folder)
+    own = loaded(path)
+    recipe = {"recipe": path.with_suffix(".yaml")} if change.recipe else {}
+    return own.Task(), own.data(), {"rebuild": lambda: own.data().train, **recipe}
 
 
 def loaded(path: Path) -> ModuleType:
@@ -84,9 +83,8 @@ def one(kind: str, name: str, how: str) -> dict[str, Any]:
         with limited(SECONDS), tempfile.TemporaryDirectory() as folder, quiet():
             os.chdir(folder)
             forge.seed(0)
-            task, splits, again = made(kind, name)
-            planned = recipe(kind, name)
-            row |= by_doctor(task, splits, again, planned) if how == "doctor" else by_fit(task, splits, planned)
+            task, splits, more = made(kind, name, Path(folder))
+            row |= by_doctor(task, splits, more) if how == "doctor" else by_fit(task, splits, more)
             os.chdir(HERE)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -113,16 +111,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def recipe(kind: str, name: str) -> dict[str, Any]:
-    """The recipe beside a task, as an argument, where there is one."""
-    path = HERE / kind / f"{name}.yaml"
-    return {"recipe": path} if path.is_file() else {}
-
-
-def by_doctor(task: Any, splits: Any, again: Any, planned: dict[str, Any]) -> dict[str, Any]:
+def by_doctor(task: Any, splits: Any, more: dict[str, Any]) -> dict[str, Any]:
     import forge
 
-    report = forge.doctor(task, splits.train, splits.val, rebuild=again, **planned)
+    report = forge.doctor(task, splits.train, splits.val, **more)
     found = [(finding.level, finding.name, finding.message) for finding in report.findings]
     return {"findings": found, "skipped": report.skipped, "seconds": round(report.seconds, 1)}
 
@@ -143,14 +135,15 @@ def two_epochs() -> Any:
     return plugin
 
 
-def by_fit(task: Any, splits: Any, planned: dict[str, Any]) -> dict[str, Any]:
-    """What the first two epochs of ten, with the recipe `default` or the one beside it, warn of by name, or refuse.
+def by_fit(task: Any, splits: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """What the first two epochs of ten, with the recipe `default` or its own, warn of by name, or refuse.
 
     A stream that cannot be continued is allowed: refusing it is about checkpoints, not about a mistake.
     """
     import forge
     from forge.errors import ForgeError
 
+    planned = {key: value for key, value in more.items() if key == "recipe"}
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record)

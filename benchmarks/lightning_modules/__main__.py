@@ -14,12 +14,12 @@ import argparse
 import importlib.metadata
 import json
 import os
-import pkgutil
 import subprocess
+import sys
 from typing import Any
 
-from benchmarks.lightning_modules import modules
-from benchmarks.lightning_modules.places import HOME, ROOT, package_of
+from benchmarks.lightning_modules.modules import cases
+from benchmarks.lightning_modules.places import HOME, ROOT
 
 
 def outcome(name: str, again: bool) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def outcome(name: str, again: bool) -> dict[str, Any]:
     file = HOME / "outcomes" / f"{name}.json"
     if file.exists() and not again:
         return json.loads(file.read_text())
-    package = package_of(name)
+    package = sys.modules[cases()[name].__module__].PACKAGE
     try:
         python = package.install()
         command = [str(python), "-m", "benchmarks.lightning_modules.compare", name]
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run modules that have an outcome too")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    names = arguments.names or sorted(item.name for item in pkgutil.iter_modules(modules.__path__))
+    names = arguments.names or list(cases())
     found = []
     for name in names:
         found.append(outcome(name, arguments.again))

@@ -5,30 +5,31 @@ Prints one line of JSON: how many tensors of the state differ, and by how much a
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.lightning_modules.modules import cases
+
 SEED = 7
 
 
-def case_of(name: str) -> Any:
-    return importlib.import_module(f"benchmarks.lightning_modules.modules.{name}")
+Case = Callable[[], Any]
 
 
-def made(case: Any) -> Any:
+def made(case: Case) -> Any:
     """Return (module, train loader, val loader or None), drawn from one seed."""
     import lightning
 
     lightning.seed_everything(1, verbose=False)
-    return case.make()
+    return case()
 
 
 def trainer_of(module: Any) -> Any:
@@ -41,24 +42,22 @@ def trainer_of(module: Any) -> Any:
     return package
 
 
-def by_lightning(case: Any) -> Any:
+def by_lightning(case: Case) -> Any:
     module, train, val = made(case)
     package = trainer_of(module)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, **quiet}
-    options |= getattr(case, "LIGHTNING", {})
     trainer = package.Trainer(**options)
     package.seed_everything(SEED, verbose=False)
     trainer.fit(module, train, val)
     return module, trainer.global_step
 
 
-def by_forge(case: Any) -> Any:
+def by_forge(case: Case) -> Any:
     import forge
 
     module, train, val = made(case)
     options = {"max_epochs": 3, "device": "cpu", "seed": SEED, "plugins": [], "run_dir": False}
-    options |= getattr(case, "FORGE", dict)() if callable(getattr(case, "FORGE", None)) else getattr(case, "FORGE", {})
     result = forge.Trainer(**options).fit(forge.LightningAdapter(module), train, val)
     return module, result.updates
 
@@ -69,7 +68,7 @@ def compare(name: str) -> dict[str, Any]:
     for noisy in ("lightning.pytorch", "pytorch_lightning", "lightning", "forge"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    case = case_of(name)
+    case = cases()[name]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # some packages write where they run
         start = {key: value.clone() for key, value in tensors(made(case)[0]).items()}

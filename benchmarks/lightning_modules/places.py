@@ -7,7 +7,6 @@ versions than torch's here, it is installed with `--no-deps`, and what it needs 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import re
 import subprocess
@@ -82,8 +81,3 @@ def _pins() -> str:
 
     names = ("torch", "torchvision", "lightning", "pytorch-lightning", "torchmetrics")
     return "".join(f"{name}=={version(name)}\n" for name in names)
-
-
-def package_of(name: str) -> Package:
-    """Return the package that a module of `modules/` declares."""
-    return importlib.import_module(f"benchmarks.lightning_modules.modules.{name}").PACKAGE

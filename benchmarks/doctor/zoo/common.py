@@ -1,5 +1,6 @@
 """What the healthy models share: synthetic data, loaders, and tasks around a model of someone else."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,12 @@ import forge
 from forge.data import Splits
 
 Entry = Callable[[], tuple[forge.TaskModule, Splits]]
+
+
+def registry() -> tuple[dict[str, Entry], Callable[[Entry], Entry]]:
+    """The models of a file by name, and a decorator that adds one."""
+    models: dict[str, Entry] = {}
+    return models, lambda function: models.setdefault(function.__name__, function)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -98,30 +105,6 @@ def rectangles(count: int = 160, size: int = 48, seed: int = 0) -> tuple[Tensor,
     return (images - images.mean()) / images.std(), masks, boxes, kinds
 
 
-def teacher_table(
-    count: int = 400, features: int = 8, outputs: int = 1, noise: float = 0.1, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Inputs and the answers of a fixed random two-layer network, of unit variance, with noise."""
-    g = generator(seed)
-    inputs = torch.randn(count, features, generator=g)
-    first = torch.randn(features, 16, generator=g) / features**0.5
-    second = torch.randn(16, outputs, generator=g) / 4
-    answers = torch.tanh(inputs @ first * 1.5) @ second
-    answers = (answers - answers.mean(0)) / answers.std(0)
-    return inputs, answers + noise * torch.randn(count, outputs, generator=g)
-
-
-def clusters(
-    count: int = 400, features: int = 8, classes: int = 4, spread: float = 1.0, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Gaussian clusters that overlap a little, standardised."""
-    g = generator(seed)
-    centres = 1.5 * torch.randn(classes, features, generator=g)
-    labels = torch.randint(classes, (count,), generator=g)
-    inputs = centres[labels] + spread * torch.randn(count, features, generator=g)
-    return (inputs - inputs.mean(0)) / inputs.std(0), labels
-
-
 def walks(count: int = 240, length: int = 16, vocabulary: int = 24, first: int = 4, seed: int = 0) -> Tensor:
     """Token sequences of a sparse Markov chain; the tokens below `first` are kept for special purposes."""
     g = generator(seed)
@@ -168,44 +151,17 @@ def adamw(parameters: Iterable[Any], lr: float = 1e-3, decay: float = 0.01) -> t
 class Classify(forge.TaskModule):
     """Cross-entropy on the logits of any network, with AdamW."""
 
-    def __init__(self, net: nn.Module, lr: float = 1e-3, smoothing: float = 0.0):
+    def __init__(self, net: nn.Module, lr: float = 1e-3):
         super().__init__()
-        self.net = net
-        self.lr = lr
-        self.smoothing = smoothing
+        self.net, self.lr = net, lr
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
 
     def training_step(self, batch):
-        inputs, labels = batch
-        logits = self(inputs)
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.smoothing)
-        return {"loss": loss, "accuracy": accuracy(logits, labels)}
-
-    def validation_step(self, batch):
         inputs, labels = batch
         logits = self(inputs)
         return {"loss": F.cross_entropy(logits, labels), "accuracy": accuracy(logits, labels)}
-
-    def configure_optimizers(self):
-        return adamw(self.parameters(), self.lr)
-
-
-class Regress(forge.TaskModule):
-    """Mean squared error of any network, with AdamW."""
-
-    def __init__(self, net: nn.Module, lr: float = 3e-3):
-        super().__init__()
-        self.net = net
-        self.lr = lr
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(inputs)
-
-    def training_step(self, batch):
-        inputs, targets = batch
-        return {"loss": F.mse_loss(self(inputs), targets)}
 
     validation_step = training_step
 
@@ -233,10 +189,16 @@ class OwnLoss(forge.TaskModule):
         return adamw(self.parameters(), self.lr)
 
 
+class Labelled(OwnLoss):
+    """The same, with its accuracy."""
+
+    def training_step(self, batch):
+        out = self(batch)
+        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
+
+    validation_step = training_step
+
+
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
-        layers.append(nn.Linear(inputs, outputs))
-        if i < len(widths) - 2:
-            layers.append(activation())
-    return nn.Sequential(*layers)
+    layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), activation())]
+    return nn.Sequential(*layers[:-1])

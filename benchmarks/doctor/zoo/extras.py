@@ -9,7 +9,6 @@ from torch import Tensor
 
 import forge
 from benchmarks.doctor.zoo.common import (
-    Entry,
     OwnLoss,
     accuracy,
     adamw,
@@ -17,6 +16,7 @@ from benchmarks.doctor.zoo.common import (
     generator,
     gratings,
     rectangles,
+    registry,
     sample_loaders,
     tensor_loaders,
     topics,
@@ -24,24 +24,12 @@ from benchmarks.doctor.zoo.common import (
 )
 from forge.data import Splits
 
-MODELS: dict[str, Entry] = {}
+MODELS, entry = registry()
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 
-def entry(function: Entry) -> Entry:
-    MODELS[function.__name__] = function
-    return function
-
-
-class Boxes(OwnLoss):
-    def training_step(self, batch):
-        return {"loss": self(batch).loss}
-
-    validation_step = training_step
-
-
 @entry
-def yolos_matched_queries() -> tuple[forge.TaskModule, Splits]:
+def yolos_matched_queries():
     """Queries are matched to objects, so most of them are given the class "no object"."""
     images, _, boxes, kinds = rectangles(64, 64)
     width = boxes[:, 2:] - boxes[:, :2]
@@ -60,7 +48,7 @@ def yolos_matched_queries() -> tuple[forge.TaskModule, Splits]:
     for name, parameter in model.named_parameters():  # transformers leaves these at zero; they are meant to be loaded
         if "token" in name or "position_embeddings" in name:
             torch.nn.init.trunc_normal_(parameter, std=0.02)
-    return Boxes(model), sample_loaders(samples, val=16, batch_size=8, collate_fn=collate)
+    return OwnLoss(model), sample_loaders(samples, val=16, batch_size=8, collate_fn=collate)
 
 
 class Noised(forge.TaskModule):
@@ -101,7 +89,7 @@ class Noised(forge.TaskModule):
 
 
 @entry
-def diffusers_unet() -> tuple[forge.TaskModule, Splits]:
+def diffusers_unet():
     images, _ = gratings(160, 16, channels=1, noise=0.1)
     return Noised(), tensor_loaders(images / 2, val=32)
 
@@ -132,13 +120,13 @@ def texts() -> Splits:
 
 
 @entry
-def peft_lora_bert() -> tuple[forge.TaskModule, Splits]:
+def peft_lora_bert():
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value"], task_type="SEQ_CLS")
     return Adapted(peft.get_peft_model(pretrained_bert(), config), 5e-3), texts()
 
 
 @entry
-def peft_ia3_bert() -> tuple[forge.TaskModule, Splits]:
+def peft_ia3_bert():
     config = peft.IA3Config(
         target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"], task_type="SEQ_CLS"
     )
@@ -146,17 +134,9 @@ def peft_ia3_bert() -> tuple[forge.TaskModule, Splits]:
 
 
 @entry
-def peft_lora_gpt2() -> tuple[forge.TaskModule, Splits]:
-    config = hf.GPT2Config(
-        vocab_size=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.15,
-    )
+def peft_lora_gpt2():
+    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    config = hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, initializer_range=0.15)
     lora = peft.LoraConfig(
         r=8, lora_alpha=16, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"
     )

@@ -8,15 +8,10 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 import forge
-from benchmarks.doctor.zoo.common import Entry, accuracy, adamw, generator, mlp, tensor_loaders
+from benchmarks.doctor.zoo.common import accuracy, adamw, generator, mlp, registry, tensor_loaders
 from forge.data import Splits
 
-MODELS: dict[str, Entry] = {}
-
-
-def entry(function: Entry) -> Entry:
-    MODELS[function.__name__] = function
-    return function
+MODELS, entry = registry()
 
 
 def communities(nodes: int = 120, groups: int = 3, seed: int = 0) -> Data:
@@ -72,22 +67,22 @@ def whole() -> Splits:
 
 
 @entry
-def gcn_transductive() -> tuple[forge.TaskModule, Splits]:
+def gcn_transductive():
     return Nodes(pyg.GCNConv(8, 16), pyg.GCNConv(16, 3)), whole()
 
 
 @entry
-def gat() -> tuple[forge.TaskModule, Splits]:
+def gat():
     return Nodes(pyg.GATConv(8, 8, heads=2), pyg.GATConv(16, 3)), whole()
 
 
 @entry
-def graph_sage() -> tuple[forge.TaskModule, Splits]:
+def graph_sage():
     return Nodes(pyg.SAGEConv(8, 16), pyg.SAGEConv(16, 3)), whole()
 
 
 @entry
-def cheb_conv() -> tuple[forge.TaskModule, Splits]:
+def cheb_conv():
     return Nodes(pyg.ChebConv(8, 16, K=2), pyg.ChebConv(16, 3, K=2)), whole()
 
 
@@ -142,7 +137,7 @@ class Graphs(forge.TaskModule):
 
 
 @entry
-def gin_graph_level() -> tuple[forge.TaskModule, Splits]:
+def gin_graph_level():
     graphs = small_graphs()
     return Graphs(), Splits(
         train=DataLoader(graphs[:-48], batch_size=16, shuffle=True), val=DataLoader(graphs[-48:], batch_size=16)
@@ -181,7 +176,7 @@ class Links(forge.TaskModule):
 
 
 @entry
-def link_prediction() -> tuple[forge.TaskModule, Splits]:
+def link_prediction():
     graph = communities(seed=2)
     one_way = graph.edge_index[:, graph.edge_index[0] < graph.edge_index[1]]
     held = torch.rand(one_way.size(1), generator=generator(4)) < 0.15
@@ -219,7 +214,7 @@ class Messages(forge.TaskModule):
 
 
 @entry
-def interaction_network() -> tuple[forge.TaskModule, Splits]:
+def interaction_network():
     g = generator(5)
     places = torch.randn(320, 5, 2, generator=g)
     mass = 0.5 + torch.rand(320, 5, generator=g)
@@ -280,7 +275,7 @@ class Moved(forge.TaskModule):
 
 
 @entry
-def egnn_last_node_update_unused() -> tuple[forge.TaskModule, Splits]:
+def egnn_last_node_update_unused():
     """As published, the last layer also updates the node states, which nothing reads."""
     g = generator(6)
     places = torch.randn(320, 5, 3, generator=g)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import forge
 from benchmarks.doctor.zoo.common import (
-    Entry,
+    Labelled,
     OwnLoss,
     accuracy,
     adamw,
@@ -15,27 +15,16 @@ from benchmarks.doctor.zoo.common import (
     generator,
     gratings,
     rectangles,
+    registry,
     walks,
 )
 from forge.data import Splits
 
-MODELS: dict[str, Entry] = {}
+MODELS, entry = registry()
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 SPECIAL = {"bos_token_id": 1, "pad_token_id": 0}
-
-
-def entry(function: Entry) -> Entry:
-    MODELS[function.__name__] = function
-    return function
-
-
-class Labelled(OwnLoss):
-    def training_step(self, batch):
-        out = self(batch)
-        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
-
-    validation_step = training_step
+HEARS = SMALL | {"conv_dim": (32, 32, 32), "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 
 
 def images_with_labels() -> Splits:
@@ -44,13 +33,13 @@ def images_with_labels() -> Splits:
 
 
 @entry
-def hf_vit() -> tuple[forge.TaskModule, Splits]:
+def hf_vit():
     config = hf.ViTConfig(**SMALL, image_size=32, patch_size=8, num_labels=4)
     return Labelled(hf.ViTForImageClassification(config), 2e-3), images_with_labels()
 
 
 @entry
-def hf_dinov2() -> tuple[forge.TaskModule, Splits]:
+def hf_dinov2():
     config = hf.Dinov2Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, num_labels=4
     )
@@ -58,19 +47,13 @@ def hf_dinov2() -> tuple[forge.TaskModule, Splits]:
 
 
 @entry
-def hf_segformer() -> tuple[forge.TaskModule, Splits]:
+def hf_segformer():
     """Pixels at the border of an object are not labelled: 255."""
     images, masks, _, _ = rectangles(96, 64)
     border = F.max_pool2d(masks[:, None].float(), 3, 1, 1) != -F.max_pool2d(-masks[:, None].float(), 3, 1, 1)
     masks = masks.masked_fill(border[:, 0], 255)
-    config = hf.SegformerConfig(
-        hidden_sizes=[16, 24, 32, 48],
-        depths=[1, 1, 1, 1],
-        num_attention_heads=[1, 2, 2, 4],
-        decoder_hidden_size=32,
-        num_labels=3,
-        semantic_loss_ignore_index=255,
-    )
+    sizes = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]}
+    config = hf.SegformerConfig(**sizes, decoder_hidden_size=32, num_labels=3, semantic_loss_ignore_index=255)
     data = dict_loaders({"pixel_values": images, "labels": masks}, val=16, batch_size=8)
     return OwnLoss(hf.SegformerForSemanticSegmentation(config), 1e-3), data
 
@@ -89,17 +72,9 @@ class MaskedImages(OwnLoss):
 
 
 @entry
-def hf_vit_mae() -> tuple[forge.TaskModule, Splits]:
-    config = hf.ViTMAEConfig(
-        **SMALL,
-        image_size=32,
-        patch_size=8,
-        decoder_hidden_size=32,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=4,
-        decoder_intermediate_size=64,
-        norm_pix_loss=True,
-    )
+def hf_vit_mae():
+    decoder = {f"decoder_{key}": value for key, value in (SMALL | {"num_hidden_layers": 1}).items()}
+    config = hf.ViTMAEConfig(**SMALL, **decoder, image_size=32, patch_size=8, norm_pix_loss=True)
     images, _ = gratings(240, 32, noise=0.2)
     model = hf.ViTMAEForPreTraining(config)
     with torch.no_grad():  # transformers 5.22 leaves the positions of a new model at zero
@@ -129,7 +104,7 @@ def captions(labels: Tensor) -> Tensor:
 
 
 @entry
-def hf_clip() -> tuple[forge.TaskModule, Splits]:
+def hf_clip():
     images, labels = gratings(320, 32, classes=12)
     config = hf.CLIPConfig(
         text_config={**SMALL, "vocab_size": 32, "max_position_embeddings": 16, "eos_token_id": 31, **SPECIAL},
@@ -141,7 +116,7 @@ def hf_clip() -> tuple[forge.TaskModule, Splits]:
 
 
 @entry
-def hf_siglip() -> tuple[forge.TaskModule, Splits]:
+def hf_siglip():
     images, labels = gratings(320, 32, classes=12)
     config = hf.SiglipConfig(
         text_config={**SMALL, "vocab_size": 32, "max_position_embeddings": 8, "eos_token_id": 31, **SPECIAL},
@@ -157,103 +132,54 @@ def tones(count: int, letters: int, seconds: int, seed: int) -> tuple[Tensor, Te
     words = torch.randint(letters, (count, seconds), generator=g)
     time = torch.arange(320) / 320
     pitch = 8.0 * 1.5**words
-    waves = torch.sin(2 * torch.pi * pitch[:, :, None] * time).flatten(1) + 0.1 * torch.randn(
-        count, seconds * 320, generator=g
-    )
+    waves = torch.sin(2 * torch.pi * pitch[:, :, None] * time).flatten(1)
+    waves = waves + 0.1 * torch.randn(waves.shape, generator=g)
     return (waves - waves.mean(1, keepdim=True)) / waves.std(1, keepdim=True), words
 
 
-class Recognised(OwnLoss):
-    """CTC over the letters, padded with -100."""
-
-
 @entry
-def wav2vec2_ctc() -> tuple[forge.TaskModule, Splits]:
+def wav2vec2_ctc():
     waves, words = tones(120, 5, 5, 2)
-    config = hf.Wav2Vec2Config(
-        **SMALL,
-        vocab_size=6,
-        conv_dim=(32, 32, 32),
-        conv_stride=(5, 4, 2),
-        conv_kernel=(10, 8, 4),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        pad_token_id=0,
-        ctc_loss_reduction="mean",
-        mask_time_prob=0.05,
-        mask_time_length=2,
-        layerdrop=0.05,
-    )
+    ears = HEARS | {"conv_stride": (5, 4, 2), "conv_kernel": (10, 8, 4), "pad_token_id": 0, "layerdrop": 0.05}
+    config = hf.Wav2Vec2Config(**ears, vocab_size=6, ctc_loss_reduction="mean", mask_time_prob=0.05, mask_time_length=2)
     labels = words + 1
     labels[torch.rand(120, generator=generator(3)) < 0.3, -1] = -100
     data = dict_loaders({"input_values": waves, "labels": labels}, val=24, batch_size=8)
-    return Recognised(hf.Wav2Vec2ForCTC(config), 1e-3), data
+    return OwnLoss(hf.Wav2Vec2ForCTC(config), 1e-3), data
 
 
 @entry
-def hubert_classify() -> tuple[forge.TaskModule, Splits]:
+def hubert_classify():
     waves, words = tones(160, 4, 1, 2)
-    config = hf.HubertConfig(
-        **SMALL,
-        num_labels=4,
-        conv_dim=(32, 32, 32),
-        conv_stride=(5, 2, 2),
-        conv_kernel=(10, 4, 2),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        classifier_proj_size=16,
-        mask_time_prob=0.0,
-    )
-    return Labelled(hf.HubertForSequenceClassification(config), 2e-3), dict_loaders(
-        {"input_values": waves, "labels": words[:, 0]}, val=32
-    )
+    ears = HEARS | {"conv_stride": (5, 2, 2), "conv_kernel": (10, 4, 2)}
+    config = hf.HubertConfig(**ears, num_labels=4, classifier_proj_size=16, mask_time_prob=0.0)
+    data = dict_loaders({"input_values": waves, "labels": words[:, 0]}, val=32)
+    return Labelled(hf.HubertForSequenceClassification(config), 2e-3), data
 
 
 @entry
-def whisper_tiny() -> tuple[forge.TaskModule, Splits]:
+def whisper_tiny():
     """Mel frames to words. The positions of the encoder are fixed sinusoids."""
     words = walks(200, 6, 16)
     codes = torch.randn(16, 8, generator=generator(6))
     frames = codes[words].repeat_interleave(4, 1).transpose(1, 2)
     frames = frames + 0.2 * torch.randn(frames.shape, generator=generator(7))
-    config = hf.WhisperConfig(
-        vocab_size=16,
-        num_mel_bins=8,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=12,
-        max_target_positions=16,
-        decoder_start_token_id=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    layers = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    sides = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in layers.items()}
+    sizes = {"vocab_size": 16, "num_mel_bins": 8, "d_model": 32, "max_source_positions": 12, "max_target_positions": 16}
+    config = hf.WhisperConfig(**sizes, **sides, decoder_start_token_id=1, eos_token_id=2, **SPECIAL)
     data = dict_loaders({"input_features": frames, "labels": words})
     return Labelled(hf.WhisperForConditionalGeneration(config), 3e-3), data
 
 
 @entry
-def patchtst_forecast() -> tuple[forge.TaskModule, Splits]:
+def patchtst_forecast():
     g = generator(9)
     time = torch.arange(40)[None, :, None] + 60 * torch.rand(240, 1, 1, generator=g)
     series = torch.sin(time * torch.tensor([0.3, 0.5])) + 0.1 * torch.randn(240, 40, 2, generator=g)
-    config = hf.PatchTSTConfig(
-        num_input_channels=2,
-        context_length=32,
-        prediction_length=8,
-        patch_length=4,
-        patch_stride=4,
-        d_model=32,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        ffn_dim=64,
-        loss="mse",
-    )
+    sizes = {"d_model": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "ffn_dim": 64, "num_input_channels": 2}
+    lengths = {"context_length": 32, "prediction_length": 8, "patch_length": 4, "patch_stride": 4}
+    config = hf.PatchTSTConfig(**sizes, **lengths, loss="mse")
     data = dict_loaders({"past_values": series[:, :32], "future_values": series[:, 32:]})
     return OwnLoss(hf.PatchTSTForPrediction(config), 2e-3), data
 
@@ -264,21 +190,13 @@ class Decisions(forge.TaskModule):
     def __init__(self, lr: float = 2e-3):
         super().__init__()
         self.lr = lr
-        self.model = hf.DecisionTransformerModel(
-            hf.DecisionTransformerConfig(
-                state_dim=3, act_dim=2, hidden_size=32, n_layer=2, n_head=2, max_ep_len=16, action_tanh=True
-            )
-        )
+        sizes = {"state_dim": 3, "act_dim": 2, "hidden_size": 32, "n_layer": 2, "n_head": 2, "max_ep_len": 16}
+        self.model = hf.DecisionTransformerModel(hf.DecisionTransformerConfig(**sizes, action_tanh=True))
 
     def forward(self, batch):
-        return self.model(
-            states=batch["states"],
-            actions=batch["actions"],
-            rewards=batch["returns"],
-            returns_to_go=batch["returns"],
-            timesteps=batch["timesteps"],
-            attention_mask=batch["mask"],
-        ).action_preds
+        given = {name: batch[name] for name in ("states", "actions", "timesteps")}
+        wanted = {"rewards": batch["returns"], "returns_to_go": batch["returns"]}
+        return self.model(**given, **wanted, attention_mask=batch["mask"]).action_preds
 
     def training_step(self, batch):
         errors = (self(batch) - batch["actions"]).square().mean(-1)
@@ -294,7 +212,7 @@ class Decisions(forge.TaskModule):
 
 
 @entry
-def decision_transformer() -> tuple[forge.TaskModule, Splits]:
+def decision_transformer():
     g = generator(11)
     states = torch.randn(240, 8, 3, generator=g)
     skill = torch.rand(240, 1, 1, generator=g)

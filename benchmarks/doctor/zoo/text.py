@@ -1,5 +1,6 @@
 """Text models of transformers in tiny configurations, with attention masks and ignored labels of -100."""
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import forge
 from benchmarks.doctor.zoo.common import (
     Entry,
+    Labelled,
     OwnLoss,
     accuracy,
     adamw,
@@ -33,24 +35,8 @@ SMALL = {
 }
 
 
-class Sentences(OwnLoss):
-    """A sequence classifier with its accuracy."""
-
-    def training_step(self, batch):
-        out = self(batch)
-        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
-
-    validation_step = training_step
-
-
-class Tokens(OwnLoss):
+class Tokens(Labelled):
     """A model with one prediction per token; a batch counts by its labelled tokens."""
-
-    def training_step(self, batch):
-        out = self(batch)
-        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
-
-    validation_step = training_step
 
     def num_items(self, batch):
         return (batch["labels"] != -100).sum()
@@ -102,201 +88,76 @@ def translation_data() -> Splits:
     return dict_loaders({"input_ids": tokens * mask, "attention_mask": mask, "labels": target})
 
 
-def add(name: str, task: type[OwnLoss], model: Callable[[], nn.Module], data: Callable[[], Splits], lr=2e-3) -> None:
-    MODELS[name] = lambda: (task(model(), lr), data())
-
-
-def built(model: type, config: type, **options) -> Callable[[], nn.Module]:
-    return lambda: model(config(**options))
+def add(name: str, task: type[OwnLoss], model: str, data: Callable[[], Splits], lr: float = 2e-3, **options) -> None:
+    config = re.sub(r"(For[A-Z]|LMHead).*", "Config", model)
+    MODELS[name] = lambda: (task(getattr(hf, model)(getattr(hf, config)(**options)), lr), data())
 
 
 three = SMALL | {"num_labels": 3, "initializer_range": 0.1}
-add("bert_classify", Sentences, built(hf.BertForSequenceClassification, hf.BertConfig, **three), topic_data)
-add("bert_masked_lm", Tokens, built(hf.BertForMaskedLM, hf.BertConfig, **SMALL), masked_data)
-add(
-    "roberta_classify",
-    Sentences,
-    built(hf.RobertaForSequenceClassification, hf.RobertaConfig, **three, pad_token_id=0),
-    topic_data,
-)
-add(
-    "electra_classify",
-    Sentences,
-    built(hf.ElectraForSequenceClassification, hf.ElectraConfig, embedding_size=16, **three),
-    topic_data,
-)
-add(
-    "albert_shared_layers",
-    Sentences,
-    built(hf.AlbertForSequenceClassification, hf.AlbertConfig, embedding_size=16, **three),
-    topic_data,
-)
-add(
-    "deberta_classify",
-    Sentences,
-    built(
-        hf.DebertaV2ForSequenceClassification,
-        hf.DebertaV2Config,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        **three,
-    ),
-    topic_data,
-)
-add(
-    "fnet_fourier",
-    Sentences,
-    built(hf.FNetForSequenceClassification, hf.FNetConfig, **three),
-    lambda: without_mask(topic_data()),
-)
-add(
-    "modernbert_classify",
-    Sentences,
-    built(
-        hf.ModernBertForSequenceClassification,
-        hf.ModernBertConfig,
-        pad_token_id=0,
-        cls_token_id=1,
-        sep_token_id=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        **three,
-    ),
-    topic_data,
-)
+special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+grouped = SMALL | {"num_key_value_heads": 2} | special
 small_distil = {"vocab_size": WORDS, "initializer_range": 0.1, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
-add(
-    "distilbert_classify",
-    Sentences,
-    built(hf.DistilBertForSequenceClassification, hf.DistilBertConfig, num_labels=3, **small_distil),
-    topic_data,
-)
-
-small_gpt = {
-    "vocab_size": WORDS,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
+small_gpt = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32} | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-add("gpt2_tied", Causal, built(hf.GPT2LMHeadModel, hf.GPT2Config, **small_gpt), walk_data)
+small_opt = {k: v for k, v in SMALL.items() if k != "intermediate_size"} | {"ffn_dim": 64, "word_embed_proj_dim": 32}
+small_t5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+small_bart = {"vocab_size": WORDS, "d_model": 32, "max_position_embeddings": 32, "decoder_start_token_id": 2} | {
+    f"{side}_{key}": value
+    for side in ("encoder", "decoder")
+    for key, value in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()
+}
+sparse_t5 = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+marks = {"cls_token_id": 1, "sep_token_id": 2} | special
+both = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+add("bert_classify", Labelled, "BertForSequenceClassification", topic_data, **three)
+add("bert_masked_lm", Tokens, "BertForMaskedLM", masked_data, **SMALL)
+add("roberta_classify", Labelled, "RobertaForSequenceClassification", topic_data, **three, pad_token_id=0)
+add("electra_classify", Labelled, "ElectraForSequenceClassification", topic_data, embedding_size=16, **three)
+add("albert_shared_layers", Labelled, "AlbertForSequenceClassification", topic_data, embedding_size=16, **three)
+add("deberta_classify", Labelled, "DebertaV2ForSequenceClassification", topic_data, **both, **three)
+add("fnet_fourier", Labelled, "FNetForSequenceClassification", lambda: without_mask(topic_data()), **three)
+add("modernbert_classify", Labelled, "ModernBertForSequenceClassification", topic_data, **marks, **three)
+add("distilbert_classify", Labelled, "DistilBertForSequenceClassification", topic_data, num_labels=3, **small_distil)
+add("gpt2_tied", Causal, "GPT2LMHeadModel", walk_data, **small_gpt)
 add(
     "gpt2_classify_last_token",
-    Sentences,
-    built(hf.GPT2ForSequenceClassification, hf.GPT2Config, num_labels=3, pad_token_id=0, **small_gpt),
+    Labelled,
+    "GPT2ForSequenceClassification",
     topic_data,
+    **small_gpt,
+    num_labels=3,
+    pad_token_id=0,
 )
-special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-grouped = SMALL | {"num_key_value_heads": 2} | special
-add("llama_grouped_queries", Causal, built(hf.LlamaForCausalLM, hf.LlamaConfig, **grouped), walk_data)
-add("mistral_window", Causal, built(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=8, **grouped), walk_data)
-add("qwen2_tied", Causal, built(hf.Qwen2ForCausalLM, hf.Qwen2Config, tie_word_embeddings=True, **grouped), walk_data)
-add(
-    "gemma2_softcap",
-    Causal,
-    built(hf.Gemma2ForCausalLM, hf.Gemma2Config, head_dim=8, sliding_window=8, **grouped),
-    walk_data,
-)
-add(
-    "mixtral_top2",
-    Causal,
-    built(
-        hf.MixtralForCausalLM,
-        hf.MixtralConfig,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        **grouped,
-    ),
-    walk_data,
-)
-add(
-    "opt_relu",
-    Causal,
-    built(
-        hf.OPTForCausalLM,
-        hf.OPTConfig,
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=64,
-        max_position_embeddings=32,
-        word_embed_proj_dim=32,
-        **special,
-    ),
-    walk_data,
-)
-add("gpt_neox_parallel", Causal, built(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **SMALL), walk_data)
+add("llama_grouped_queries", Causal, "LlamaForCausalLM", walk_data, **grouped)
+add("mistral_window", Causal, "MistralForCausalLM", walk_data, sliding_window=8, **grouped)
+add("qwen2_tied", Causal, "Qwen2ForCausalLM", walk_data, tie_word_embeddings=True, **grouped)
+add("gemma2_softcap", Causal, "Gemma2ForCausalLM", walk_data, head_dim=8, sliding_window=8, **grouped)
+add("mixtral_top2", Causal, "MixtralForCausalLM", walk_data, **experts, **grouped)
+add("opt_relu", Causal, "OPTForCausalLM", walk_data, **small_opt, **special)
+add("gpt_neox_parallel", Causal, "GPTNeoXForCausalLM", walk_data, **SMALL)
 add(
     "bloom_alibi",
     Causal,
-    built(hf.BloomForCausalLM, hf.BloomConfig, vocab_size=WORDS, hidden_size=32, n_layer=2, n_head=4, **special),
+    "BloomForCausalLM",
     walk_data,
+    vocab_size=WORDS,
+    hidden_size=32,
+    n_layer=2,
+    n_head=4,
+    **special,
 )
-add(
-    "mamba",
-    Causal,
-    built(
-        hf.MambaForCausalLM,
-        hf.MambaConfig,
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        state_size=8,
-        **special,
-    ),
-    lambda: without_mask(walk_data(padded=False)),
-)
-
-small_t5 = {
-    "vocab_size": WORDS,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-add("t5_translate", Tokens, built(hf.T5ForConditionalGeneration, hf.T5Config, **small_t5), translation_data, 5e-3)
-add(
-    "switch_top1_experts",
-    Tokens,
-    built(
-        hf.SwitchTransformersForConditionalGeneration,
-        hf.SwitchTransformersConfig,
-        num_experts=4,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        **small_t5,
-    ),
-    translation_data,
-    5e-3,
-)
-add(
-    "bart_translate",
-    Tokens,
-    built(
-        hf.BartForConditionalGeneration,
-        hf.BartConfig,
-        vocab_size=WORDS,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=32,
-        encoder_layerdrop=0.1,
-        decoder_start_token_id=2,
-        forced_eos_token_id=2,
-        **special,
-    ),
-    translation_data,
-)
+small_mamba = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8} | special
+add("mamba", Causal, "MambaForCausalLM", lambda: without_mask(walk_data(padded=False)), **small_mamba)
+start = {"decoder_start_token_id": 0}
+add("t5_translate", Tokens, "T5ForConditionalGeneration", translation_data, 5e-3, **small_t5, **start)
+switch = small_t5 | sparse_t5 | start
+add("switch_top1_experts", Tokens, "SwitchTransformersForConditionalGeneration", translation_data, 5e-3, **switch)
+bart = small_bart | special | {"encoder_layerdrop": 0.1, "forced_eos_token_id": 2}
+add("bart_translate", Tokens, "BartForConditionalGeneration", translation_data, **bart)
 
 
 def without_mask(splits: Splits) -> Splits:
@@ -307,7 +168,7 @@ def without_mask(splits: Splits) -> Splits:
     return splits
 
 
-def tags() -> tuple[forge.TaskModule, Splits]:
+def tags():
     """A tag per word; padding and the first token of a sentence have the label -100."""
     tokens, mask, _ = topics(vocabulary=WORDS)
     previous = torch.roll(tokens, 1, 1)
@@ -329,7 +190,7 @@ class Spans(OwnLoss):
     validation_step = training_step
 
 
-def spans() -> tuple[forge.TaskModule, Splits]:
+def spans():
     g = generator(5)
     tokens = torch.randint(8, WORDS, (320, 16), generator=g)
     start = torch.randint(1, 8, (320,), generator=g)
@@ -341,7 +202,7 @@ def spans() -> tuple[forge.TaskModule, Splits]:
     return Spans(model, 2e-3), dict_loaders(columns | {"end_positions": end})
 
 
-def labels_of_several() -> tuple[forge.TaskModule, Splits]:
+def labels_of_several():
     """Multi-label: which of four words are in the text?"""
     tokens, mask, _ = topics(400, vocabulary=WORDS)
     labels = torch.stack([(tokens == word).any(1) for word in (5, 8, 20, 27)], 1).float()
@@ -379,7 +240,7 @@ class Instructed(forge.TaskModule):
         return torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=self.lr)
 
 
-def instructed() -> tuple[forge.TaskModule, Splits]:
+def instructed():
     """Left-padded prompts; the answer repeats the prompt's second half."""
     tokens = walks(240, 12, WORDS)
     answer = tokens[:, 6:]
@@ -423,7 +284,7 @@ class Preferred(forge.TaskModule):
         return adamw(self.policy.parameters(), self.lr, 0.0)
 
 
-def preferred() -> tuple[forge.TaskModule, Splits]:
+def preferred():
     better = walks(240, 12, WORDS)
     worse = better.clone()
     worse[:, 6:] = torch.randint(4, WORDS, (240, 6), generator=generator(8))

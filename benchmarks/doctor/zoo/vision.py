@@ -33,7 +33,7 @@ MODELS: dict[str, Entry] = {}
 
 
 def classifier(name: str, make: Callable[[], nn.Module], size: int = 32, lr: float = 1e-3, batch_size: int = 8) -> None:
-    def entry() -> tuple[forge.TaskModule, Splits]:
+    def entry():
         images, labels = gratings(200, size)
         return Classify(make(), lr), tensor_loaders(images, labels, batch_size=batch_size, val=40)
 
@@ -74,15 +74,8 @@ def vit() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    return models.SwinTransformer(
-        patch_size=[2, 2],
-        embed_dim=24,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=[4, 4],
-        stochastic_depth_prob=0.1,
-        num_classes=4,
-    )
+    sizes = {"patch_size": [2, 2], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+    return models.SwinTransformer(**sizes, stochastic_depth_prob=0.1, num_classes=4)
 
 
 def convnext() -> nn.Module:
@@ -92,16 +85,14 @@ def convnext() -> nn.Module:
 
 
 def maxvit() -> nn.Module:
-    return models.MaxVit(
-        input_size=(32, 32),
-        stem_channels=16,
-        partition_size=2,
-        block_channels=[16, 32],
-        block_layers=[1, 1],
-        head_dim=8,
-        stochastic_depth_prob=0.1,
-        num_classes=4,
-    )
+    sizes = {
+        "stem_channels": 16,
+        "partition_size": 2,
+        "block_channels": [16, 32],
+        "block_layers": [1, 1],
+        "head_dim": 8,
+    }
+    return models.MaxVit(input_size=(32, 32), **sizes, stochastic_depth_prob=0.1, num_classes=4)
 
 
 classifier("tv_vgg11_bn", vgg)
@@ -138,7 +129,7 @@ class WithAuxiliary(forge.TaskModule):
         return adamw(self.parameters(), self.lr)
 
 
-def googlenet() -> tuple[forge.TaskModule, Splits]:
+def googlenet():
     images, labels = gratings(160, 48)
     return WithAuxiliary(), tensor_loaders(images, labels, batch_size=8, val=40)
 
@@ -173,7 +164,7 @@ def swap_norms(module: nn.Module) -> nn.Module:
     return module
 
 
-def frozen_norm() -> tuple[forge.TaskModule, Splits]:
+def frozen_norm():
     images, labels = gratings(200, 32)
     return FrozenNorm(), tensor_loaders(images, labels, batch_size=8, val=40)
 
@@ -211,7 +202,7 @@ class Segment(forge.TaskModule):
 
 
 def segmenter(name: str, make: Callable[[], nn.Module], size: int) -> None:
-    def entry() -> tuple[forge.TaskModule, Splits]:
+    def entry():
         images, masks, _, _ = rectangles(96, size)
         return Segment(make()), tensor_loaders(images, masks, batch_size=4, val=16)
 
@@ -292,23 +283,15 @@ def small_pyramid() -> nn.Module:
 FIXED = {"min_size": 64, "max_size": 64, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
 
 
-def faster_rcnn() -> tuple[forge.TaskModule, Splits]:
+def faster_rcnn():
     anchors = AnchorGenerator(((16,), (32,), (48,)), ((0.5, 1.0, 2.0),) * 3)
-    net = FasterRCNN(
-        small_pyramid(),
-        num_classes=3,
-        rpn_anchor_generator=anchors,
-        rpn_pre_nms_top_n_train=100,
-        rpn_post_nms_top_n_train=50,
-        rpn_pre_nms_top_n_test=50,
-        rpn_post_nms_top_n_test=20,
-        box_batch_size_per_image=32,
-        **FIXED,
-    )
+    kept = {"pre_nms_top_n_train": 100, "post_nms_top_n_train": 50, "pre_nms_top_n_test": 50, "post_nms_top_n_test": 20}
+    options = {f"rpn_{key}": value for key, value in kept.items()} | {"rpn_anchor_generator": anchors} | FIXED
+    net = FasterRCNN(small_pyramid(), num_classes=3, box_batch_size_per_image=32, **options)
     return Detect(net), detection_data()
 
 
-def retina() -> tuple[forge.TaskModule, Splits]:
+def retina():
     anchors = AnchorGenerator(((12, 18), (24, 32), (40, 56)), ((0.5, 1.0, 2.0),) * 3)
     return Detect(RetinaNet(small_pyramid(), num_classes=3, anchor_generator=anchors, **FIXED)), detection_data()
 
@@ -317,7 +300,7 @@ MODELS["tv_faster_rcnn"] = faster_rcnn
 MODELS["tv_retinanet_prior_bias"] = retina
 
 
-def video() -> tuple[forge.TaskModule, Splits]:
+def video():
     """Moving stripes; the class is the direction of motion."""
     g = generator(3)
     labels = torch.randint(2, (80,), generator=g)
@@ -356,7 +339,7 @@ class Flow(forge.TaskModule):
         return adamw(self.parameters(), self.lr, 1e-5)
 
 
-def raft() -> tuple[forge.TaskModule, Splits]:
+def raft():
     g = generator(4)
     texture = F.interpolate(torch.randn(24, 3, 40, 40, generator=g), scale_factor=4, mode="bilinear")
     texture = (texture / texture.abs().amax((1, 2, 3), keepdim=True)).clamp(-1, 1)
