@@ -75,11 +75,7 @@ class Plugin:
     """Charts of the metrics that it logs: `section/title` to a regular expression of their names."""
     cures: Mapping[str, str] = {}
     """What it does about problems that forge meets, for its messages, with its name as {name}:
-    `{"memory": "-p {name}, which keeps less"}`. They are: memory, of a step; activations, memory of a backward pass;
-    batch, memory of a micro-batch (with {window}, twice the micro-batches of an update); dtypes, tensors of different
-    types; non_finite, a NaN in the weights; processes that nothing connects; best, no best checkpoint, and rewind, none
-    to go back to; meta, a task without values; measure, a step that cannot be planned; board, nothing for
-    TensorBoard."""
+    `{"memory": "-p {name}, which keeps less"}`. docs/writing-plugins.md lists the problems."""
     explains: Mapping[str, str] = {}
     """Words of an error, in lower case, that it causes, and what to do, with its name as {name}."""
     in_trials: bool = True

@@ -24,13 +24,13 @@ from forge.planning.fake_cuda import CUDA, FakeCudaMode
 from forge.planning.footprint import Footprint
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
-from forge.snapshot.left_out import LR_SCHEDULE, is_left_out
+from forge.snapshot.left_out import SCHEDULE, is_left_out
 from forge.torch_internals import fake_tensors, pytree
 from forge.tuning.trial import quiet
 
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""
-PLANNED_APART = ("compiled_code", LR_SCHEDULE, "strategy", "split_layers")
+PLANNED_APART = ("compiled_code", SCHEDULE, "strategy", "split_layers")
 """What plugins that are planned separately provide: strategies by formula, compiled code as if it were eager.
 
 Schedules are left out: rates take no memory.

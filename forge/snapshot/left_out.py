@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forge.contract.plugin import Plugin
 
-LR_SCHEDULE = "lr_schedule"
+SCHEDULE = "schedule"
 """What plugins that change learning rates provide: a trial sets its own."""
 
 

@@ -14,7 +14,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Plugins, Trainer
 from forge.optim.optimizers import Optimizers
-from forge.snapshot.left_out import LR_SCHEDULE, is_left_out
+from forge.snapshot.left_out import SCHEDULE, is_left_out
 
 if TYPE_CHECKING:
     from forge.config import Recipe
@@ -69,7 +69,7 @@ def run_trial(
     """
     settings = {"max_epochs": None, "validate_every": None, "resume": None, "run_dir": False, **options}
     trainer = Trainer(recipe=recipe, plugins=plugins, max_updates=updates, **settings)
-    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, LR_SCHEDULE, *without)]:
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, SCHEDULE, *without)]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(trial)
     with quiet():

@@ -16,7 +16,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Plugins, Trainer
 from forge.optim.optimizers import Optimizers
-from forge.snapshot.left_out import LR_SCHEDULE, is_left_out
+from forge.snapshot.left_out import SCHEDULE, is_left_out
 from forge_doctor.patient import Patient, first, loss_of
 from forge_doctor.probes import motion
 from forge_doctor.report import DoctorReport
@@ -83,7 +83,7 @@ def _fit(task: TaskModule, batches: list[Any], plugins: Plugins, settings: dict[
     keeper = KeepsLosses()
     options = {**settings, "max_updates": len(batches), "max_epochs": None}
     trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
-    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, LR_SCHEDULE)]:
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, SCHEDULE)]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(keeper)
     trainer.fit(task, batches)

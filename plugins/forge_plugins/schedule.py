@@ -80,7 +80,7 @@ class Schedule(forge.Plugin):
         "step: factor of the lr at each drop."
 
     config: Config
-    provides = ("lr_schedule",)
+    provides = ("schedule",)
     example = {"warmup": 2}
 
     def __init__(self, *first: str, **values: Any):

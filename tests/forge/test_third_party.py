@@ -21,6 +21,8 @@ from forge.runs.folder import RunFolder
 from forge.snapshot.left_out import is_left_out
 from forge.testing import TinyTask, check_plugin, fit_tiny, tiny_batches
 from forge.tuning.trial import TuningTrial, run_trial
+from tests.conftest import PLAIN
+from tests.support import forked
 
 THEIRS = '''
 import forge
@@ -85,32 +87,44 @@ their_plan = their_plugins:rows
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """An installed package of plugins; the function loads one."""
-    info = tmp_path / "their_plugins-1.0.dist-info"
-    info.mkdir()
+def package(tmp_path: Path) -> Path:
+    """A folder with an installed package of plugins."""
+    folder = tmp_path / "theirs"
+    info = folder / "their_plugins-1.0.dist-info"
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-plugins\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRIES)
-    (tmp_path / "their_plugins.py").write_text(THEIRS)
-    monkeypatch.syspath_prepend(tmp_path)
+    (folder / "their_plugins.py").write_text(THEIRS)
+    return folder
+
+
+@pytest.fixture
+def theirs(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """The package is installed here; the function loads one of its plugins."""
+    monkeypatch.syspath_prepend(package)
     registry.installed.cache_clear()
     yield lambda name: registry.load("plugin", name)
     sys.modules.pop("their_plugins", None)
     registry.installed.cache_clear()
 
 
-def test_planning_tries_their_strategy_and_their_lever(theirs: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "quickstart", "--devices", "2", "--memory", "80", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = [(row["strategy"], row["their_saver"], row["amp"]) for row in found["rows"]]
-    assert {("their_plan", False, False), ("their_plan", True, True), ("ddp", True, False)} <= {*rows}
-    their = next(row for row in found["rows"] if row["strategy"] == "their_plan")
-    assert their["peak"] < min(row["peak"] for row in found["rows"] if row["strategy"] != "their_plan")
+def planned(package: Path, run_forge: Any, memory: float) -> dict[str, Any]:
+    """`forge plan` in a process of its own: its threads would be in the way of tests that fork."""
+    done = run_forge("plan", "quickstart", "--devices", "2", "--memory", str(memory), "--json", paths=[package])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_the_command_names_their_options(theirs: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "quickstart", "--devices", "2", "--memory", "0.0785", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["recommended"]
+def test_planning_tries_their_strategy_and_their_lever(package: Path, run_forge: Any) -> None:
+    found = planned(package, run_forge, memory=80)["rows"]
+    rows = {(row["strategy"], row["their_saver"], row["amp"]) for row in found}
+    assert {("their_plan", False, False), ("their_plan", True, True), ("ddp", True, False)} <= rows
+    their = next(row for row in found if row["strategy"] == "their_plan")
+    assert their["peak"] < min(row["peak"] for row in found if row["strategy"] != "their_plan")
+
+
+def test_the_command_names_their_options(package: Path, run_forge: Any) -> None:
+    found = planned(package, run_forge, memory=0.0785)["recommended"]
     assert found["strategy"] == "their_plan"
     assert found["command"] == "forge fit quickstart --nproc 2 -p their_plan their_plan.parts=2"
 
@@ -154,6 +168,7 @@ def test_what_is_read_from_the_source_is_what_the_class_has(what: str) -> None:
 
 # -- forge's own plugins, under other names ---------------------------------------------------------------------------
 
+REAL = registry.installed
 RECIPE = """\
 extends: []
 task: {name: digits_mlp}
@@ -163,29 +178,33 @@ plugins: {x_clip: {}, x_amp: {dtype: fp16}, x_prefetch: {}, x_schedule: {}, x_co
 """
 
 
+def under_other_names(kind: str) -> dict[str, EntryPoint]:
+    entries = REAL(kind)
+    if kind not in ("plugin", "strategy"):
+        return entries
+    return {f"x_{name}": EntryPoint(f"x_{name}", entry.value, entry.group) for name, entry in entries.items()}
+
+
 @pytest.fixture
 def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plugin is installed as `x_NAME`: what works now asks for nothing by name."""
-    real = registry.installed
-
-    def installed(kind: str) -> dict[str, EntryPoint]:
-        if kind not in ("plugin", "strategy"):
-            return real(kind)
-        return {f"x_{name}": EntryPoint(f"x_{name}", entry.value, entry.group) for name, entry in real(kind).items()}
-
-    monkeypatch.setattr(registry, "installed", installed)
+    monkeypatch.setattr(registry, "installed", under_other_names)
 
 
-@pytest.mark.usefixtures("renamed")
-def test_planning_knows_no_name(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def plan_renamed() -> int:
+    registry.installed = under_other_names  # pyright: ignore[reportAttributeAccessIssue]
+    return cli.main(["plan", "my.yaml", "--devices", "2", "--memory", "80"])
+
+
+def test_planning_knows_no_name(empty_folder: Path) -> None:
     Path("my.yaml").write_text(RECIPE)
-    assert cli.main(["plan", "my.yaml", "--devices", "2", "--memory", "80"]) == 0
-    out = capsys.readouterr().out
+    done = forked.call(plan_renamed, env=PLAIN)
+    assert done.returncode == 0, done.stderr
     for words in ("x_ddp ", "≈ x_fsdp ", "≈ x_fsdp + offload", "≈ x_fsdp + x_tensor_parallel 2", "x_amp"):
-        assert words in out
-    assert "x_compile is left out: compiled code has other temporaries" in out
-    assert "The task has no repeated blocks for x_remat; to plan with it: -p x_remat x_remat.modules=NAME." in out
-    assert out.splitlines()[-1] == "  forge fit my.yaml --nproc 2"
+        assert words in done.stdout
+    assert "x_compile is left out: compiled code has other temporaries" in done.stdout
+    assert "has no repeated blocks for x_remat; to plan with it: -p x_remat x_remat.modules=NAME." in done.stdout
+    assert done.stdout.splitlines()[-1] == "  forge fit my.yaml --nproc 2"
 
 
 @pytest.mark.usefixtures("renamed")

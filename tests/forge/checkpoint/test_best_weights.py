@@ -41,7 +41,7 @@ def test_load_takes_the_best_by_its_short_name(run: Path) -> None:
 
 def test_a_run_without_a_best_checkpoint_says_how_to_keep_one(tmp_path: Path) -> None:
     fit_tiny([Checkpoint(every="1 update")], max_updates=2, run_dir=tmp_path / "run")
-    with pytest.raises(forge.TaskError, match=r"no best checkpoint. The plugin checkpoint keeps one with"):
+    with pytest.raises(forge.TaskError, match=r"no best checkpoint. Train with checkpoint.best="):
         forge.load_weights(TinyTask(), tmp_path / "run", weights="best")
     with pytest.raises(forge.TaskError, match="no run folder"):
         forge.load_weights(TinyTask(), tmp_path / "nothing:best")

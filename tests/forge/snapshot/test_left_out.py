@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.config.build import make_plugins
-from forge.snapshot.left_out import LR_SCHEDULE, is_left_out
+from forge.snapshot.left_out import SCHEDULE, is_left_out
 
 
 @pytest.mark.parametrize(
@@ -13,8 +13,8 @@ from forge.snapshot.left_out import LR_SCHEDULE, is_left_out
     [
         *[(name, (), True) for name in ("checkpoint", "guard", "jsonl")],
         *[(name, (), False) for name in ("clip", "ema", "schedule")],
-        ("schedule", (LR_SCHEDULE,), True),
-        ("clip", (LR_SCHEDULE,), False),
+        ("schedule", (SCHEDULE,), True),
+        ("clip", (SCHEDULE,), False),
     ],
 )
 def test_what_saves_stops_or_looks_is_left_out(name: str, also: tuple[str, ...], is_out: bool) -> None:
