@@ -133,12 +133,12 @@ def _ends(kind: str, output: Tensor) -> Tensor:
 
 def layers(patient: Patient) -> Iterator[Finding]:
     """Options of layers that are nearly always mistakes, and networks that are one linear layer."""
-    modules: Iterator[tuple[str, Any]] = patient.clone().named_modules()
-    for path, module in modules:
+    task = patient.clone()
+    for path, module in task.named_modules():
         if isinstance(module, DROPOUTS) and module.p > 0.8:
             yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
         if isinstance(module, BatchNorm) and _is_fixed(module):
-            momentum = float(module.momentum or 0)
+            momentum = _momentum(module)
             kept = "hardly change" if momentum < 1 else "are those of the last batch alone"
             yield Finding(
                 "batch_norm_momentum",
@@ -146,6 +146,10 @@ def layers(patient: Patient) -> Iterator[Finding]:
                 path,
                 {"momentum": momentum},
             )
+
+
+def _momentum(norm: Any) -> float:
+    return float(norm.momentum or 0)
 
 
 def _is_fixed(norm: Any) -> bool:
