@@ -1,7 +1,6 @@
 """The private names of torch that forge_kernels uses: what each is for, and what happens on the day it is gone.
 
-No other module of this package touches one. All of them exist since torch 2.10, the oldest version that forge supports,
-or earlier; `missing()` tells which of them the torch at hand does not have.
+No other module of this package touches one. `forge env` prints those that the torch at hand does not have.
 """
 
 from __future__ import annotations
@@ -9,43 +8,46 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from forge.errors import KernelError
+from forge.torch_internals import Internal
 
-NAMES: dict[str, str] = {
-    "torch._C._are_functorch_transforms_active": "know whether torch.func transforms a call",
-    "torch.autograd.forward_ad._current_level": "know whether forward-mode differentiation is on",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "know which functions autocast runs in float32",
-    "torch._C._autograd._get_current_graph_task_keep_graph": "know whether a backward may overwrite its gradient",
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "know whether a backward is only traced",
-    "torch.cuda._sleep": "queue a pass while the device waits, so that the host's time is not measured",
-    "torch._dynamo.trace_rules.get_torch_obj_rule_map": "list torch's functions before one is replaced",
-    "torch._dynamo.utils.counters": "keep trial compilations out of the run's counts",
-    "torch._dynamo.utils.graph_break_reasons": "the same for graph breaks",
-    "torch._dynamo.utils._compilation_metrics": "the same for compiled frames",
-    "torch._inductor.config.pre_grad_custom_pass": "put kernels into graphs before torch differentiates them",
-    "torch._inductor.custom_graph_pass.CustomGraphPass": "name such a pass in torch's cache of compiled graphs",
+_TRIAL = "keep trial compilations out of the run's counts"
+_COUNTED = "They are counted."
+_PASS = "put kernels into graphs before torch differentiates them"
+_NO_PASS = "Kernels that replace calls of a compiled step are refused."
+_OVERWRITE = "know whether a backward may overwrite its gradient"
+_COPIES = "It never does, which costs a pass over the gradient."
+_FUNC = "know whether torch.func or forward-mode differentiation transforms a call"
+_PLAIN = "Plain torch runs in place of every kernel."
+
+NAMES = {
+    "functorch_active": Internal("torch._C._are_functorch_transforms_active", _FUNC, _PLAIN),
+    "forward_level": Internal("torch.autograd.forward_ad._current_level", _FUNC, _PLAIN),
+    "has_kernel": Internal(
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "know which functions autocast runs in float32",
+        "Under autocast such a function is not replaced.",
+    ),
+    "keeps_graph": Internal("torch._C._autograd._get_current_graph_task_keep_graph", _OVERWRITE, _COPIES),
+    "dispatch_mode": Internal("torch.utils._python_dispatch._get_current_dispatch_mode", _OVERWRITE, _COPIES),
+    "cuda_sleep": Internal(
+        "torch.cuda._sleep", "measure a device without its host", "Times of short passes are those of the host."
+    ),
+    "rule_map": Internal(
+        "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+        "have torch.compile list torch's functions before one is replaced",
+        "torch.compile may not trace a replaced function.",
+    ),
+    "counters": Internal("torch._dynamo.utils", _TRIAL, _COUNTED, "counters graph_break_reasons _compilation_metrics"),
+    "graph_pass": Internal("torch._inductor.config", _PASS, _NO_PASS, parts="patch pre_grad_custom_pass"),
+    "CustomGraphPass": Internal("torch._inductor.custom_graph_pass.CustomGraphPass", _PASS, _NO_PASS),
 }
-"""What each is for, by its dotted name."""
-
-
-def missing() -> dict[str, str]:
-    """Return the names that this torch does not have, with what they are for. It imports torch's compiler."""
-    return {name: why for name, why in NAMES.items() if not _exists(name)}
-
-
-def _exists(name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    try:
-        owner = sys.modules.get(path) or import_module(path)
-    except ImportError:
-        return False
-    return hasattr(owner, attribute)
+"""Each with what it is for. The functions below do without those that are gone."""
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_a_missing_name_refuses_by_name_when_it_is_used(use: Any) -> None:
         use(missing)
 
 
-def test_a_class_may_derive_from_a_missing_one_and_refuses_to_be_made() -> None:
+def test_a_class_derived_from_a_missing_one_cannot_be_made() -> None:
     class Cow(gone().get()):
         pass
 
