@@ -77,7 +77,7 @@ def _looked_up(package: str, internal: Internal) -> dict[str, Any]:
     return {
         "package": package,
         "name": internal.path,
-        "missing": internal.find()[1],
+        "missing": internal.lacking(),
         "why": internal.why,
         "without": internal.without,
         "since": internal.since,

@@ -72,7 +72,11 @@ NAMES = {
         or_else=lambda: None,
     ),
     "cuda_history_enabled": Internal(
-        "torch._C._cuda_isHistoryEnabled", _HISTORY, _NO_HISTORY, or_else=lambda: lambda: True
+        "torch._C._cuda_isHistoryEnabled",
+        _HISTORY,
+        _NO_HISTORY,
+        or_else=lambda: lambda: True,
+        build="torch.backends.cuda.is_built",
     ),
     "record_memory_history": Internal("torch.cuda.memory._record_memory_history", _HISTORY, _NO_HISTORY),
     "dump_memory_snapshot": Internal("torch.cuda.memory._dump_snapshot", _HISTORY, _NO_HISTORY),

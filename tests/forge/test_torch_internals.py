@@ -80,6 +80,14 @@ def test_a_missing_part_is_refused_and_the_others_work() -> None:
         partly.tree_gone()
 
 
+def test_a_name_of_another_build_is_not_counted_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = gone(build="torch.backends.cuda.is_built")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert listed.lacking() == ["torch._gone.thing"]
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert listed.lacking() == []
+
+
 @pytest.mark.parametrize(
     ("method", "others"),
     [("copy_", [[3.0, 4.0]]), ("mul_", [[3.0, 4.0]]), ("mul_", [0.1]), ("lerp_", [[3.0, 4.0], 0.3]), ("abs", [])],

@@ -28,7 +28,7 @@ def test_versions_devices_and_packages_are_printed(capsys: pytest.CaptureFixture
 def test_nothing_that_forge_uses_is_missing_in_this_torch() -> None:
     """The feature test of every private name, in every installed package."""
     assert {package for package, _ in env.seams()} >= {"forge", "forge_plugins"}
-    assert [(package, internal.find()[1]) for package, internal in env.seams() if internal.find()[1]] == []
+    assert [name for _, internal in env.seams() for name in internal.lacking()] == []
 
 
 def test_every_name_says_what_it_is_for_and_what_is_lost() -> None:
