@@ -76,7 +76,7 @@ def load(kind: str, name: str) -> Any:
 
 def to_install(kind: str, name: str) -> str:
     """Return the line that says which package has a missing name; "" if none of those around the core has it."""
-    for package, offers in _packages().items():
+    for package, offers in packages().items():
         if name in offers.get(kind, ()):
             return f"The {kind} {name!r} is in the package {package}, which is not installed: pip install {package}."
     return ""
@@ -120,7 +120,8 @@ def hint(about: str, name: str) -> str:
 
 
 @cache
-def _packages() -> dict[str, dict[str, list[str]]]:
+def packages() -> dict[str, dict[str, list[str]]]:
+    """Return the packages around the core, installed or not, with the names that each offers by kind."""
     return tomllib.loads((Path(__file__).parent / "packages.toml").read_text())
 
 

@@ -33,6 +33,8 @@ class Internal:
     "Makes what stands in its place where it is missing."
     since: str = "2.10"
     "The first torch that has it, of those that forge supports."
+    build: str = ""
+    "The public function of torch that says whether a build has what it is for; empty: all builds have."
     changes: bool = False
     "Whether torch binds the name anew at times, so that it is looked up at each use."
 
@@ -47,6 +49,12 @@ class Internal:
             except Exception:  # a module that is there may fail to import on a build without its backend
                 return None, [self.path]
         return found, [f"{self.path}.{part}" for part in self.parts.split() if not hasattr(found, part)]
+
+    def lacking(self) -> list[str]:
+        """Return the dotted names that are missing in this torch, of those that its build should have."""
+        path, _, function = self.build.rpartition(".")
+        is_expected = not self.build or getattr(import_module(path), function)()
+        return self.find()[1] if is_expected else []
 
     def get(self) -> Any:
         """Return the object; where it or a part is missing, its `or_else`, or one that refuses to be used."""
@@ -134,6 +142,7 @@ _NO_COLLECTIVE = "The report of a stall says less about collectives."
 _OPTIMIZER = "torch.optim.optimizer._global_optimizer"
 _ADAM = "know whether somebody hears of every optimizer's step"
 _NO_ADAM = "Adam takes torch's own step, which costs the host more."
+_NCCL = "torch.distributed.is_nccl_available"
 _C10D = "torch._C._distributed_c10d"
 _DEATH = "hear of a data worker's death where it is safe"
 _NO_DEATH = "It is raised at any moment, even inside a save."
@@ -209,8 +218,10 @@ NAMES = {
         changes=True,
     ),
     "dump_gloo_json": Internal(f"{_C10D}._dump_fr_trace_json", _COLLECTIVE, _NO_COLLECTIVE, or_else=lambda: None),
-    "dump_nccl_json": Internal(f"{_C10D}._dump_nccl_trace_json", _COLLECTIVE, _NO_COLLECTIVE, or_else=lambda: None),
-    "dump_nccl": Internal(f"{_C10D}._dump_nccl_trace", _COLLECTIVE, _NO_COLLECTIVE, or_else=lambda: None),
+    "dump_nccl_json": Internal(
+        f"{_C10D}._dump_nccl_trace_json", _COLLECTIVE, _NO_COLLECTIVE, or_else=lambda: None, build=_NCCL
+    ),
+    "dump_nccl": Internal(f"{_C10D}._dump_nccl_trace", _COLLECTIVE, _NO_COLLECTIVE, or_else=lambda: None, build=_NCCL),
     "fake_tensors": Internal(
         "torch._subclasses.fake_tensor",
         "run a step on shapes alone",

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, TCPStore
-from torch.utils._pytree import tree_map_only
 
 import forge
 from forge.data.accumulation_windows import batch_size
@@ -26,6 +25,7 @@ from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState, seed_all, seed_of
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import restore
+from forge.torch_internals import pytree
 from forge_plugins.common.finite import moving_buffers
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Torchft(forge.Plugin):
 
     def _take(self, state: dict[str, Any]) -> None:
         """Keep what was received until it can be restored, as copies: its memory is read only."""
-        self._received = tree_map_only(Tensor, Tensor.clone, state)
+        self._received = pytree.tree_map_only(Tensor, Tensor.clone, state)
 
     def _adopt(self, trainer: forge.Run) -> None:
         """Continue where another replica is, with its weights and random numbers of this replica's own."""

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from forge import registry
 from forge.contract.hooks import hookimpl
@@ -30,6 +29,7 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
 from forge.snapshot.left_out import is_left_out
+from forge.torch_internals import pytree
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import learn
 from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
 from forge.contract.hooks import hookimpl
@@ -23,6 +22,7 @@ from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.snapshot.copies import without_hooks
+from forge.torch_internals import profiler_enabled, pytree
 from forge_doctor.findings import Finding
 from forge_doctor.outside import reaches_outside
 from forge_doctor.patient import Patient, copied, loss_of, no_trace, rows, tensors
@@ -239,7 +239,7 @@ class FirstLook(Plugin):
 
     def judge(self, step: Step) -> None:
         """Look at what the steps of an update did, and warn of what is found; later, if torch's profiler records it."""
-        if torch.autograd.profiler._is_profiler_enabled:
+        if profiler_enabled():
             return
         on_host = is_on_host(step.trainer)
         with saying(step.trainer.said):

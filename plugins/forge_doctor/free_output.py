@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
+from forge.torch_internals import pytree
 from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.graph import leaves
 from forge_doctor.watch import OuterCall, origin, outermost_calls

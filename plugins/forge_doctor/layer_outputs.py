@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from forge.errors import ForgeError, did_you_mean
+from forge.torch_internals import pytree
 
 
 class Features(Mapping[str, Any]):

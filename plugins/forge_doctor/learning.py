@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
@@ -17,6 +16,7 @@ from forge.contract.task import TaskModule
 from forge.engine.trainer import Plugins, Trainer
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.left_out import SCHEDULE, is_left_out
+from forge.torch_internals import pytree
 from forge_doctor.patient import Patient, first, loss_of
 from forge_doctor.probes import motion
 from forge_doctor.report import DoctorReport

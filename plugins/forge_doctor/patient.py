@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.accumulation_windows import batch_size
 from forge.rng import RNGState, reseed
+from forge.torch_internals import pytree
 from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
 
 SEED = 20

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, Subset
 
 from forge.data.own_generators import data_roots
 from forge.data.tensor import TensorLoader
 from forge.rng import seed_all
+from forge.torch_internals import pytree
 from forge.util.walk import walk
 
 Sample = tuple[Tensor, ...]

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from forge.diagnose.checks.user_line import users_frame
+from forge.torch_internals import pytree
 from forge.util.text import short_path
-
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+from forge_plugins.torch_internals import is_functorch_wrapped
 
 LOSSES = {
     F.cross_entropy: "cross_entropy",
@@ -119,7 +118,9 @@ class StepWatch(TorchFunctionMode):
             noted.clear()
 
     def _look(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
-        if any(isinstance(x, Tensor) and is_wrapped(x) for x in args):  # under vmap or grad: values are unreadable
+        if any(
+            isinstance(x, Tensor) and is_functorch_wrapped(x) for x in args
+        ):  # under vmap or grad: values are unreadable
             return
         if func in LOSSES:
             given = inspect.signature(func).bind(*args, **kwargs)

@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_map
-
 from forge.checkpoint.sharding import is_distributed, whole
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.errors import TaskError
 from forge.rng import seed_all
+from forge.torch_internals import pytree
 from forge_lightning import compatibility
 from forge_lightning.data_draws import moved_since
 from forge_lightning.evaluating import WORDS, Evaluates
@@ -201,7 +200,7 @@ class LightningAdapter(TrainsManually, Evaluates):
                 state["optimizer_states"] = [optimizer.state_dict() for optimizer in self.own_optimizers]
             state["lr_schedulers"] = [config.scheduler.state_dict() for config in self.scheduler_configs]
         if any(map(is_distributed, self.parameters())):
-            state = tree_map(lambda value: whole(value) if is_distributed(value) else value, state)
+            state = pytree.tree_map(lambda value: whole(value) if is_distributed(value) else value, state)
         if not weights_only:
             self.callbacks.call("on_save_checkpoint", self._proxy, self.module, state)
         self._call_module("on_save_checkpoint", state)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
+from forge.torch_internals import pytree
 from forge_lightning import compatibility
 from forge_lightning.log_calls import (
     LogCall,
@@ -113,7 +113,7 @@ class ModuleMethods(ModuleTask):
         env = self.trainer.env
         if sync_grads and env.world > 1:
             raise TaskError("self.all_gather(sync_grads=True) is not supported: gradients do not pass through it.")
-        leaves, form = tree_flatten(data)
+        leaves, form = pytree.tree_flatten(data)
         numbers = {i: value for i, value in enumerate(leaves) if isinstance(value, (Tensor, int, float))}
         own = {i: torch.as_tensor(value, device=env.device).detach().contiguous() for i, value in numbers.items()}
         if env.world > 1:
@@ -123,7 +123,7 @@ class ModuleMethods(ModuleTask):
                 parts = [torch.empty_like(value) for _ in range(size)]
                 torch.distributed.all_gather(parts, value, group=group)
                 own[i] = torch.stack(parts)
-        return tree_unflatten([own.get(i, value) for i, value in enumerate(leaves)], form)
+        return pytree.tree_unflatten([own.get(i, value) for i, value in enumerate(leaves)], form)
 
     def _refuse_uneven(self, kinds: list[tuple[str, tuple[int, ...]]], size: int, group: Any) -> None:
         """Raise TaskError on all ranks unless all have the same dtypes and shapes; the gather would hang."""

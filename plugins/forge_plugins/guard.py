@@ -18,6 +18,7 @@ from forge.checkpoint import wait_until_written
 from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
 from forge.snapshot.finite import HALF, is_half, may_be_infinite
+from forge.torch_internals import foreach_copy_
 from forge_plugins.common.finite import (
     FiniteCheck,
     all_finite,
@@ -242,7 +243,7 @@ class Guard(forge.Plugin):
         if self._held is None:
             self._held = [buffer.detach().clone() for buffer in now]
         elif now:
-            torch._foreach_copy_(self._held, now)
+            foreach_copy_(self._held, now)
         counted, self._bad_turn = step.trainer.means.savepoint(), False
         result = yield
         if self._bad_turn:
@@ -250,7 +251,7 @@ class Guard(forge.Plugin):
             if self._held:
                 with torch.no_grad():
                     now = [owner[name] for owner, name in self._buffers]
-                    torch._foreach_copy_(now, self._held)
+                    foreach_copy_(now, self._held)
         return result
 
     # -- policies -----------------------------------------------------------------------------------------------------

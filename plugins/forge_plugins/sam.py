@@ -15,6 +15,7 @@ from forge.optim.optimizers import drop_gradients
 from forge.snapshot.sandbox import Owned, kept
 from forge_plugins.common.finite import moving_buffers
 from forge_plugins.common.sharded import local, total_norm
+from forge_plugins.torch_internals import foreach_abs, foreach_add_, foreach_mul_
 
 TINY = 1e-12
 """Added to the gradient's norm, as in the authors' code, so that a gradient of 0 does not move the weights."""
@@ -111,12 +112,12 @@ class SAM(forge.Plugin):
         sparse_or_not: list[Any] = [parameter.grad for parameter in parameters]
         whole = [grad if grad.layout is torch.strided else grad.to_dense() for grad in sparse_or_not]
         gradients, weights = [local(grad) for grad in whole], [local(parameter) for parameter in parameters]
-        sizes = torch._foreach_abs(weights) if self.config.adaptive else None
+        sizes = foreach_abs(weights) if self.config.adaptive else None
         if sizes is not None:
-            torch._foreach_add_(sizes, ETA)
-            torch._foreach_mul_(gradients, sizes)
+            foreach_add_(sizes, ETA)
+            foreach_mul_(gradients, sizes)
         length = self.config.rho / (total_norm(whole) + TINY)
         if sizes is not None:
-            torch._foreach_mul_(gradients, sizes)
-        torch._foreach_mul_(gradients, length)
-        torch._foreach_add_(weights, gradients)
+            foreach_mul_(gradients, sizes)
+        foreach_mul_(gradients, length)
+        foreach_add_(weights, gradients)

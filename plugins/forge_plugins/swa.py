@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import forge
@@ -161,7 +160,7 @@ class SWA(Averaging):
                     self._warned = True
             yield
 
-    def _estimate(self, trainer: forge.Run, modules: list[_BatchNorm]) -> str | None:
+    def _estimate(self, trainer: forge.Run, modules: list[Any]) -> str | None:
         """Store the statistics of the averaged weights in the average, and in the task, which holds it now.
 
         Return the reason if that was not possible.

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import forge
 from forge.errors import CheckpointError, RecipeError, TaskError
+from forge.torch_internals import foreach_copy_
 from forge_plugins.common.patterns import as_list, covers, listed
 from forge_plugins.common.run_lengths import check_length, updates_of
 from forge_ship.int8 import LARGEST, STEPS, activation_grid, weight_scale
@@ -153,7 +154,7 @@ class QAT(forge.Plugin):
         reached = (own[:, 2:] > 0).float()
         total = trainer.env.sum(torch.cat((own, reached), 1))  # where nothing was seen, a range is zeros
         mean = total[:, :3] / total[:, 3:].clamp(min=1)
-        torch._foreach_copy_(ranges, list(mean.unbind()))
+        foreach_copy_(ranges, list(mean.unbind()))
         states = [vars(layer)["qat_state"] for layer in self._layers.values()]
         if not all(state.seen for state in states):  # rare; it reads from the device
             for state, count in zip(states, mean[:, 2].tolist(), strict=True):

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from forge_ship.engine import ExportError
 from forge_ship.int8 import LARGEST, SMALLEST_SCALE, STEPS, activation_grid, weight_scale
+from forge_ship.torch_internals import int_mm
 
 KINDS = {
     "int8-dynamic": "Weights of linear layers and convolutions in 8 bits; inputs of linear layers too, each row by its "
@@ -264,7 +265,7 @@ class Int8Convolution(nn.Module):
 
 def _without_torchao(model: nn.Module, example: Inputs, dynamic_shapes: Any, device: torch.device) -> nn.Module:
     """Return the model's graph with torchao's own operators written out in torch's."""
-    from torch._inductor.decomposition import decompositions  # torchao registers its own there
+    from forge_ship.torch_internals import decompositions  # torchao registers its own there
 
     program = torch.export.export(model, example, dynamic_shapes=dynamic_shapes)
     own = {node.target for node in program.graph.nodes if str(node.target).startswith("torchao.")}
@@ -279,7 +280,7 @@ def _pad_rows(graph: GraphModule) -> None:
     """Give each product of integers rows of zeros, and cut them off its result: CUDA's takes no fewer than 17 rows."""
     aten = torch.ops.aten
     for node in [*graph.graph.nodes]:
-        if node.target not in (aten._int_mm.default, torch.ops.higher_order.out_dtype):
+        if node.target not in (int_mm, torch.ops.higher_order.out_dtype):
             continue
         x = node.args[-2]
         with graph.graph.inserting_before(node):
@@ -398,7 +399,7 @@ def layer_of(node: Node) -> str:
 def onnx_translations() -> dict[Any, Any]:
     """Return the `custom_translation_table` with which torch.onnx exports int8-dynamic models."""
     opset = importlib.import_module("onnxscript").opset18
-    return {torch.ops.aten._int_mm.default: lambda self, mat2: opset.MatMulInteger(self, mat2)}
+    return {int_mm: lambda self, mat2: opset.MatMulInteger(self, mat2)}
 
 
 def in_torchs_operators(program: ExportedProgram) -> ExportedProgram:
@@ -407,10 +408,10 @@ def in_torchs_operators(program: ExportedProgram) -> ExportedProgram:
     The graph rounds by `quantized_decomposed` operators, which ONNX, AOTInductor and ExecuTorch know, but which a fresh
     process has only after an import. Other programs are returned as they are.
     """
-    from torch.ao.quantization.fx import _decomposed
+    from forge_ship.torch_internals import quantized_decomposed
 
     own = {node.target for node in program.graph.nodes if str(node.target).startswith("quantized_decomposed.")}
-    return program.run_decompositions({op: getattr(_decomposed, op._opname) for op in own}) if own else program
+    return program.run_decompositions({op: getattr(quantized_decomposed, op._opname) for op in own}) if own else program
 
 
 def _drop_unused(graph: GraphModule) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.utils.rnn import PackedSequence
 
 from forge_ship.engine import ExportError
 from forge_ship.interface import replaced
+from forge_ship.torch_internals import while_loop
 
 States = tuple[Tensor, ...]
 Cell = Callable[[Tensor, States], States]

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils import _pytree as pytree
 
 from forge.config.build import make_plugin
 from forge.config.recipe import Recipe
@@ -27,6 +26,7 @@ from forge.env import pick_device
 from forge.errors import RecipeError
 from forge.options import plain
 from forge.rng import RNGState
+from forge.torch_internals import pytree
 from forge.tuning.step_reading import in_ms
 from forge.util.generators import find_generators, generator_state, set_generator_state
 from forge_speed.answers import FILE, Answer, answer_key, as_answer, resumed_answer

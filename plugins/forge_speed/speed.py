@@ -32,7 +32,8 @@ from forge_speed.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, 
 from forge_speed.speed_report import SpeedReport
 from forge_speed.speed_search import LeverFailed, SpeedSearch
 from forge_speed.step_facts import LookingTimer, StepFacts
-from forge_speed.time_limit import TrialTooLong, stop_compilers, time_limit
+from forge_speed.time_limit import TrialTooLong, time_limit
+from forge_speed.torch_internals import stop_compilers
 
 BUDGET = 10.0
 """Minutes of a search, unless told otherwise."""

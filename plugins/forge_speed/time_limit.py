@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 AGAIN = 5.0
 """Seconds after which a trial that has swallowed the error gets it again."""
@@ -45,11 +44,3 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         compiler.disabled = spoken
-
-
-def stop_compilers() -> None:
-    """End the processes in which torch compiles: they would go on, and slow down the next trials."""
-    pool = sys.modules.get("torch._inductor.async_compile")
-    with suppress(Exception):  # torch starts them again when it needs them
-        if pool is not None:
-            pool.shutdown_compile_workers()

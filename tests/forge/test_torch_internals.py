@@ -55,7 +55,7 @@ def test_a_missing_name_refuses_by_name_when_it_is_used(use: Any) -> None:
         use(missing)
 
 
-def test_a_class_may_derive_from_a_missing_one_and_refuses_to_be_made() -> None:
+def test_a_class_derived_from_a_missing_one_cannot_be_made() -> None:
     class Cow(gone().get()):
         pass
 
@@ -78,6 +78,14 @@ def test_a_missing_part_is_refused_and_the_others_work() -> None:
     assert partly.tree_map is torch.utils._pytree.tree_map
     with pytest.raises(ForgeError, match=r"has no torch\.utils\._pytree\.tree_gone"):
         partly.tree_gone()
+
+
+def test_a_name_of_another_build_is_not_counted_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = gone(build="torch.backends.cuda.is_built")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert listed.lacking() == ["torch._gone.thing"]
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert listed.lacking() == []
 
 
 @pytest.mark.parametrize(

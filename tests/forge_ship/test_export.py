@@ -263,7 +263,7 @@ def test_without_a_compiler_aoti_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def compiled(*args: Any, **options: Any) -> None:
         raise InvalidCxxCompiler()
 
-    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compiled)
+    monkeypatch.setattr("forge_ship.torch_internals.aoti_compile_and_package", compiled)
     with pytest.raises(ExportError, match=r"g\+\+"):
         aoti.write(_plan(), tmp_path / "model.pt2")
 

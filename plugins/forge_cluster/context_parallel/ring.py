@@ -13,16 +13,25 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.nn.functional import pad
 
 from forge.errors import StackError
+from forge.torch_internals import attention_efficient, attention_flash
+from forge_cluster.torch_internals import (
+    RotateMethod,
+    efficient_backward,
+    flash_backward,
+    flash_on_cpu,
+    flash_on_cpu_backward,
+    ring_attention,
+    ring_attention_backward,
+    ring_options,
+)
 
 Method = Literal["allgather", "alltoall"]
-METHODS = {"allgather": torchs._RotateMethod.ALL_GATHER, "alltoall": torchs._RotateMethod.ALL_TO_ALL}
+METHODS = {"allgather": RotateMethod.ALL_GATHER, "alltoall": RotateMethod.ALL_TO_ALL}
 SHORT = (torch.bfloat16, torch.float16)
 ROWS = 32
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Ring:
     @contextmanager
     def options(self, dtype: torch.dtype, causal: bool) -> Iterator[None]:
         """Set torch's options of its ring, which are those of the process."""
-        own = torchs._cp_options
+        own = ring_options
         before = own.convert_to_f32, own.enable_load_balance, own.rotate_method
         own.convert_to_f32 = dtype in SHORT  # partial sums; float64 would be rounded
         own.enable_load_balance = self.balance and causal
@@ -73,7 +82,7 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         kernel = _kernel(query)
         with ring.options(query.dtype, causal):
-            out, lse, *rest = torchs._templated_ring_attention(
+            out, lse, *rest = ring_attention(
                 ring.group, 2, kernel.forward, query, key, value, is_causal=causal, scale=scale, **kernel.given
             )
         ctx.ring, ctx.causal, ctx.kernel, ctx.scale = ring, causal, kernel, scale
@@ -85,7 +94,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         with ctx.ring.options(query.dtype, ctx.causal):
-            found = torchs._templated_ring_attention_backward(
+            found = ring_attention_backward(
                 ctx.ring.group,
                 2,
                 ctx.kernel.backward,
@@ -111,13 +120,11 @@ class OnCPU:
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Any:
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        return flash_on_cpu(query, key, value, 0.0, is_causal, scale=scale)
 
     @staticmethod
     def backward(is_causal: bool, scale: float | None, **tensors: Tensor) -> Any:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            **tensors, dropout_p=0.0, is_causal=is_causal, scale=scale
-        )
+        return flash_on_cpu_backward(**tensors, dropout_p=0.0, is_causal=is_causal, scale=scale)
 
     @staticmethod
     def kept(rest: list[Any]) -> dict[str, Any]:
@@ -129,8 +136,8 @@ class FlashOnCUDA:
 
     gradient = "grad_out"
     given: dict[str, Any] = {"dropout_p": 0.0}
-    forward = aten._scaled_dot_product_flash_attention
-    backward = aten._scaled_dot_product_flash_attention_backward.default
+    forward = attention_flash
+    backward = flash_backward
 
     @staticmethod
     def kept(rest: list[Any]) -> dict[str, Any]:
@@ -147,15 +154,13 @@ class EfficientOnCUDA:
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Any:
-        out, lse, *rest = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, is_causal, scale=scale
-        )
+        out, lse, *rest = attention_efficient(query, key, value, None, True, 0.0, is_causal, scale=scale)
         return out, lse[:, :, : query.shape[2]], *rest
 
     @staticmethod
     def backward(logsumexp: Tensor, **others: Any) -> Any:
         padded = pad(logsumexp, (0, -logsumexp.shape[2] % ROWS), value=torch.inf)
-        return aten._scaled_dot_product_efficient_attention_backward(logsumexp=padded, **others)
+        return efficient_backward(logsumexp=padded, **others)
 
     @staticmethod
     def kept(rest: list[Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from forge_cluster.torch_internals import stage_backward_input, stage_backward_weight
 
 SPLITTING = ("interleaved_zero_bubble", "zbv", "dualpipev")
 CLOSE = 1e-2

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from forge.planning.blocks import repeated
 from forge.planning.tracker import Tracker
+from forge.torch_internals import TorchDispatchMode, fake_tensors, pytree
 
 FREE = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty")
 """Operations that move no bytes; views are recognised by their schema."""
@@ -73,7 +71,7 @@ class OpCounter(TorchDispatchMode):
         def reached(_gradient: Tensor) -> None:
             tracker.in_blocks = True
 
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if tensors:
             self.hidden = float(tensors[0].numel() * tensors[0].element_size())
             self.positions = tensors[0].shape[1] if tensors[0].dim() == 3 else None
@@ -81,7 +79,7 @@ class OpCounter(TorchDispatchMode):
                 tensors[0].register_hook(reached)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and isinstance(args[0], FakeTensor):  # most calls: the tracker asks each tensor
+        if func is DEVICE and isinstance(args[0], fake_tensors.FakeTensor):  # most calls: the tracker asks each tensor
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         packet = getattr(func, "_overloadpacket", func)
@@ -124,4 +122,6 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _bytes(tree: Any) -> float:
-    return float(sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)))
+    return float(
+        sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    )

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from forge.config import Recipe
 from forge.contract.task import TaskModule
@@ -25,7 +23,9 @@ from forge.planning.blocks import repeated
 from forge.planning.footprint import Footprint
 from forge.planning.plan import first_batch
 from forge.planning.rehearsal import rehearse
+from forge.torch_internals import pytree
 from forge_cluster.planning.counting import OpCounter
+from forge_cluster.torch_internals import without_dispatch_modes
 
 FEW, MORE = 2, 3
 """Blocks of the short versions. remat and fsdp find blocks by their repetition, so there are at least two."""
@@ -162,9 +162,9 @@ class Skeleton:
         def make() -> TaskModule:
             if self._on_meta:
                 if depth not in self._short:
-                    with _disable_current_modes():
+                    with without_dispatch_modes():
                         self._short[depth] = self._cut(copy.deepcopy(self.task), depth)
-                with _disable_current_modes():
+                with without_dispatch_modes():
                     task = copy.deepcopy(self._short[depth])
             else:
                 task = self._cut(self._make(), depth)
@@ -254,7 +254,7 @@ def _part(batch: Any, size: int, samples: int) -> Any:
 
 
 def _cast(batch: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, batch)
+    return pytree.tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, batch)
 
 
 def _stack(recipe: Recipe, precision: str, remat: bool) -> dict[str, Mapping[str, Any]]:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.torch_internals import BatchNorm
 from forge.util.walk import is_librarys
 from forge_doctor.findings import Finding
 from forge_doctor.patient import NotApplicable, Patient, named, parameters, tensors
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def reach(patient: Patient) -> Iterator[Finding]:
@@ -302,7 +305,7 @@ def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str
     handles = [
         module.register_forward_pre_hook(hook(path))
         for path, module in task.named_modules()
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd))
+        if isinstance(module, (BatchNorm, *DROPOUTS))
     ]
     try:
         yield off
@@ -336,9 +339,9 @@ def on_in_validation(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]
 
 def _has_two_modes(module: nn.Module) -> bool:
     """Whether a layer of dropout drops anything, or one of normalisation has statistics of its own."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DROPOUTS):
         return module.p > 0
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
 def _is_trained(task: nn.Module, path: str) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.rng import reseed
+from forge.torch_internals import pytree
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, loss_of, tensors, with_rows
 from forge_doctor.probes.graph import modes_noted, on_in_validation
@@ -88,8 +88,13 @@ def networks(patient: Patient, task: TaskModule, batch: Any) -> list[OuterCall]:
         for call in patient.outer_calls(task, batch, stage)
         if any(x.ndim and len(x) == size for x in tensors((call.args, call.kwargs)))
         and any(x.ndim and len(x) == size and x.is_floating_point() for x in tensors(_plain(call.output)))
-        and not isinstance(task.get_submodule(call.path), nn.modules.loss._Loss)
+        and not _is_loss(task.get_submodule(call.path))
     ]
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """Whether a module is one of torch's losses, or derives from one."""
+    return any(kind.__module__ == nn.MSELoss.__module__ for kind in type(module).__mro__)
 
 
 def _plain(output: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from forge.data.accumulation_windows import batch_size
+from forge.torch_internals import pytree
 from forge_doctor.findings import Finding
 from forge_doctor.free_output import changed
 from forge_doctor.patient import Patient, tensors

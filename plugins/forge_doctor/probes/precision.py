@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from forge.rng import reseed
+from forge.torch_internals import pytree
 from forge_doctor.findings import Finding
 from forge_doctor.patient import NotApplicable, Patient, tensors
 from forge_doctor.probes.independence import networks

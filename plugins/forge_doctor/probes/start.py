@@ -19,8 +19,10 @@ from forge.contract.run import Run
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
+from forge.torch_internals import BatchNorm
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, named, tensors
+from forge_doctor.probes.graph import DROPOUTS
 from forge_doctor.probes.independence import networks
 from forge_doctor.watch import where
 
@@ -133,10 +135,10 @@ def layers(patient: Patient) -> Iterator[Finding]:
     """Options of layers that are nearly always mistakes, and networks that are one linear layer."""
     task = patient.clone()
     for path, module in task.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.8:
+        if isinstance(module, DROPOUTS) and module.p > 0.8:
             yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _is_fixed(module):
-            momentum = float(module.momentum or 0)
+        if isinstance(module, BatchNorm) and _is_fixed(module):
+            momentum = _momentum(module)
             kept = "hardly change" if momentum < 1 else "are those of the last batch alone"
             yield Finding(
                 "batch_norm_momentum",
@@ -146,7 +148,11 @@ def layers(patient: Patient) -> Iterator[Finding]:
             )
 
 
-def _is_fixed(norm: nn.modules.batchnorm._BatchNorm) -> bool:
+def _momentum(norm: Any) -> float:
+    return float(norm.momentum or 0)
+
+
+def _is_fixed(norm: Any) -> bool:
     """Whether a layer that trains keeps no statistics of it. Some packages use 3e-4, and train for long."""
     momentum = norm.momentum
     trains = norm.track_running_stats and any(p.requires_grad for p in norm.parameters())
@@ -166,7 +172,7 @@ def normalised_samples(patient: Patient) -> Iterator[Finding]:
         return noted
 
     for path, module in task.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, BatchNorm) and module.track_running_stats:
             module.register_forward_pre_hook(note(path))
     for batch in patient.batches[:3]:
         patient.run(task, batch)

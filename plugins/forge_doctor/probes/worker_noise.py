@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from forge.data.iterable import Streams
 from forge.data.sample_seeding import Draw, Failure, Seeded
+from forge.torch_internals import pytree
 from forge.util.generators import find_generators, generator_state
 from forge.util.walk import GENERATORS
 from forge_doctor.findings import Finding
@@ -146,7 +146,10 @@ class ReadsAgain(Dataset[WorkerReadings]):
 
 
 def _digest(state: Any) -> bytes:
-    parts = [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in tree_leaves(state)]
+    parts = [
+        leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode()
+        for leaf in pytree.tree_leaves(state)
+    ]
     return hashlib.blake2b(b" ".join(parts), digest_size=12).digest()
 
 

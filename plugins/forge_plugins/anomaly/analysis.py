@@ -15,6 +15,7 @@ import forge
 from forge.data.accumulation_windows import Feed, batch_size
 from forge.rng import RNGState
 from forge.snapshot.sandbox import Owned, uncompiled, without_side_effects
+from forge.torch_internals import foreach_copy_
 from forge_plugins.anomaly.origin import find
 from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe
 from forge_plugins.common.finite import bad_gradients, moving_buffers, not_finite
@@ -44,7 +45,7 @@ class Before:
     def keep(self, step: forge.Step) -> None:
         self.rng = RNGState.capture(step.trainer.env.device)
         if self.copies:
-            torch._foreach_copy_(self.copies, self.now)
+            foreach_copy_(self.copies, self.now)
         self.versions = versions(step.window)
         self.had_batches = step.prepared is not None
 
@@ -53,7 +54,7 @@ class Before:
         self.rng.restore(device)
         if self.copies:
             with torch.no_grad():
-                torch._foreach_copy_(self.now, self.copies)
+                foreach_copy_(self.now, self.copies)
 
 
 class Analysis:

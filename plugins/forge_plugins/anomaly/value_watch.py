@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
+from forge.torch_internals import TorchDispatchMode
 from forge.util.frames import is_library
 from forge_plugins.common.finite import values_of
 from forge_plugins.common.tensors import storage_key, tensors_in
+from forge_plugins.torch_internals import current_autograd_node, sequence_nr
 
 STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.copy_"})
@@ -109,7 +110,7 @@ class ValueWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         context = self._here() if node is None else self._of_node(node)
         inputs = list(tensors_in((args, kwargs)))
         causes = [cause for tensor in inputs if (cause := self.cause(tensor)) is not None]
@@ -179,7 +180,7 @@ class ValueWatch(TorchDispatchMode):
 
 def _last_node() -> int:
     """Return the sequence number of the last autograd node."""
-    return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+    return sequence_nr() - 1
 
 
 def badness(tensor: Tensor) -> tuple[bool, bool]:

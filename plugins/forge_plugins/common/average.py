@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint.weights import noted_as_average
 from forge.errors import ForgeError, StackError, TaskError
+from forge.torch_internals import foreach_copy_
 from forge_plugins.common.run_lengths import check_length, updates_of
 from forge_plugins.common.sharded import is_distributed, local, whole
+from forge_plugins.torch_internals import foreach_lerp_
 
 logger = logging.getLogger("forge")
 
@@ -56,21 +58,17 @@ class Average:
             return
         if self.frozen:
             self.include_thawed()
-        grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a third of the time of torch.no_grad(), after every update
-        try:
+        with torch.no_grad():
             for averages, live in self._groups:
                 if self._sharded:
                     live = [local(parameter) for parameter in live]
                 if averages[0].dtype is not live[0].dtype:
                     live = [parameter.to(averages[0].dtype) for parameter in live]
-                torch._foreach_lerp_(averages, live, weight)
+                foreach_lerp_(averages, live, weight)
             if self._buffers:
                 averages = list(self.tensors.values())[len(self._parameters) :]
                 live = [now.to(average.dtype) for average, now in zip(averages, self._live_buffers(), strict=True)]
-                torch._foreach_lerp_(averages, live, weight)
-        finally:
-            torch._C._set_grad_enabled(grad)
+                foreach_lerp_(averages, live, weight)
         self.count += 1
 
     def include_thawed(self) -> None:
@@ -159,7 +157,7 @@ class Average:
 
     @torch.inference_mode()  # required to write a buffer that a forward replaced in an evaluation
     def _put(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_(self._live(), values)
+        foreach_copy_(self._live(), values)
 
 
 class Averaging(forge.Plugin):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
 from forge.data.accumulation_windows import set_epoch
@@ -17,20 +16,21 @@ from forge.data.adapt import has_single_position, resumable_reason
 from forge.data.sample_rng import seeded
 from forge.data.sharding import Portion
 from forge.snapshot.sandbox import kept_buffers, uncompiled
+from forge.torch_internals import BatchNorm
 from forge_plugins.common.patterns import listed
 
 logger = logging.getLogger("forge")
 
 
-def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
+def batch_norms(task: torch.nn.Module) -> list[Any]:
     """Return the BatchNorm modules whose statistics training updates; frozen ones are in evaluation mode."""
-    return [m for m in task.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
+    return [m for m in task.modules() if isinstance(m, BatchNorm) and m.training and m.running_mean is not None]
 
 
 def dividing_norms(task: nn.Module) -> list[str]:
     """Return the names of BatchNorm modules in training that take statistics of less than a batch where it is
     divided."""
-    norms = [(name, module) for name, module in task.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [(name, module) for name, module in task.named_modules() if isinstance(module, BatchNorm)]
     return [name for name, module in norms if module.training and not isinstance(module, nn.SyncBatchNorm)]
 
 
@@ -68,7 +68,7 @@ def unreadable(trainer: forge.Run, over: bool) -> str | None:
 
 
 def estimate(
-    trainer: forge.Run, modules: list[_BatchNorm], limit: int | None, seed: int
+    trainer: forge.Run, modules: list[Any], limit: int | None, seed: int
 ) -> tuple[int, list[tuple[Tensor, Tensor]]]:
     """Return the number of batches and, for each buffer, its mean over them; nothing else is changed.
 

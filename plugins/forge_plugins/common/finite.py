@@ -14,6 +14,7 @@ from forge.checkpoint import Checkpoints
 from forge.snapshot.finite import may_be_infinite, not_finite, values_of
 from forge.snapshot.sandbox import Owned
 from forge_plugins.common.sharded import local
+from forge_plugins.torch_internals import mark_non_finite
 
 PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 """Dtypes that torch's kernel looks at as they are."""
@@ -61,7 +62,7 @@ def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
         )
         by_dtype.setdefault(values.dtype, []).append(values)
     for alike in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)
+        mark_non_finite(alike, flag, one)
 
 
 def gradients(step: forge.Step) -> list[Tensor]:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -19,6 +18,7 @@ import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError, TaskError
+from forge_plugins import torch_internals as internals
 from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.patterns import listed
 
@@ -84,7 +84,7 @@ class Replicated(forge.Plugin):
         self._begin()
         self._env = self.make_env(trainer)
         split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
-        self._cleanup.enter_context(torch._dynamo.config.patch(optimize_ddp=split))
+        self._cleanup.enter_context(internals.dynamo_config.patch(optimize_ddp=split))
         return self._env
 
     @forge.hookimpl

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from forge.errors import TaskError
 from forge_plugins.common.blocks import is_tied
 from forge_plugins.common.patterns import listed
 from forge_plugins.common.sharded import is_distributed, whole
+from forge_plugins.torch_internals import module_states
 
 HOOKS = (
     "_forward_hooks",
@@ -149,7 +149,7 @@ class Shards:
                 _give_back(parameter, places)
         for module, kind in self._classes:
             module.__class__ = kind
-            _composable_state._module_state_mapping.pop(module, None)
+            module_states.pop(module, None)
         for module in self._task.modules():
             _clean(module)
         self.__init__(self._task)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import forge
+from forge import torch_internals as internals
 from forge.diagnose.checks import check_training_output
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins.compile.difference import CompiledDifference, furthest, tolerance_for
@@ -117,10 +118,8 @@ def comparable(options: Mapping[str, Any]) -> dict[str, Any]:
 def torch_random() -> AbstractContextManager[Any]:
     """Make code compiled inside the `with` draw the random numbers of eager code."""
     try:
-        from torch._inductor import config
-
-        return config.patch(fallback_random=True)
-    except (ImportError, AttributeError):
+        return internals.inductor_config.patch(fallback_random=True)
+    except AttributeError:
         return nullcontext()
 
 

@@ -1,19 +1,20 @@
 """Count what torch compiled, where graphs broke, and why it compiled again.
 
-torch keeps these counts in private places that may change. Each is read separately here, so that a missing one makes
-the report shorter, and never fails a run.
+torch keeps these counts in private places that may change: a missing one makes the report shorter, and never fails a
+run.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge.torch_internals import dynamo_is_loaded
 from forge.util.frames import is_library
 from forge.util.text import short_path
+from forge_plugins import torch_internals as internals
 
 EXPECTED = re.compile(
     r"requires_grad mismatch|GLOBAL_STATE changed|dispatch key set mismatch|___check_global_state"
@@ -168,48 +169,30 @@ def graphs_so_far() -> int | None:
 
 def _counters() -> tuple[int, int] | None:
     """Graphs, and operations in them."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and it has compiled nothing
+    if not dynamo_is_loaded():
         return 0, 0
     try:
-        from torch._dynamo.utils import counters
-
-        stats = counters["stats"]
+        stats = internals.compile_counters["stats"]
         return int(stats["unique_graphs"]), int(stats["calls_captured"])
-    except (ImportError, AttributeError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 
 def _break_reasons() -> list[Any]:
-    if "torch._dynamo" not in sys.modules:
-        return []
-    try:
-        from torch._dynamo.utils import graph_break_reasons
-    except ImportError:
-        return []
-    return [reason for reason in graph_break_reasons if hasattr(reason, "user_stack") and hasattr(reason, "reason")]
+    reasons = internals.graph_break_reasons if dynamo_is_loaded() else []
+    return [reason for reason in reasons if hasattr(reason, "user_stack") and hasattr(reason, "reason")]
 
 
 def _frames() -> list[Any]:
     """Return the latest frames that torch compiled or tried to, forward and backward."""
-    if "torch._dynamo" not in sys.modules:
-        return []
-    try:
-        from torch._dynamo.utils import get_compilation_metrics
-    except ImportError:
-        return []
-    return list(get_compilation_metrics())
+    return list(internals.compilation_metrics()) if dynamo_is_loaded() else []
 
 
 def why_disabled() -> str | None:
     """Return why torch compiles nothing, if it is switched off."""
     if os.environ.get("TORCHDYNAMO_DISABLE", "0") not in ("", "0"):
         return "TORCHDYNAMO_DISABLE is set: unset it."
-    try:
-        from torch._dynamo.eval_frame import _stance
-
-        stance = str(_stance.stance)
-    except (ImportError, AttributeError):
-        return None
+    stance = str(internals.compiler_stance.stance)
     return None if stance == "default" else f'torch.compiler.set_stance("{stance}") is active: remove it.'
 
 

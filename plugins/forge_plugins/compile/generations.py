@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from forge.torch_internals import pytree
 
 
 class Generations:
@@ -27,7 +28,7 @@ class Generations:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._keep_gradients()
         torch.compiler.cudagraph_mark_step_begin()
-        return tree_map_only(Tensor, torch.clone, self._call(*args, **kwargs))
+        return pytree.tree_map_only(Tensor, torch.clone, self._call(*args, **kwargs))
 
     def _keep_gradients(self) -> None:
         """Copy each gradient once per window; later ones are added in place."""

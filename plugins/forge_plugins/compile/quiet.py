@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from forge_plugins import torch_internals as internals
+
 SOURCE = "torch._dynamo.variables.tensor"
 """The logger of the message; a filter sees only records of its own logger."""
 NOISE = "Graph break from `Tensor.item()`"
@@ -34,12 +36,10 @@ def without_breaks_for_messages() -> Iterator[None]:
 
     Compiled code does not show such a warning.
     """
-    import torch._dynamo
-
-    ignored: Any = getattr(torch._dynamo.config, "ignore_logging_functions", None)
+    ignored: Any = getattr(internals.dynamo_config, "ignore_logging_functions", None)
     once: Any = getattr(sys.modules.get("transformers.utils.logging"), "warning_once", None)
     if isinstance(ignored, set) and once is not None:
-        with torch._dynamo.config.patch(ignore_logging_functions=_Ignored((*ignored, once))):
+        with internals.dynamo_config.patch(ignore_logging_functions=_Ignored((*ignored, once))):
             yield
     else:
         yield

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from forge.contract.task import STAGE_METHODS, TaskCall
+from forge_plugins import torch_internals as internals
 from forge_plugins.compile.compile_watch import graphs_so_far
 
 BY_TYPE = {
@@ -187,9 +188,9 @@ def checking_parameters() -> AbstractContextManager[Any]:
     """
     numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
     flag = "skip_tensor_guards_with_matching_dict_tags"
-    if numbers >= LOOKS or not hasattr(torch._dynamo.config, flag):
+    if numbers >= LOOKS or not hasattr(internals.dynamo_config, flag):
         return nullcontext()
-    return torch._dynamo.config.patch({flag: False})
+    return internals.dynamo_config.patch({flag: False})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import forge
 from forge.snapshot.sandbox import without_side_effects
+from forge.torch_internals import pytree
 from forge_plugins.common.patterns import parents
 from forge_plugins.compile.difference import TOLERANCES, CompiledDifference, furthest
 from forge_plugins.compile.regions import Regions
@@ -57,7 +57,7 @@ class ForwardRecorder:
 
         def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in self.calls:
-                args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+                args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
                 self.calls[name] = ModuleCall(module, args, kwargs, torch.is_grad_enabled(), _autocast(module))
 
         with ExitStack() as stack:
@@ -127,7 +127,7 @@ class Search:
             torch.autocast(kind, dtype, enabled),
         ):
             leaves: list[Tensor] = []
-            args, kwargs = tree_map_only(Tensor, functools.partial(_given, leaves), (call.args, call.kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, functools.partial(_given, leaves), (call.args, call.kwargs))
             wanted |= {f"the gradient of input {i}": leaf for i, leaf in enumerate(leaves)}
             outputs = list(_tensors(call.module(*args, **kwargs)))
             found = {f"output {i}" if i else "its output": tensor.detach() for i, tensor in enumerate(outputs)}
@@ -153,6 +153,6 @@ def _weights(tensor: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(value):
+    for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield leaf

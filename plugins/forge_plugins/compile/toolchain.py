@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forge.errors import RecipeError, StackError, did_you_mean
+from forge_plugins import torch_internals as internals
 
 INSTEAD = "Or compile without generating code: compile.backend=aot_eager (for tests: it is no faster than eager)."
 
@@ -20,20 +21,15 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def _check_name(backend: str) -> None:
-    known = torch._dynamo.list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise RecipeError(f"compile.backend is {backend!r}, which torch does not know.{did_you_mean(backend, known)}")
 
 
 def _check_cpp() -> None:
     try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-    except ImportError:
-        return
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+        internals.find_cpp_compiler()
+    except internals.InvalidCxxCompiler as error:
         raise StackError(
             f"compile: on the CPU inductor needs a C++ compiler, and none was found. Install g++ (apt install g++, dnf "
             f"install gcc-c++), or name one with CXX=/path/to/compiler. {INSTEAD}"
@@ -41,11 +37,7 @@ def _check_cpp() -> None:
 
 
 def _check_triton() -> None:
-    try:
-        from torch.utils._triton import has_triton
-    except ImportError:
-        return
-    if not has_triton():
+    if not internals.has_triton():
         raise StackError(
             "compile: on CUDA inductor needs triton, and a GPU of compute capability 7.0 or more; one is missing. "
             f"Install triton. {INSTEAD}"

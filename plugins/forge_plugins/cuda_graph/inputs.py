@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forge.torch_internals import foreach_copy_
+
 SLOTS = 2
 """Batches in flight: one is copied in while another is read."""
 SMALL = 2**20
@@ -36,7 +38,7 @@ class Inputs:
             here = [tensor.is_cpu for tensor in tensors]
             there = [own for own, is_here in zip(self.tensors, here, strict=True) if not is_here]
             if there:  # written on the compute stream, so read there too
-                torch._foreach_copy_(there, [t for t, is_here in zip(tensors, here, strict=True) if not is_here])
+                foreach_copy_(there, [t for t, is_here in zip(tensors, here, strict=True) if not is_here])
             if any(here):
                 self._load_beside(
                     [own for own, is_here in zip(self.tensors, here, strict=True) if is_here],
@@ -52,7 +54,7 @@ class Inputs:
                 there.copy_(_pinned(here), non_blocking=True)
             slot.full.record(self._stream)
         compute.wait_event(slot.full)
-        torch._foreach_copy_(own, slot.tensors)
+        foreach_copy_(own, slot.tensors)
         slot.free.record(compute)
 
     def _slot(self, like: list[Tensor]) -> Slot:

@@ -18,6 +18,7 @@ import forge
 from forge_plugins.common.tensors import tensors_in
 from forge_plugins.monitor.gradients import spread, widened
 from forge_plugins.monitor.packing import Contents, histogram, stacked
+from forge_plugins.torch_internals import current_autograd_node, is_functorch_wrapped
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
 """Modules whose output is exactly 0 where they are inactive."""
@@ -88,7 +89,7 @@ class Activations:
             if torch.compiler.is_compiling():
                 return  # inside a user's compiled function this hook has no effect
             # a replay runs the window again, and so does a backward through a checkpointed block
-            if self._step.recording and torch._C._current_autograd_node() is None:
+            if self._step.recording and current_autograd_node() is None:
                 values = next((tensor for tensor in tensors_in(output) if _has_values(tensor)), None)
                 if values is not None:
                     with torch.no_grad():
@@ -174,7 +175,7 @@ def _has_values(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_meta
         # inside torch.func a tensor must not outlive its transform
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        and not is_functorch_wrapped(tensor)
     )
 
 

@@ -16,6 +16,7 @@ import forge
 from forge_plugins.common.finite import values_of
 from forge_plugins.monitor.modules import layer_of
 from forge_plugins.monitor.packing import Contents, histogram, stacked
+from forge_plugins.torch_internals import foreach_norm, foreach_sub_
 
 Numbers = dict[str, float]
 """By the name of a parameter or of a layer; "" is all of them together."""
@@ -74,7 +75,7 @@ class Parameters:
         if self._before:
             self.pack["weight_norm"] = self._norms(now)
         if self._before and updated:
-            torch._foreach_sub_(self._before, now)
+            foreach_sub_(self._before, now)
             self.pack["change"] = self._norms(self._before)
         self._before = []
         if self._draw:
@@ -182,7 +183,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     for dtype in (torch.float32, None):
         places = [i for i, tensor in enumerate(tensors) if (tensor.dtype in WIDE) == (dtype is None)]
         if places:
-            found |= zip(places, torch._foreach_norm([tensors[i] for i in places], 2, dtype=dtype), strict=True)
+            found |= zip(places, foreach_norm([tensors[i] for i in places], 2, dtype=dtype), strict=True)
     return [found[i] for i in range(len(tensors))]
 
 

@@ -15,6 +15,7 @@ import forge
 from forge.util.frames import is_library
 from forge.util.text import format_bytes
 from forge_plugins.profiler.verdict import provided
+from forge_plugins.torch_internals import cuda_history_enabled, dump_memory_snapshot, record_memory_history
 
 LAST, WINDOW = 20_000, 100_000
 """How many allocations are remembered: for the case that memory runs out, and of a recorded window."""
@@ -25,26 +26,26 @@ class History:
     """torch's history of CUDA allocations with their Python lines. One that the user enabled is kept."""
 
     def __init__(self, device: torch.device):
-        self.possible = device.type == "cuda" and not torch._C._cuda_isHistoryEnabled()
+        self.possible = device.type == "cuda" and not cuda_history_enabled()
         self._on = False
 
     def keep(self, entries: int) -> None:
         """Record from now on, keeping the last `entries` allocations."""
         if self.possible:
             options: dict[str, Any] = {"context": "alloc", "stacks": "python", "max_entries": entries}
-            torch.cuda.memory._record_memory_history("all", clear_history=True, **options)
+            record_memory_history("all", clear_history=True, **options)
             self._on = True
 
     def drop(self) -> None:
         """Stop recording."""
         if self._on:
             self._on = False
-            torch.cuda.memory._record_memory_history(None)
+            record_memory_history(None)
 
 
 def dump(file: Path) -> None:
     """Write torch's snapshot, for https://pytorch.org/memory_viz. It is a pickle: forge never reads it."""
-    torch.cuda.memory._dump_snapshot(str(file))
+    dump_memory_snapshot(str(file))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from forge.torch_internals import profiler_enabled
+
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
@@ -76,7 +78,7 @@ class Recording:
 
 def another_one() -> bool:
     """Whether a profiler records in this thread already."""
-    return torch.autograd._profiler_enabled()
+    return profiler_enabled()
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import forge
+from forge_plugins.torch_internals import cuda_sleep
 
 logger = logging.getLogger("forge")
 
@@ -46,7 +47,7 @@ class Gpu:
 
     def pause(self, seconds: float) -> None:
         with torch.cuda.device(self.device):
-            torch.cuda._sleep(int(seconds * self._cycles))
+            cuda_sleep(int(seconds * self._cycles))
 
 
 class HostLimit:
@@ -66,7 +67,13 @@ class HostLimit:
     def of(cls, trainer: forge.Run) -> HostLimit | None:
         """Return one for a fit on a GPU whose updates are not captured yet."""
         captured = any({"step_capture", "compiled_graphs"} & {*plugin.provides} for plugin in trainer.stack)
-        if trainer.verb != "fit" or trainer.env.device.type != "cuda" or captured or torch.version.hip:
+        if (
+            trainer.verb != "fit"
+            or trainer.env.device.type != "cuda"
+            or captured
+            or torch.version.hip
+            or cuda_sleep is None
+        ):
             return None
         return cls(Gpu(trainer.env.device))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from forge.torch_internals import pytree
 from forge_plugins.common.sharded import local
 from forge_plugins.common.tensors import storage_key
 
@@ -58,7 +58,7 @@ class Meter:
             self._inside.append(name)
             self._gathered.append({storage_key(local(parameter)) for parameter in module.parameters()} - self._own)
             self._own |= self._gathered[-1]
-            for tensor in tree_leaves((args, kwargs)):
+            for tensor in pytree.tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, self._inputs[name])
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import forge
 from forge.contract.task import TaskModule
 from forge.rng import RNGState
 from forge.snapshot.copies import without_hooks
+from forge.torch_internals import TorchDispatchMode, fake_tensors, pytree
+from forge_plugins import torch_internals as internals
 from forge_plugins.throughput.peaks import as_computed
 
 TORCHS_OWN = ("aten", "prim", "prims", "profiler", "debugprims", "rngprims", "_c10d_functional", "c10d")
@@ -74,7 +73,7 @@ class Counting(TorchDispatchMode):
         except Exception:  # a formula that fails must not fail the run
             self.count.unknown[str(packet)] += 1
             return
-        first = next(leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor))
+        first = next(leaf for leaf in pytree.tree_leaves((args, out)) if isinstance(leaf, Tensor))
         self.count.by_dtype[as_computed(first.dtype, first.device, "conv" in str(packet))] += flops
 
 
@@ -86,9 +85,8 @@ def is_compiled(trainer: forge.Run, graphs_before: int) -> bool:
 
 def graphs_compiled() -> int:
     """Return the number of graphs compiled by this process."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
+    counted = internals.compile_counters
+    return 0 if counted is None else int(counted["stats"]["unique_graphs"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,9 +102,9 @@ def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
     device, rng = trainer.env.device, RNGState.capture(trainer.env.device)
     try:
         with torch.compiler.set_stance("force_eager"):
-            fake = FakeTensorMode()
+            fake = fake_tensors.FakeTensorMode()
             task = _hollow(trainer.task, fake)
-            batch = tree_map_only(Tensor, fake.from_tensor, step.window[0])
+            batch = pytree.tree_map_only(Tensor, fake.from_tensor, step.window[0])
             with fake, Counting() as counting:
                 batch = trainer.env.move(batch)
                 with torch.autocast(device.type, autocast) if autocast is not None else nullcontext():
@@ -118,7 +116,7 @@ def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
         rng.restore(device)
 
 
-def _hollow(task: TaskModule, fake: FakeTensorMode) -> TaskModule:
+def _hollow(task: TaskModule, fake: fake_tensors.FakeTensorMode) -> TaskModule:
     """Return a copy of the task with fake tensors, without hooks and uncompiled."""
     memo: dict[int, Any] = {}
     for tensor in (*task.parameters(), *task.buffers()):

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import graph
-from torch.utils._pytree import tree_leaves
 
 import forge
+from forge.torch_internals import pytree
 from forge.util.text import format_bytes
 from forge_plugins.common.tables import piped
 from forge_plugins.common.tensors import storage_key
+from forge_plugins.torch_internals import saved_tensors_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Breakdown:
         parameters = _bytes((*trainer.task.parameters(), *trainer.task.buffers()), device)
         # each optimizer has its gradients in its own turn only
         gradients = max(_bytes((p for p in optimizers.parameters(o) if p.requires_grad), device) for o in optimizers)
-        optimizer = _bytes(tree_leaves([dict(optimizer.state) for optimizer in optimizers.values()]), device)
+        optimizer = _bytes(pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers.values()]), device)
         if device.type != "cuda":
             return cls(parameters, gradients, optimizer, activations)
         peak, between_steps = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
@@ -100,7 +101,7 @@ class Saved:
 
     @contextmanager
     def _step_aside(self, error_message: str) -> Generator[None]:
-        on_top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        on_top = saved_tensors_hooks(False)
         if self._entered and on_top is not None and on_top[0] == self._pack:
             self.__exit__(None, None, None)
             self.peak = None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forge_ship import torch_internals as internals
 from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan, quiet, traced
 
@@ -18,12 +19,10 @@ TOLERANCE = 1e-4
 
 
 def write(plan: Plan, path: Path) -> None:
-    from torch._inductor import aoti_compile_and_package
-
     program = traced(plan)
     try:
         with torch.no_grad(), quiet():
-            aoti_compile_and_package(program, package_path=str(path))
+            internals.aoti_compile_and_package(program, package_path=str(path))
     except Exception as error:
         if "Compiler" in type(error).__name__ or "compiler" in str(error)[:200]:
             raise ExportError(
@@ -33,9 +32,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], list[Tensor]]:
-    from torch._inductor import aoti_load_package
-
-    model = aoti_load_package(str(path))
+    model = internals.aoti_load_package(str(path))
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():

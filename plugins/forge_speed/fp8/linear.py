@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_speed.torch_internals import scaled_mm
+
 FLOAT8 = torch.float8_e4m3fn
 """The type of inputs, weights and gradients. A scale of each call gives gradients the range they need; with
 the two bits of e5m2 losses stay above those of bfloat16."""
 TOP = torch.finfo(FLOAT8).max
 TILE = 16
-"""`torch._scaled_mm` takes matrices whose sides are multiples of this."""
+"""`scaled_mm` takes matrices whose sides are multiples of this."""
 SMALLEST = 1e-30
 """The least value that counts as a tensor's largest: both scale and its inverse are ordinary float32 numbers."""
 LEAST_ROWS, FAST_SUMS = "fp8_least_rows", "fp8_fast_sums"
@@ -124,6 +126,4 @@ def product(
 ) -> Tensor:
     """Multiply encoded matrices into bfloat16. `fast` sums in fewer bits: sums over features can afford it, those over
     the rows of a batch are long, and losses show it."""
-    return torch._scaled_mm(
-        a, b, scale_a=step_a, scale_b=step_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    return scaled_mm(a, b, scale_a=step_a, scale_b=step_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)

@@ -87,12 +87,11 @@ def test_a_report_under_detail_does_not_clear_every_rank() -> None:
 def test_nccls_record_and_log_are_kept_beside_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = json.dumps({"entries": [entry("nccl:all_reduce", 1, False)]}).encode()
     for name, value in {
-        "_dump_nccl_trace_json": recorded,
-        "_dump_nccl_trace": b"torch's",
-        "_dump_fr_trace_json": b"{}",
+        "dump_nccl_json": recorded,
+        "dump_nccl": b"torch's",
+        "dump_gloo_json": b"{}",
     }.items():
-        monkeypatch.setattr(f"torch._C._distributed_c10d.{name}", lambda value=value: value, raising=False)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(flight_recorder, name, lambda value=value: value)
     (tmp_path / f"log.{os.getpid()}").write_text("NCCL INFO")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log.%p"))
     flight_recorder.save(tmp_path / "stall", 3, {"main": ["a line"]})

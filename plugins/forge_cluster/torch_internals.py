@@ -1,0 +1,41 @@
+"""The private names of torch that forge_cluster uses; `forge.torch_internals` says how they are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge.torch_internals import Internal, resolve
+
+_RING_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+_RING = "pass keys and values round a ring of ranks"
+_NO_RING = "The plugin context_parallel does not work."
+_SPLIT = "check that a stage's backward pass can be divided"
+_NO_SPLIT = "The zero-bubble schedules of the plugin pipeline do not work."
+
+NAMES = {
+    "RotateMethod": Internal(f"{_RING_MODULE}._RotateMethod", _RING, _NO_RING, parts="ALL_GATHER ALL_TO_ALL"),
+    "ring_options": Internal(
+        f"{_RING_MODULE}._cp_options", _RING, _NO_RING, parts="convert_to_f32 enable_load_balance rotate_method"
+    ),
+    "ring_attention": Internal(f"{_RING_MODULE}._templated_ring_attention", _RING, _NO_RING),
+    "ring_attention_backward": Internal(f"{_RING_MODULE}._templated_ring_attention_backward", _RING, _NO_RING),
+    "flash_backward": Internal("torch.ops.aten._scaled_dot_product_flash_attention_backward.default", _RING, _NO_RING),
+    "efficient_backward": Internal("torch.ops.aten._scaled_dot_product_efficient_attention_backward", _RING, _NO_RING),
+    "flash_on_cpu": Internal("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", _RING, _NO_RING),
+    "flash_on_cpu_backward": Internal(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _RING, _NO_RING
+    ),
+    "stage_backward_input": Internal("torch.distributed.pipelining._backward.stage_backward_input", _SPLIT, _NO_SPLIT),
+    "stage_backward_weight": Internal(
+        "torch.distributed.pipelining._backward.stage_backward_weight", _SPLIT, _NO_SPLIT
+    ),
+    "without_dispatch_modes": Internal(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "copy a task while a rehearsal watches",
+        "`forge plan --cluster` does not work for a task on the meta device.",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(name, NAMES, globals())
