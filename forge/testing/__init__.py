@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.testing.conformance import PluginReport, check_plugin
     from forge.testing.events import EventTrace
-    from forge.testing.gradients import gradcheck
+    from forge_kernels.gradients import gradcheck
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.testing.weights import assert_same_weights, first_difference
@@ -50,7 +50,7 @@ _HOME = {
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.testing.weights",
     "fit_tiny": "forge.testing.tiny",
-    "gradcheck": "forge.testing.gradients",
+    "gradcheck": "forge_kernels.gradients",
     "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
 }

@@ -29,7 +29,7 @@ NOT_RUN = {
 """Verbs and recipes that are not run here, and why: their options are parsed, and their recipe is loaded."""
 LONG = {
     "verify-resume": "tests/forge/cli/test_verify_resume.py kills and resumes a smaller task",
-    "determinism": "tests/forge/cli/test_determinism.py compares runs of a smaller task",
+    "determinism": "tests/forge_doctor/test_determinism.py compares runs of a smaller task",
     "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
     "--devices": "as above",
     "export": "tests/forge_ship/test_export.py exports a smaller task",

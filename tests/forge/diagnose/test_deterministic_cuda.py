@@ -15,7 +15,7 @@ import forge
 from forge.errors import DeterminismError
 from forge.testing import assert_same_weights
 from forge.testing.trace import read_trace
-from forge.testing.witness import Witness, compare, fingerprint
+from forge_doctor.witness import Witness, compare, fingerprint
 from forge.tuning import lr_range
 from tests.forge.tuning.test_tuning import Bowl, noise
 

@@ -16,7 +16,7 @@ from forge.runs.wording import counted
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.testing.witness import TensorDifference
+    from forge_doctor.witness import TensorDifference
 
 EXAMPLES = """\
 Exit code 0: the two runs are equal bit for bit; 1: they are not.
@@ -89,7 +89,7 @@ def run(args: Namespace) -> int:
 
 def run_child(args: Namespace) -> int:
     """Run one of the two runs, in this process."""
-    from forge.testing.witness import Witness
+    from forge_doctor.witness import Witness
 
     folder = Path(args.life)
     trainer, task, data = target.build(target.load(args, to_train=True), folder / "run")
@@ -99,7 +99,7 @@ def run_child(args: Namespace) -> int:
 
 
 def compare(args: Namespace, folder: Path) -> int:
-    from forge.testing import witness
+    from forge_doctor import witness
     from forge.testing.trace import read_trace
 
     if target.load(args, to_train=True).trainer.get("seed") is None:

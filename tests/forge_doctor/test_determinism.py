@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from forge.cli import determinism, main, subprocesses, target
-from forge.testing.witness import TensorDifference
+from forge_doctor.commands import determinism
+from forge.cli import main, subprocesses, target
+from forge_doctor.witness import TensorDifference
 from tests.conftest import Run
 
 TASK = """
@@ -232,7 +233,7 @@ def test_batches_and_first_weights_come_from_no_kernel() -> None:
 
 
 def test_every_kind_of_difference_has_its_causes() -> None:
-    from forge.testing.witness import KINDS
+    from forge_doctor.witness import KINDS
 
     assert determinism.CAUSES.keys() == KINDS.keys()
 

@@ -54,7 +54,7 @@ class Witness(Plugin):
 
     def __init__(self, path: str | Path, updates: int):
         super().__init__()
-        self.name = "forge.testing.witness"
+        self.name = "forge_doctor.witness"
         self.path, self.updates = Path(path), updates
         self.events: list[list[Any]] = []
         self.arrived: dict[str, None] = {}
