@@ -18,10 +18,7 @@ rule and the fix. For tests of the plugin's own purpose, pytest has the fixtures
     def test_a_rate_of_zero_changes_nothing(forge_run):
         assert_same_weights(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
 
-`gradcheck` compares the gradients of a task's own `autograd.Function` with finite differences::
 
-    def test_its_gradient():
-        gradcheck(MyFunction, torch.randn(3, 4))
 
 The kit for kernels is `forge.kernels.testing`. All names load on first use, so that pytest, which loads the fixtures at
 its start, does not import torch.
@@ -35,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.testing.conformance import PluginReport, check_plugin
     from forge.testing.events import EventTrace
-    from forge_kernels.gradients import gradcheck
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.testing.weights import assert_same_weights, first_difference
@@ -50,7 +46,6 @@ _HOME = {
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.testing.weights",
     "fit_tiny": "forge.testing.tiny",
-    "gradcheck": "forge_kernels.gradients",
     "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
 }
@@ -65,7 +60,6 @@ __all__ = [
     "check_plugin",
     "first_difference",
     "fit_tiny",
-    "gradcheck",
     "run_tiny",
     "tiny_batches",
 ]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from forge_doctor.commands import determinism
 from forge.cli import main, subprocesses, target
+from forge_doctor.commands import determinism
 from forge_doctor.witness import TensorDifference
 from tests.conftest import Run
 

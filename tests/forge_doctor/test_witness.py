@@ -16,8 +16,8 @@ from torch import nn
 
 import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny
-from forge_doctor import witness as module
 from forge.testing.trace import read_trace
+from forge_doctor import witness as module
 from forge_doctor.witness import CHUNK, PERIOD, TensorDifference, Witness, compare, eager_modules, fingerprint
 from forge_plugins import Accumulate
 

@@ -18,6 +18,7 @@ from forge.util import show
 if TYPE_CHECKING:
     from forge_doctor.witness import TensorDifference
 
+GROUP = "check"
 EXAMPLES = """\
 Exit code 0: the two runs are equal bit for bit; 1: they are not.
 
@@ -99,8 +100,8 @@ def run_child(args: Namespace) -> int:
 
 
 def compare(args: Namespace, folder: Path) -> int:
-    from forge_doctor import witness
     from forge.testing.trace import read_trace
+    from forge_doctor import witness
 
     if target.load(args, to_train=True).trainer.get("seed") is None:
         show.warning("the recipe sets no seed, so every fit differs. Both runs use trainer.seed=0 here.")

@@ -15,8 +15,8 @@ import forge
 from forge.errors import DeterminismError
 from forge.testing import assert_same_weights
 from forge.testing.trace import read_trace
-from forge_doctor.witness import Witness, compare, fingerprint
 from forge.tuning import lr_range
+from forge_doctor.witness import Witness, compare, fingerprint
 from tests.forge.tuning.test_tuning import Bowl, noise
 
 pytestmark = pytest.mark.gpu
