@@ -121,11 +121,10 @@ def by_doctor(task: Any, splits: Any, more: dict[str, Any]) -> dict[str, Any]:
 
 def two_epochs() -> Any:
     """A plugin that stops a fit after two epochs."""
-    from forge.contract.hooks import hookimpl
-    from forge.contract.plugin import Plugin
+    import forge
 
-    class TwoEpochs(Plugin):
-        @hookimpl
+    class TwoEpochs(forge.Plugin):
+        @forge.hookimpl
         def forge_step_end(self, step: Any) -> None:
             if step.trainer.progress.epoch >= 1 and step.index + 1 >= 2 * (step.trainer.updates_per_epoch or 1):
                 step.trainer.request_stop("two epochs are enough", everywhere=True)
@@ -141,7 +140,6 @@ def by_fit(task: Any, splits: Any, more: dict[str, Any]) -> dict[str, Any]:
     A stream that cannot be continued is allowed: refusing it is about checkpoints, not about a mistake.
     """
     import forge
-    from forge.errors import ForgeError
 
     planned = {key: value for key, value in more.items() if key == "recipe"}
     records: list[logging.LogRecord] = []
@@ -155,7 +153,7 @@ def by_fit(task: Any, splits: Any, more: dict[str, Any]) -> dict[str, Any]:
             trainer = forge.Trainer(max_epochs=10, device="cpu", run_dir="run", allow_inexact=True, **planned)
             trainer.stack.add(two_epochs())
             trainer.fit(task, splits.train, splits.val)
-        except ForgeError as error:
+        except forge.ForgeError as error:
             found.append(("error", error.finding or "refused", str(error)))
     logging.getLogger("forge").removeHandler(handler)
     found += [

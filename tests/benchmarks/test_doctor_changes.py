@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.doctor.cases import names
 from benchmarks.doctor.changes import HERE, Change, changes, replaced
-from forge.diagnose.findings import FINDINGS
+from forge_doctor.findings import FINDINGS
 
 TABLES = ("bugs", "blind", "zoo", "blind_zoo")
 
