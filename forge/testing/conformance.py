@@ -100,6 +100,8 @@ def check_plugin(
     checks = {name: check for name, check in CHECKS.items() if name not in left}
     if not one.capturable:
         checks.pop("capturable", None)
+    if not one.observer:
+        checks.pop("purity", None)
     for check in checks.values():
         check(checked)
     unmeasured = cost.PluginCost(float("nan"), float("nan"))

@@ -86,7 +86,6 @@ FLAGS: dict[str, Flag] = {
     "sys.stdout": _attribute(sys, "stdout"),
     "sys.stderr": _attribute(sys, "stderr"),
     "warnings.showwarning": _attribute(warnings, "showwarning"),
-    "sys.excepthook": _attribute(sys, "excepthook"),
     "threading.excepthook": _attribute(threading, "excepthook"),
     **{f"the handler of {number.name}": _handler(number) for number in HANDLED},
     **{f"{owner.__name__}.{name}": _registry(owner, name) for owner in HOOKED for name in global_registries(owner)},
@@ -94,10 +93,11 @@ FLAGS: dict[str, Flag] = {
 """How each flag is read, and how it is restored."""
 SHARED: dict[str, Flag] = {
     **FLAGS,
+    "sys.excepthook": _attribute(sys, "excepthook"),
     "warnings.filters": (lambda: list(warnings.filters), _restore_filters),
     "sys.meta_path": (lambda: list(sys.meta_path), lambda then: sys.meta_path.__setitem__(slice(None), then)),
 }
-"""All flags: also those that packages of others change when they are imported, and nobody can restore."""
+"""All flags: also those that packages of others change when they are imported or begin, and do not restore."""
 
 
 def read_flags(flags: Iterable[str] = SHARED) -> dict[str, Any]:

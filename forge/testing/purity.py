@@ -174,7 +174,7 @@ class SpyingData(Dataset[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class UserView:
     """What a run showed."""
 
     events: list[Event]
@@ -182,7 +182,7 @@ class View:
     "Files of the working directory, with their content; those of the run folder by name alone."
 
 
-def view(plugins: Iterable[Plugin]) -> View:
+def view(plugins: Iterable[Plugin]) -> UserView:
     """Run a small fit with these plugins, and return what the user's code saw."""
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         here = Path(temporary)
@@ -194,7 +194,7 @@ def view(plugins: Iterable[Plugin]) -> View:
         train, val = (SpyingData(task.seen, kind, seed) for seed, kind in enumerate(("sample", "evaluation")))
         trainer.fit(task, DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH))
         task.seen.look_at_process()
-        return View(task.seen.events, dict(_file(path, here) for path in sorted(here.rglob("*")) if path.is_file()))
+        return UserView(task.seen.events, dict(_file(path, here) for path in sorted(here.rglob("*")) if path.is_file()))
 
 
 def _file(path: Path, here: Path) -> tuple[str, str]:
@@ -203,7 +203,7 @@ def _file(path: Path, here: Path) -> tuple[str, str]:
     return name, "" if in_run else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def difference(bare: View, seen: View, effects: Iterable[str]) -> str:
+def difference(bare: UserView, seen: UserView, effects: Iterable[str]) -> str:
     """Say what is seen first that the bare loop does not show, apart from these effects; "" if nothing is."""
     blind = {BLIND_TO[effect] for effect in effects if effect in BLIND_TO}
     ours, theirs = ([event for event in each.events if event[0] not in blind] for each in (seen, bare))
@@ -244,8 +244,6 @@ def _effect(name: str) -> str:
 def check_purity(subject: Subject) -> None:
     """Compare what the user's code sees with and without an observer."""
     plugin = subject.make()
-    if not plugin.observer:
-        return
     effects = {effect for each in (plugin, *subject.beside()) for effect in each.effects}
     with subject.surviving("a fit of a task with hooks of every kind"):
         bare = view(subject.beside())

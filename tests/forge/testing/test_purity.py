@@ -26,7 +26,17 @@ from forge import registry
 from forge.contract.plugin import EFFECTS
 from forge.snapshot.copies import without_hooks
 from forge.testing.process_flags import SHARED, changed_flags, read_flags
-from forge.testing.purity import BATCH, UPDATES, Sightings, SpyingData, SpyingTask, View, check_purity, difference, view
+from forge.testing.purity import (
+    BATCH,
+    UPDATES,
+    Sightings,
+    SpyingData,
+    SpyingTask,
+    UserView,
+    check_purity,
+    difference,
+    view,
+)
 from forge.testing.subject import subject
 from tests.support.plugin_kit import ACTING, PACKAGES
 
@@ -65,25 +75,25 @@ def made(name: str) -> forge.Plugin:
     return registry.load("plugin", name)(**ACTING.get(name, {}))
 
 
-def noticed(*names: str, bare: View | None = None) -> str:
+def noticed(*names: str, bare: UserView | None = None) -> str:
     stack = [made(name) for name in names]
     return difference(bare or view([]), view(stack), {effect for plugin in stack for effect in plugin.effects})
 
 
 @pytest.fixture(scope="module")
-def bare() -> View:
+def bare() -> UserView:
     """What a run without plugins shows, once all that observers import has been imported."""
     for alone in APART:
         view([made(name) for name in observers() if name not in APART - {alone}])
     return view([])
 
 
-def test_no_observer_is_noticed(bare: View) -> None:
+def test_no_observer_is_noticed(bare: UserView) -> None:
     assert len(observers()) >= 16
     assert {name: found for name in observers() if (found := noticed(name, bare=bare))} == {}
 
 
-def test_observers_are_not_noticed_together(bare: View) -> None:
+def test_observers_are_not_noticed_together(bare: UserView) -> None:
     """Those that declare files at most: other effects would hide what the rest of them does."""
     for alone in APART:
         names = [name for name in observers() if name not in APART - {alone}]
@@ -93,12 +103,12 @@ def test_observers_are_not_noticed_together(bare: View) -> None:
 
 
 @pytest.mark.slow
-def test_no_pair_of_observers_is_noticed(bare: View) -> None:
+def test_no_pair_of_observers_is_noticed(bare: UserView) -> None:
     pairs = [pair for pair in itertools.combinations(observers(), 2) if {*pair} != APART]
     assert {pair: found for pair in pairs if (found := noticed(*pair, bare=bare))} == {}
 
 
-def test_the_run_without_plugins_shows_what_a_plain_loop_shows(bare: View) -> None:
+def test_the_run_without_plugins_shows_what_a_plain_loop_shows(bare: UserView) -> None:
     task = SpyingTask()
     data, optimizer = SpyingData(Sightings(), "sample", 0), task.configure_optimizers()
     read = [int(what.removeprefix("sample ")) for kind, what in bare.events if kind == "sample"]
