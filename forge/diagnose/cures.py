@@ -260,8 +260,6 @@ def _in_place(trainer: Run, error: BaseException) -> str:
 
 
 def _memory(trainer: Run, error: BaseException) -> Iterator[str]:
-    if any("What helps:" in note for note in getattr(error, "__notes__", ())):
-        return  # the profiler has said so, with numbers
     step, training = trainer.step, trainer.verb == "fit"
     samples = step.samples // max(len(step.window), 1) if step is not None and training else 0
     now = f" with {samples} samples in a micro-batch" if samples else ""

@@ -233,21 +233,14 @@ class AMP(forge.Plugin):
         device = trainer.env.device
         took = f"{self.dtype} (auto)" if self.config.dtype == "auto" else self.dtype
         kept = sorted({_name(p.dtype) for p in trainer.task.parameters() if p.is_floating_point()})
-        logger.info(
-            "amp: matrix products and convolutions run in %s (autocast on %s), losses and normalisations in float32; "
-            "weights and gradients are %s.",
-            took,
-            device,
-            ", ".join(kept),
-        )
+        text = "amp: matrix products and convolutions run in %s (autocast on %s), losses and normalisations in "
+        logger.info(text + "float32; weights and gradients are %s.", took, device, ", ".join(kept))
         if (device.type, self.dtype) in SLOW and best_dtype(device) != self.dtype:
             logger.warning("amp: %s", SLOW[device.type, self.dtype])
         if self.scaler is None:
             return
-        logger.info(
-            "amp: the loss scale starts at %.10g; updates are skipped until no gradient overflows.",
-            self.config.init_scale,
-        )
+        text = "amp: the loss scale starts at %.10g; updates are skipped until no gradient overflows."
+        logger.info(text, self.config.init_scale)
         if device.type != "cpu":
             logger.info("amp reads the device once per update, to skip those whose gradients overflow; bf16 does not.")
 

@@ -154,17 +154,12 @@ class Checkpoint(forge.Plugin):
             self._folder.sweep()
         self._writer = BackgroundWriter(self._writers) if self.config.background else None
         if self._remote is not None:
-            self._mirror = self._opened(trainer, self._remote, self._folder)
-
-    def _opened(self, trainer: forge.Run, remote: Any, folder: Checkpoints) -> Any:
-        """Return the mirror of this run; an earlier attempt may have left checkpoints to upload."""
-        assert trainer.run_dir is not None
-        with trainer.env.no_timeout():
-            trainer.env.from_first(lambda: remote.begin(trainer, folder))
-        mirror = remote.mirror(trainer.run_dir, folder, self._writers, keep_older=self.config.keep == "all")
-        if trainer.env.is_main:
-            mirror.hold(updates(folder), prune=False)
-        return mirror
+            remote, folder, keep_older = self._remote, self._folder, self.config.keep == "all"
+            with trainer.env.no_timeout():
+                trainer.env.from_first(lambda: remote.begin(trainer, folder))
+            self._mirror = remote.mirror(trainer.run_dir, folder, self._writers, keep_older=keep_older)
+            if trainer.env.is_main:  # an earlier attempt may have left checkpoints to upload
+                self._mirror.hold(updates(folder), prune=False)
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
@@ -175,9 +170,7 @@ class Checkpoint(forge.Plugin):
         if self._writer is not None and (self._writers is None or self.config.on_failure == "stop"):
             # ranks learn of a failure at different updates, so they act on it together at the next save
             self._check(self._writer.check)
-        due = [
-            interval for interval in self._every if interval.due(step)
-        ]  # evaluate all: a clock starts with its first check
+        due = [interval for interval in self._every if interval.due(step)]  # all: a clock starts with its first check
         if due:
             trainer.request_checkpoint(f"every {due[0]}", everywhere=True, by=self.name)
 
@@ -211,9 +204,8 @@ class Checkpoint(forge.Plugin):
             self._compared = True
             self._values[update] = value
             if update in self._best():
-                trainer.request_checkpoint(
-                    f"{best.monitor} = {value:.5g} is among the best", everywhere=True, by=self.name
-                )
+                reason = f"{best.monitor} = {value:.5g} is among the best"
+                trainer.request_checkpoint(reason, everywhere=True, by=self.name)
 
     def _standing(self, trainer: forge.Run) -> dict[int, float]:
         """Return the values whose checkpoint exists, equal on all ranks; a new run folder has none of the state's.
@@ -310,9 +302,8 @@ class Checkpoint(forge.Plugin):
                 mirror.close()
         except CheckpointError as error:  # the mirror has logged it
             if self.config.on_failure == "stop" and not self._failing:
-                raise CheckpointError(
-                    f"{error} They are complete in {self._folder.folder}: --resume uploads them."
-                ) from error
+                text = f"{error} They are complete in {self._folder.folder}: --resume uploads them."
+                raise CheckpointError(text) from error
         if trainer.env.is_main and self._kept is not None:
             for number in set(updates(self._folder)) - self._kept:  # an upload was using it
                 self._folder.remove(self._folder.path(number))
@@ -333,9 +324,8 @@ class Checkpoint(forge.Plugin):
             self._values.pop(update, None)
         text = f"The checkpoint of update {update} in {self._folder.folder} was not written. {error}"
         if self.config.on_failure == "stop":
-            raise CheckpointError(
-                f"{text} The run stops here; with checkpoint.on_failure=warn it continues."
-            ) from error
+            text += " The run stops here; with checkpoint.on_failure=warn it continues."
+            raise CheckpointError(text) from error
         if self._writers is None or self._writers.is_main:
             logger.error("%s The run continues, and saves again when due.", text)
 

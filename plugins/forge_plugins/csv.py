@@ -47,24 +47,22 @@ class CSV(Sink):
 
     def open(self, trainer: forge.Run) -> TextIO:
         """Open the file, without the rows of an abandoned attempt."""
-        assert trainer.run_dir is not None
-        make_folder(trainer.run_dir)
-        self._columns = rewritten(trainer.run_dir / FILE, self._columns, last_kept(trainer))
-        return appending(trainer.run_dir / FILE)
+        make_folder(self.folder)
+        self._columns = rewritten(self.folder / FILE, self._columns, last_kept(trainer))
+        return appending(self.folder / FILE)
 
     def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         scalars = scalars_of(metrics)
         if not scalars:
             return
-        assert trainer.run_dir is not None
         where = self.position(trainer, update)
         values = {**where, **scalars, **where}
         self._columns = self._columns or list(values)
         file = self.ready(trainer)
         if not values.keys() <= set(self._columns):
             file.close()
-            self._columns = rewritten(trainer.run_dir / FILE, list(values))
-            file = self.opened = appending(trainer.run_dir / FILE)
+            self._columns = rewritten(self.folder / FILE, list(values))
+            file = self.opened = appending(self.folder / FILE)
         file.write(as_row(values.get(column, "") for column in self._columns))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
+from forge.runs.wording import counted
 from forge_plugins.common.patterns import as_list, covers, listed, names_of_parameters, parts, unknown
 from forge_plugins.common.run_lengths import moment, reached
 
@@ -213,12 +214,8 @@ class Freeze(forge.Plugin):
         for at in self._ahead:
             limit = limits.get(at.unit)
             if limit is not None and at.count >= limit:
-                logger.warning(
-                    "freeze.thaw: this run ends after %d %ss, so parameters that thaw at %s never train.",
-                    limit,
-                    at.unit,
-                    at,
-                )
+                text = "freeze.thaw: this run ends after %d %ss, so parameters that thaw at %s never train."
+                logger.warning(text, limit, at.unit, at)
 
     def _log_frozen(self, task: nn.Module) -> None:
         parameters = dict(task.named_parameters())
@@ -227,15 +224,10 @@ class Freeze(forge.Plugin):
             logger.warning("freeze: everything that freeze.modules matches was frozen already.")
             return
         norms = len(self._chosen) - len(frozen)
-        logger.info(
-            "freeze: froze %d of %d parameters, %s of %s values%s: %s.",
-            len(frozen),
-            len(parameters),
-            f"{sum(parameters[name].numel() for name in frozen):,}",
-            f"{sum(parameter.numel() for parameter in parameters.values()):,}",
-            f", and the statistics of {norms} module{'s' if norms > 1 else ''}" if norms else "",
-            listed(frozen),
-        )
+        values, total = (sum(parameters[name].numel() for name in names) for names in (frozen, parameters))
+        also = f", and the statistics of {counted(norms, 'module')}" if norms else ""
+        text = f"freeze: froze {len(frozen)} of {len(parameters)} parameters, {values:,} of {total:,} values{also}"
+        logger.info("%s: %s.", text, listed(frozen))
 
     # -- during the run -----------------------------------------------------------------------------------------------
 
@@ -249,14 +241,9 @@ class Freeze(forge.Plugin):
             thawed = {name: p for name, p in step.trainer.task.named_parameters() if name in due}
             if self.config.warmup > 1:
                 self._warming |= dict.fromkeys(thawed, step.index + 1)
-            logger.info(
-                "freeze: thawed %d parameter%s after update %d, %s values: %s.",
-                len(thawed),
-                "" if len(thawed) == 1 else "s",
-                step.index + 1,
-                f"{sum(parameter.numel() for parameter in thawed.values()):,}",
-                listed(list(thawed)),
-            )
+            many, values = counted(len(thawed), "parameter"), sum(each.numel() for each in thawed.values())
+            text = "freeze: thawed %s after update %d, %s values: %s."
+            logger.info(text, many, step.index + 1, f"{values:,}", listed(thawed))
 
     def _restore_eval(self, step: forge.Step) -> None:
         """Switch frozen norms back to evaluation mode after some `train()` call."""
@@ -265,12 +252,10 @@ class Freeze(forge.Plugin):
             module.training = False
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "freeze: something called train() on %s in or after update %d, so frozen statistics may have moved; "
-                "freeze switches them back to eval() after each update. To let them move, set freeze.norm=false.",
-                listed([name for name, module in task.named_modules() if id(module) in astray]),
-                step.index,
-            )
+            names = listed(name for name, module in task.named_modules() if id(module) in astray)
+            text = "freeze: something called train() on %s in or after update %d, so frozen statistics may have moved; "
+            text += "freeze switches them back to eval() after each update. To let them move, set freeze.norm=false."
+            logger.warning(text, names, step.index)
 
     def _apply(self, task: nn.Module) -> None:
         """Set every flag for the current state."""

@@ -36,21 +36,19 @@ class JSONL(Sink):
 
     def open(self, trainer: forge.Run) -> TextIO:
         """Open the file, without the lines of an abandoned attempt."""
-        assert trainer.run_dir is not None
-        make_folder(trainer.run_dir)
+        make_folder(self.folder)
         last = last_kept(trainer)
         for name in (METRICS, TEXTS) if last is not None else ():
-            drop_after(trainer.run_dir / name, last or 0, self.name)
-        return appending(trainer.run_dir / METRICS)
+            drop_after(self.folder / name, last or 0, self.name)
+        return appending(self.folder / METRICS)
 
     def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         scalars, texts = scalars_of(metrics), of_kind(metrics, forge.Text)
         if not scalars and not texts:
             return
-        assert trainer.run_dir is not None
         file, where = self.ready(trainer), self.position(trainer, update)
         if scalars:
             file.write(as_json({**where, **scalars, **where}) + "\n")
         if texts:  # they are few, so their file is opened each time
-            with appending(trainer.run_dir / TEXTS) as beside:
+            with appending(self.folder / TEXTS) as beside:
                 beside.writelines(as_json({**where, "name": n, "text": t.text}) + "\n" for n, t in texts.items())

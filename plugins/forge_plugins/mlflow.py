@@ -83,16 +83,15 @@ class Mlflow(Sink):
         """Find the MLflow run of this folder, or create one."""
         from mlflow import MlflowClient
 
-        assert trainer.run_dir is not None
-        name, config = trainer.run_dir.name, self.config
+        config = self.config
         client = MlflowClient(tracking_uri=config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE)
 
         def create() -> str:
             found = client.get_experiment_by_name(config.experiment)
             experiment = client.create_experiment(config.experiment) if found is None else found.experiment_id
-            return client.create_run(experiment, run_name=name, tags=config.tags).info.run_id
+            return client.create_run(experiment, run_name=self.folder.name, tags=config.tags).info.run_id
 
-        self._run_id = run_id(trainer, "mlflow.json", "run_id", create)
+        self._run_id = run_id(trainer, self.folder / "mlflow.json", "run_id", create)
         client.update_run(self._run_id, status="RUNNING")
         if trainer.verb == "fit":
             names, last = client.get_run(self._run_id).data.metrics, trainer.resumed_from or 0
@@ -140,7 +139,7 @@ class Mlflow(Sink):
 
     def close(self, trainer: forge.Run) -> None:
         if self.config.checkpoints and trainer.verb == "fit":
-            for alias, path in checkpoints(trainer).items():
+            for alias, path in checkpoints(self.folder).items():
                 self.opened.log_artifacts(self._run_id, str(path), f"checkpoints/{alias}")
         killed = isinstance(self.error, (forge.Interrupted, KeyboardInterrupt))
         status = "FINISHED" if self.error is None else "KILLED" if killed else "FAILED"

@@ -10,16 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 import forge
 from forge.contract.task import Build
@@ -166,7 +157,7 @@ class TensorParallel(forge.Plugin):
         hooks = {name: set(getattr(module, name)) for name in HOOKS}
         trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         for style in self._styles(kind):
-            parallelize_module(module, mesh, style)
+            parallel.parallelize_module(module, mesh, style)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained[name])  # torch makes new parameters, all of them trained
 
@@ -179,23 +170,23 @@ class TensorParallel(forge.Plugin):
 
         self._undo.append(undo)
 
-    def _styles(self, kind: Kind) -> list[ParallelStyle]:
+    def _styles(self, kind: Kind) -> list[parallel.ParallelStyle]:
         """Return torch's styles, one inside the other; between layers all tensors are plain."""
         whole, dim = Replicate(), self.config.sequence_dim
         if kind in ("column", "gather"):
-            return [ColwiseParallel(output_layouts=whole if kind == "gather" else None)]
+            return [parallel.ColwiseParallel(output_layouts=whole if kind == "gather" else None)]
         if kind == "row":
-            return [RowwiseParallel()]
-        inner = SequenceParallel(sequence_dim=dim) if kind == "sequence" else ReplicatedLayer()
+            return [parallel.RowwiseParallel()]
+        inner = parallel.SequenceParallel(sequence_dim=dim) if kind == "sequence" else ReplicatedLayer()
         layout = Shard(dim) if kind == "sequence" else whole
         return [
-            PrepareModuleInput(input_layouts=whole, desired_input_layouts=layout),
+            parallel.PrepareModuleInput(input_layouts=whole, desired_input_layouts=layout),
             inner,
-            PrepareModuleOutput(output_layouts=layout, desired_output_layouts=whole),
+            parallel.PrepareModuleOutput(output_layouts=layout, desired_output_layouts=whole),
         ]
 
 
-class ReplicatedLayer(ParallelStyle):
+class ReplicatedLayer(parallel.ParallelStyle):
     """A layer that every rank holds completely."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -19,17 +19,8 @@ from forge.errors import StackError
 from forge.metrics import drawing
 from forge.report.markdown import as_html
 from forge.util.files import atomic_write, make_folder, regular_only
-from forge_plugins.common.sinks import (
-    Sink,
-    checkpoints,
-    drop_after,
-    last_kept,
-    of_kind,
-    run_id,
-    scalars_of,
-    without_passwords,
-    writes,
-)
+from forge_plugins.common import sinks
+from forge_plugins.common.sinks import Sink, checkpoints
 
 if TYPE_CHECKING:
     import wandb
@@ -99,12 +90,11 @@ class Wandb(Sink):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         super().forge_start(trainer)
-        if writes(trainer) and self._mode == "online":
+        if sinks.writes(trainer) and self._mode == "online":
             log_in()
 
     def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
-        assert trainer.run_dir is not None
-        run, journal = self.ready(trainer), Journal(trainer.run_dir / "wandb")
+        run, journal = self.ready(trainer), Journal(self.folder / "wandb")
         point = journal.append(update, metrics)
         if point is not None and (trainer.verb == "fit" or self._offline):
             self._send(run, journal, point)
@@ -113,11 +103,10 @@ class Wandb(Sink):
 
     def open(self, trainer: forge.Run) -> wandb.Run:
         """Open the run, without the points of an abandoned attempt, and hand over those that wandb does not have."""
-        assert trainer.run_dir is not None
-        journal, last = Journal(trainer.run_dir / "wandb"), last_kept(trainer)
-        identity = run_id(trainer, "wandb/run.json", "id", journal.begin)
+        journal, last = Journal(self.folder / "wandb"), sinks.last_kept(trainer)
+        identity = sinks.run_id(trainer, journal.folder / "run.json", "id", journal.begin)
         if last is not None:
-            drop_after(journal.file, last, self.name)
+            sinks.drop_after(journal.file, last, self.name)
         if self.opened is not None and not self._offline:
             return self.opened  # after a rewind: points of updates that wandb has are not sent again
         if self.opened is not None:
@@ -135,16 +124,15 @@ class Wandb(Sink):
     def _init(self, trainer: forge.Run, identity: str) -> wandb.Run:
         import wandb
 
-        config, folder, service = self.config, trainer.run_dir, os.environ.get(SERVICE)
-        assert folder is not None
+        config, service = self.config, os.environ.get(SERVICE)
         run = wandb.init(
             project=config.project,
             entity=config.entity,
             group=config.group,
             tags=config.tags,
-            name=folder.name,
+            name=self.folder.name,
             id=identity,
-            dir=str(folder),
+            dir=str(self.folder),
             mode=self._mode,  # pyright: ignore[reportArgumentType]
             config=dict(trainer.hyperparameters) if trainer.verb == "fit" else None,
             allow_val_change=True,
@@ -165,7 +153,7 @@ class Wandb(Sink):
 
     def close(self, trainer: forge.Run) -> None:
         if self.config.checkpoints and trainer.verb == "fit":
-            log_checkpoints(self.opened, checkpoints(trainer))
+            log_checkpoints(self.opened, checkpoints(self.folder))
         self.opened.finish(exit_code=int(self.error is not None))
 
 
@@ -183,11 +171,11 @@ class Journal:
 
     def append(self, update: int, metrics: dict[str, Any]) -> Point | None:
         """Write a log to disk; None if nothing in it can be shown."""
-        histograms = of_kind(metrics, forge.Histogram)
+        histograms = sinks.of_kind(metrics, forge.Histogram)
         parts = {
-            "scalars": scalars_of(metrics),
-            "images": {name: [self._keep(i), i.caption] for name, i in of_kind(metrics, forge.Image).items()},
-            "texts": {name: value.text for name, value in of_kind(metrics, forge.Text).items()},
+            "scalars": sinks.scalars_of(metrics),
+            "images": {name: [self._keep(i), i.caption] for name, i in sinks.of_kind(metrics, forge.Image).items()},
+            "texts": {name: value.text for name, value in sinks.of_kind(metrics, forge.Text).items()},
             "histograms": {name: [h.counts.tolist(), h.edges.tolist()] for name, h in histograms.items()},
         }
         parts = {kind: values for kind, values in parts.items() if values}
@@ -221,7 +209,7 @@ def log_in() -> None:
     try:
         known = wandb.login()
     except Exception as error:
-        raise StackError(f"wandb: {without_passwords(error)} Or log offline: wandb.mode=offline.") from error
+        raise StackError(f"wandb: {sinks.without_passwords(error)} Or log offline: wandb.mode=offline.") from error
     if not known:
         raise StackError(
             "wandb has no API key. Run `wandb login`, set WANDB_API_KEY, or log offline: wandb.mode=offline."

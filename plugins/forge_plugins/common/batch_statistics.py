@@ -38,13 +38,9 @@ def warn_of_divided_batches(trainer: forge.Run, who: str) -> None:
     """Warn that BatchNorm takes statistics of one rank's samples, so that the run differs from one process."""
     names = dividing_norms(trainer.task)
     if names and trainer.verb == "fit" and trainer.env.data_world > 1 and trainer.env.is_main:
-        logger.warning(
-            "%s: BatchNorm (%s) takes statistics of the samples of one rank, so the run differs from that of one "
-            "process. On GPUs, ddp.sync_batchnorm=true takes them of the whole batch; GroupNorm and LayerNorm need "
-            "none.",
-            who,
-            listed(names),
-        )
+        text = "%s: BatchNorm (%s) takes statistics of the samples of one rank, so the run differs from that of one "
+        text += "process. On GPUs, ddp.sync_batchnorm=true takes them of the whole batch; GroupNorm and LayerNorm need "
+        logger.warning(text + "none.", who, listed(names))
 
 
 def unreadable(trainer: forge.Run, over: bool) -> str | None:

@@ -48,6 +48,8 @@ class Sink(forge.Plugin):
 
     def begin(self) -> None:
         """Reset the state of one run."""
+        self.folder = Path()
+        "The run folder, once something is logged."
         self.opened: Any = None
         "What `open` returned."
         self.error: BaseException | None = None
@@ -89,7 +91,8 @@ class Sink(forge.Plugin):
 
     @forge.hookimpl
     def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
-        if writes(trainer) and not self.given_up:
+        if trainer.run_dir is not None and trainer.env.is_main and not self.given_up:
+            self.folder = trainer.run_dir
             with self.surviving():
                 self.log(trainer, update, metrics)
 
@@ -169,10 +172,8 @@ def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
 # Loggers of a service: its id of the run, the checkpoints
 
 
-def run_id(trainer: forge.Run, file: str, key: str, make: Callable[[], str]) -> str:
+def run_id(trainer: forge.Run, path: Path, key: str, make: Callable[[], str]) -> str:
     """Return a service's id of this run, from a file of the run folder; a new run gets one, which is written there."""
-    assert trainer.run_dir is not None
-    path = trainer.run_dir / file
     if path.exists() and not (trainer.verb == "fit" and trainer.resumed_from is None):
         return json.loads(path.read_text(encoding="utf-8"))[key]
     made = make()
@@ -182,11 +183,10 @@ def run_id(trainer: forge.Run, file: str, key: str, make: Callable[[], str]) -> 
     return made
 
 
-def checkpoints(trainer: forge.Run) -> dict[str, Path]:
-    """Return the best and the latest checkpoint of a fit, as far as there are any, once all are on disk."""
-    assert trainer.run_dir is not None
+def checkpoints(folder: Path) -> dict[str, Path]:
+    """Return the best and the latest checkpoint of a run, as far as there are any, once all are on disk."""
     wait_until_written()
-    aliases = {alias: trainer.run_dir / "checkpoints" / alias for alias in ("best", "latest")}
+    aliases = {alias: folder / "checkpoints" / alias for alias in ("best", "latest")}
     return {alias: path.resolve() for alias, path in aliases.items() if path.is_dir()}
 
 

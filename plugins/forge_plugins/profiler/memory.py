@@ -14,7 +14,6 @@ from torch import Tensor
 import forge
 from forge.util.frames import is_library
 from forge.util.text import format_bytes
-from forge_plugins.profiler.verdict import provided
 from forge_plugins.torch_internals import cuda_history_enabled, dump_memory_snapshot, record_memory_history
 
 LAST, WINDOW = 20_000, 100_000
@@ -112,8 +111,8 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def usage(trainer: forge.Run) -> str:
-    """Return the report of memory when it ran out, as text."""
-    device, found, wasted = trainer.env.device, parts(trainer), 0.0
+    """Return the report of memory when it ran out, as text; forge itself says what helps."""
+    device, found = trainer.env.device, parts(trainer)
     where = f"update {trainer.progress.update}, epoch {trainer.progress.epoch}"
     lines = [f"Memory of {device} when it ran out ({where}):"]
     lines += [f"  {name:<26}{format_bytes(count):>10}" for name, count in found.items()]
@@ -130,29 +129,10 @@ def usage(trainer: forge.Run) -> str:
         lines += ["The largest parts of it, and the lines that asked for them:"] if holders else []
         lines += [f"  {format_bytes(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
         wasted = (reserved - allocated) / max(reserved, 1)
-    return "\n".join([*lines, *levers(found, trainer, wasted)])
-
-
-def levers(found: Mapping[str, int], trainer: forge.Run, wasted: float = 0.0) -> list[str]:
-    """Return remedies, for the largest part first."""
-    there = provided(trainer.stack)
-    training = trainer.verb == "fit"
-    lines = ["What helps:"]
-    state = sum(count for name, count in found.items() if name != REST)
-    if training and found.get(REST, 0) < state:
-        lines.append("  Most of it is parameters and what belongs to them: freeze some (-p freeze), or use an")
-        lines.append("  optimizer that keeps less (SGD; Adam keeps two values for each parameter).")
-    if training:
-        lines.append(
-            "  A smaller batch, with -p accumulate for the same update: data.batch_size=..., accumulate.window=..."
-        )
-    else:
-        lines.append("  A smaller batch.")
-    if "autocast" not in there:
-        lines.append("  -p amp keeps activations in half precision.")
-    if training and "activation_checkpointing" not in there:
-        lines.append("  -p remat computes activations again in backward rather than keeping them.")
-    if wasted > 0.2:
-        lines.append(f"  {wasted:.0%} of what torch holds is in pieces that fit nothing:")
-        lines.append("  PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.")
-    return lines
+        if wasted > 0.2:
+            lines.append(f"{wasted:.0%} of what torch holds is in pieces that fit nothing:")
+            lines.append("  PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.")
+    if trainer.verb == "fit" and 2 * found.get(REST, 0) < sum(found.values()):
+        lines.append("Most of it is parameters and what belongs to them: freeze some (-p freeze), or use an optimizer")
+        lines.append("  that keeps less (SGD; Adam keeps two values for each parameter).")
+    return "\n".join(lines)

@@ -14,16 +14,7 @@ from rich.text import Text
 
 import forge
 from forge.runs.summary import summary
-from forge_plugins.progress.reading import (
-    clock,
-    epoch_of,
-    grouped,
-    rates_of,
-    share_of,
-    speed_of,
-    updates_of,
-    within_epoch,
-)
+from forge_plugins.progress import reading
 from forge_plugins.progress.screen import Screen, is_terminal
 from forge_plugins.progress.status import NEVER, Status
 
@@ -83,11 +74,11 @@ class Bar:
     def _two(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the epoch's bar above the run's, of the same length."""
         status, width = self.status, options.max_width
-        names = [epoch_of(status), f"update {updates_of(status)}"]
-        numbers = [within_epoch(status), share_of(status)] if width >= MIDDLE else ["", ""]
-        now = status.doing or rates_of(status, width >= WIDE, width >= NORMAL)
-        left_of = f"{clock(status.remaining)} left" if status.remaining is not None else ""
-        tails = [now, "  ".join(filter(None, [clock(status.elapsed), left_of]))]
+        names = [reading.epoch_of(status), f"update {reading.updates_of(status)}"]
+        numbers = [reading.within_epoch(status), reading.share_of(status)] if width >= MIDDLE else ["", ""]
+        now = status.doing or reading.rates_of(status, width >= WIDE, width >= NORMAL)
+        left_of = f"{reading.clock(status.remaining)} left" if status.remaining is not None else ""
+        tails = [now, "  ".join(filter(None, [reading.clock(status.elapsed), left_of]))]
         name, number = (max(map(len, texts)) for texts in (names, numbers))
         rights = [f"{n:<{number}}  {tail}" if number else tail for n, tail in zip(numbers, tails, strict=True)]
         space = width - name - max(max(map(len, rights)), 30 if width >= MIDDLE else 0) - 4
@@ -115,7 +106,7 @@ class Bar:
     def _metrics(self, width: int) -> Text:
         """Return as many metrics as fit on one line."""
         text = Text(no_wrap=True)
-        for group, values in grouped(self.status.metrics):
+        for group, values in reading.grouped(self.status.metrics):
             heading = group
             for name, value in values:
                 item = Text.assemble((f"{heading} " if heading else "", "cyan"), (f"{name} ", "bright_black"))
@@ -131,20 +122,17 @@ class Bar:
         status = self.status
         if status.verb != "fit":
             return f"{status.verb} {status.ending}".strip()
-        return f"{epoch_of(status)}{' ' if status.ending else ''}{status.ending}"
+        return f"{reading.epoch_of(status)}{' ' if status.ending else ''}{status.ending}"
 
     def _right(self, wide: bool) -> str:
         status = self.status
         if status.verb != "fit":
-            return "  ".join(filter(None, [status.doing, clock(status.elapsed)]))
-        if status.ending:
-            parts = [updates_of(status), speed_of(status.average_speed, wide), clock(status.elapsed)]
-        else:
-            now = status.doing or speed_of(status.speed, wide)
-            parts = [updates_of(status), f"{now:>{14 if wide else 10}}", clock(status.elapsed)]
-        if status.remaining is not None and not status.ending:
-            parts.append(f"{clock(status.remaining)} left")
-        return "  ".join(filter(None, parts))
+            return "  ".join(filter(None, [status.doing, reading.clock(status.elapsed)]))
+        now = reading.speed_of(status.average_speed if status.ending else status.speed, wide)
+        now = now if status.ending else f"{status.doing or now:>{14 if wide else 10}}"
+        left = status.remaining if not status.ending else None
+        parts = [reading.updates_of(status), now, reading.clock(status.elapsed)]
+        return "  ".join(filter(None, [*parts, "" if left is None else f"{reading.clock(left)} left"]))
 
 
 def tone(ending: str) -> str:

@@ -113,10 +113,6 @@ class HostLimit:
         works = statistics.median(start.elapsed_time(end) for start, end in self._pairs)
         takes = 1e3 * self._seconds()
         if works > 0 and takes / works >= LEAST:
-            logger.info(
-                "The GPU waits for the host: an update takes %.3g ms, and the GPU works for %.3g ms of it. Capture the "
-                "update, for up to %.1f× the speed (measured on this step): -p cuda_graph",
-                takes,
-                works,
-                takes / works,
-            )
+            text = "The GPU waits for the host: an update takes %.3g ms, and the GPU works for %.3g ms of it. Capture "
+            text += "the update, for up to %.1f× the speed (measured on this step): -p cuda_graph"
+            logger.info(text, takes, works, takes / works)

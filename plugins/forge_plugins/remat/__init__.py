@@ -145,20 +145,12 @@ class Remat(forge.Plugin):
         turn = "" if step.name is None else f" of {step.name}"
         share = f"{format_bytes(after)} of {format_bytes(before)} ({after / max(before, 1):.0%})"
         kept = f"activations{turn} kept: {share}, by the first batch"
-        if picked:
-            logger.info(
-                "remat computes %s again in backward: %s; %s.", self._counted(picked), listed(picked, MANY), kept
-            )
-        else:
-            logger.info("remat computes nothing again; %s.", kept)
+        again = f"{self._counted(picked)} again in backward: {listed(picked, MANY)}" if picked else "nothing again"
+        logger.info("remat computes %s; %s.", again, kept)
         if after > limit:
-            logger.warning(
-                "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of the "
-                "blocks, or is their input. Name larger blocks, or reduce the batch size.",
-                self.config.budget,
-                format_bytes(after),
-                turn,
-            )
+            text = "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of "
+            text += "the blocks, or is their input. Name larger blocks, or reduce the batch size."
+            logger.warning(text, self.config.budget, format_bytes(after), turn)
 
     def _measure(self, step: forge.Step) -> Meter:
         """Measure one forward of the first batch without recomputation and without side effects."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forge
@@ -121,8 +122,7 @@ class Tensorboard(Sink):
 
     def open(self, trainer: forge.Run) -> SummaryWriter:
         """Open a new file, which removes points of earlier files for updates that run again."""
-        assert trainer.run_dir is not None
-        writer = new_file(trainer.run_dir / "tensorboard", first_made(trainer), self.config.flush_seconds)
+        writer = new_file(self.folder / "tensorboard", first_made(trainer), self.config.flush_seconds)
         if trainer.verb == "fit":
             self._add_card(writer, trainer)
             add_hyperparameters(writer, trainer.hyperparameters)
@@ -151,7 +151,7 @@ class Tensorboard(Sink):
     def _add_card(self, writer: SummaryWriter, trainer: forge.Run) -> None:
         """Write the card at the first update of this process, so that a process that continues there replaces it."""
         self._card_at = first_made(trainer) or 0
-        add_text(writer, "card", run_card(trainer), self._card_at)
+        add_text(writer, "card", run_card(trainer, self.folder / "card.md"), self._card_at)
 
 
 def first_made(trainer: forge.Run) -> int | None:
@@ -165,9 +165,7 @@ def first_made(trainer: forge.Run) -> int | None:
     return trainer.resumed_from + 1 if trainer.resumed_from else 0
 
 
-def run_card(trainer: forge.Run) -> str:
+def run_card(trainer: forge.Run, file: Path) -> str:
     """Return the run card as Markdown, its table as a list: TensorBoard squeezes a table's first column."""
-    assert trainer.run_dir is not None
-    file = trainer.run_dir / "card.md"
     card = file.read_text() if file.exists() else card_as_markdown(make_card(trainer))
     return re.sub(r"^\| (.*?) \| (.*) \|$", r"- **\1**: \2", card.replace("| | |\n|---|---|\n", ""), flags=re.MULTILINE)

@@ -73,13 +73,9 @@ class StepInspection:
             count = probe(step, DTYPES.get(getattr(providers[0], "dtype", "")) if providers else None)
         except Exception as error:  # for example a task that needs real numbers
             said = str(error).strip().partition("\n")[0]
-            logger.warning(
-                "throughput: the FLOPs of %s are unknown: it is compiled, where nothing can be counted, and a copy "
-                "of the task with fake tensors does not run (%s: %s).",
-                type(self._trainer.task).__name__,
-                type(error).__name__,
-                said,
-            )
+            text = "throughput: the FLOPs of %s are unknown: it is compiled, where nothing can be counted, and a copy "
+            text += "of the task with fake tensors does not run (%s: %s)."
+            logger.warning(text, type(self._trainer.task).__name__, type(error).__name__, said)
             return
         self._keep(step, count, step.samples / len(step.window))
 

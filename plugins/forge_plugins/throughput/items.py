@@ -44,8 +44,5 @@ class Items:
         if self._task_counts or whole:
             self.name = self._given or ("tokens" if whole else "items")
         elif self._given is not None:
-            logger.warning(
-                "throughput.items=%s has nothing to count. Define num_items(self, batch) on the task: the number of "
-                "items in a batch.",
-                self._given,
-            )
+            text = "throughput.items=%s has nothing to count. Define num_items(self, batch) on the task: the number of "
+            logger.warning(text + "items in a batch.", self._given)
