@@ -37,7 +37,7 @@ def test_the_recipe_is_captured_whole_and_learns(small_data: Path) -> None:
     trainer = forge.Trainer(recipe=recipe, run_dir=False, plugins=[keep])
     trainer.fit(task, data.train, data.val)
     graph = next(plugin for plugin in trainer.stack if isinstance(plugin, CudaGraph))
-    assert graph.replayed >= trainer.progress.update - 4
+    assert graph.replayed >= trainer.progress.update - 8  # the warm-up, and the updates that first_look looks at
     assert seen["val/accuracy"] > 0.7
     assert {"val/predictions", "val/confusion", "val/embedding"} <= seen.keys()
     assert not seen["val/confusion"].data.is_cuda
