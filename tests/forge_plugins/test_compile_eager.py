@@ -13,8 +13,8 @@ import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights
 from forge_plugins import Compile
 from forge_plugins.compile.compile_watch import Recompile
-from forge_plugins.compile.difference import furthest
 from forge_plugins.compile.generations import Generations
+from forge_plugins.compile.search import furthest
 from tests.support import compile_kit
 from tests.support.compile_kit import Breaks, Plain, counts, fit
 

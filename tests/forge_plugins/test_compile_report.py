@@ -19,7 +19,7 @@ import forge
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Compile
 from forge_plugins.compile import compile_watch
-from forge_plugins.compile.quiet import SOURCE
+from forge_plugins.compile.compiler import SOURCE
 from tests.support import compile_kit
 from tests.support.compile_kit import EVEN, Breaks, Chain, Plain, counts, fit
 

@@ -17,10 +17,11 @@ import forge
 from forge.data import Loader
 from forge.testing import fit_tiny
 from forge_plugins import AMP, Compile, Prefetch, Profiler, Remat
+from forge_plugins.common.clock import duration
 from forge_plugins.profiler import unrecorded
 from forge_plugins.profiler.intervals import covers, length, minus, union
 from forge_plugins.profiler.trace import analyse
-from forge_plugins.profiler.verdict import BUSY, Measured, Setup, duration, judge, measured, provided
+from forge_plugins.profiler.verdict import BUSY, Measured, Setup, judge, measured, provided
 from tests.support.profiler_kit import SHORT, micro
 from tests.support.tasks import Classifier, fit, make_batches
 

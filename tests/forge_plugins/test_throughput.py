@@ -16,9 +16,10 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
+from forge.runs.wording import rate
 from forge.testing import TinyGAN, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Throughput
-from forge_plugins.common.clock import StepClock, TimedStep, percentile
+from forge_plugins.common.clock import StepClock, TimedStep, duration, percentile
 from forge_plugins.throughput import summary
 from forge_plugins.throughput.memory_use import Saved
 from tests.support import throughput_kit
@@ -229,8 +230,8 @@ def test_memory_can_be_left_out() -> None:
 
 
 def test_rates_and_durations_are_told_without_powers_of_ten() -> None:
-    assert [summary.rate(n) for n in (0.123, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
-    assert [summary.duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["0.123 ms", "45.6 ms", "14,000.0 s"]
+    assert [rate(n, "items") for n in (0.123, 12.34, 123456.7)] == ["0.123 items/s", "12.3 items/s", "123,457 items/s"]
+    assert [duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["123 µs", "45.6 ms", "14,000 s"]
     assert [summary.scaled(n) for n in (12.0, 3.4e9, 5.6e16)] == ["12 ", "3.4 G", "56 P"]
 
 

@@ -263,7 +263,7 @@ def test_the_warning_says_what_to_look_at() -> None:
     assert computes.startswith("throughput: rank 1 on node7 holds up the others for 33% of every update: it takes 200")
     assert "until its gradients are there, the median rank 100 ms. It computes more slowly" in computes
     waits = warning([Pace(0.0, 0.2, 0.3), Pace(0.09, 0.2, 0.3)], 1, "node7", 0.3)
-    assert "it takes 90 ms until it has its data, the median rank 0 ms. It waits for data" in waits
+    assert "it takes 90 ms until it has its data, the median rank 0 µs. It waits for data" in waits
 
 
 def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:

@@ -155,6 +155,12 @@ class Totals:
         return self.flops / self.counted if self.counted else None
 
 
+def duration(seconds: float) -> str:
+    """ "12 µs", "3.42 ms", "1.2 s", "14,000 s"."""
+    unit, scale = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.9995 * each[1]), ("µs", 1e-6))
+    return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / scale:.3g} {unit}"
+
+
 def percentile(times: Iterable[float], share: float) -> float:
     """Return the time that a share of the `times` does not exceed."""
     ordered = sorted(times)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -75,22 +75,14 @@ class Listener:
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode(mode)
 
-    def _show(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def _show(self, message: Warning | str, *where: Any, **more: Any) -> None:
+        """Take the place of `warnings.showwarning`."""
         heard = SYNC in str(message)
         if heard:
             self._hear(sys._getframe(1))
-        if self._before is not None:
-            show = self._before[1]
-            if not heard or isinstance(getattr(show, "__self__", None), Listener):
-                show(message, category, filename, lineno, file, line)
+        show = None if self._before is None else self._before[1]
+        if show is not None and (not heard or isinstance(getattr(show, "__self__", None), Listener)):
+            show(message, *where, **more)
 
 
 @contextmanager

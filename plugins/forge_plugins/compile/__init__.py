@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +16,11 @@ import forge
 from forge.contract.task import Build
 from forge.errors import RecipeError
 from forge_plugins.common.patterns import MANY, as_list, chosen, listed
-from forge_plugins.compile import messages
+from forge_plugins.compile import compiler, messages
 from forge_plugins.compile.comparison import comparable, compare
 from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
-from forge_plugins.compile.quiet import without_breaks_for_messages, without_torchs_account
-from forge_plugins.compile.regions import Regions, checking_parameters
-from forge_plugins.compile.toolchain import check_backend
+from forge_plugins.compile.regions import Regions
 
 logger = logging.getLogger("forge")
 
@@ -129,13 +128,13 @@ class Compile(forge.Plugin):
         if phase != "compile":
             return
         self._begin()
-        check_backend(self.config.backend, trainer.env.device)
+        compiler.check_backend(self.config.backend, trainer.env.device)
         patterns = as_list(self.config.blocks)
         modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
-        self._flags.enter_context(checking_parameters())
-        self._flags.enter_context(without_torchs_account())
-        self._flags.enter_context(without_breaks_for_messages())
+        self._flags.enter_context(compiler.checking_parameters())
+        self._flags.enter_context(compiler.without_torchs_account())
+        self._flags.enter_context(compiler.without_breaks_for_messages())
         self._watch = CompileWatch()
         self._regions.install(self._options, after=self._watch.look)  # torch keeps its records for a while only
         if self.config.mode in CUDA_GRAPHS:
@@ -152,10 +151,10 @@ class Compile(forge.Plugin):
                 "compile.mode=%s: CUDA graphs need CUDA; on %s none are used.", self.config.mode, trainer.env.device
             )
 
-    def another(self) -> AbstractContextManager[None]:
-        """Compile the same modules once more, apart from the run's own graphs: for a trial inside its `with`."""
+    def another(self) -> Callable[[], AbstractContextManager[None]]:
+        """Compile the same modules once more, apart from the run's own graphs: for trials, each inside a `with`."""
         assert self._regions is not None
-        return self._regions.another(comparable(self._options))
+        return functools.partial(self._regions.instead, self._regions.make(comparable(self._options)))
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:

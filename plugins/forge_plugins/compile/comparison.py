@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ import forge
 from forge import torch_internals as internals
 from forge.diagnose.checks import check_training_output
 from forge.snapshot.sandbox import without_side_effects
-from forge_plugins.compile.difference import CompiledDifference, furthest, tolerance_for
-from forge_plugins.compile.regions import OtherGraphs, Regions
-from forge_plugins.compile.search import ForwardRecorder, Search
+from forge_plugins.compile.regions import Region, Regions
+from forge_plugins.compile.search import CompiledDifference, ForwardRecorder, Search, furthest, tolerance_for
 
 PASSES = 5
 """Timed passes, compiled and eager."""
@@ -41,9 +40,9 @@ class Comparison:
         return self.worst.relative <= self.tolerance
 
     def __str__(self) -> str:
-        return self._verdict() + ("" if self.ms is None else f" {_times(*self.ms)}")
-
-    def _verdict(self) -> str:
+        if self.ms is not None:
+            took = f" Forward and backward take {self.ms[0]:.3g} ms compiled, {self.ms[1]:.3g} ms eager."
+            return f"{replace(self, ms=None)}{took}"
         allowed = f"{self.tolerance:g} is allowed for {str(self.dtype).removeprefix('torch.')}"
         if self.worst.absolute == 0:
             return "compiled and eager agree on the first batch bit for bit."
@@ -65,17 +64,17 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> C
     options, seen = comparable(options), ForwardRecorder(step.trainer.task)
     with without_side_effects(step.trainer), torch_random():
         batch = step.trainer.hooks.forge_prepare_batch(step, step.window[0])
-        with regions.away(), seen.dtypes():
+        with regions.instead(), seen.dtypes():
             eager = _loss_and_gradients(step, batch)
-        graphs = regions.another(options)
-        with graphs:
+        graphs = regions.make(options)
+        with regions.instead(graphs):
             compiled = _loss_and_gradients(step, batch)
         dtype = seen.coarsest()
         tolerance = tolerance_for(dtype, step.trainer.env.device)
         worst = furthest(compiled, eager, tolerance)
         if worst.relative <= tolerance:
             return Comparison(worst, tolerance, dtype, ms=_milliseconds(step, batch, regions, graphs))
-        with regions.away():
+        with regions.instead():
             with seen.inputs():
                 _loss_and_gradients(step, batch)
             inside = None if regions.whole else [region.name for region in regions.all]
@@ -83,29 +82,19 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> C
     return Comparison(worst, tolerance, dtype, culprit)
 
 
-def _milliseconds(step: forge.Step, batch: Any, regions: Regions, graphs: OtherGraphs) -> tuple[float, float]:
+def _milliseconds(step: forge.Step, batch: Any, regions: Regions, graphs: list[Region]) -> tuple[float, float]:
     """Time forward and backward, compiled and eager, in turns; return the medians."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    device = step.trainer.env.device
+    compiled: list[float] = []
+    eager: list[float] = []
     for _ in range(PASSES):
-        for context, kept in ((graphs, taken[0]), (regions.away(), taken[1])):
-            with context:
-                wait_for(device)
+        for made, taken in ((graphs, compiled), ((), eager)):
+            with regions.instead(made):
+                step.trainer.env.synchronize()
                 began = time.perf_counter()
                 _loss_and_gradients(step, batch)
-                wait_for(device)
-                kept.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(taken[0]), statistics.median(taken[1])
-
-
-def _times(compiled: float, eager: float) -> str:
-    return f"Forward and backward take {compiled:.3g} ms compiled, {eager:.3g} ms eager."
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a CUDA device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+                step.trainer.env.synchronize()
+                taken.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(compiled), statistics.median(eager)
 
 
 def comparable(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from forge.runs.wording import counted
 from forge_plugins.common.patterns import MANY, listed
 from forge_plugins.compile.compile_watch import CompileWatch, Recompile, why_disabled
 
@@ -14,10 +15,10 @@ MOST = 5
 
 def summary(watch: CompileWatch, reported: tuple[int, int, int]) -> tuple[int, str]:
     """Return the level and text of a log line: totals, and details of what is new since `reported`."""
-    graphs = "an unknown number of graphs" if watch.graphs is None else _count(watch.graphs, "graph")
-    ops = f" of {_count(watch.ops, 'op')}" if watch.graphs else ""
-    breaks = _count(len(watch.breaks), "break") if watch.breaks else "no breaks"
-    again = _count(len(watch.recompiles), "recompile") if watch.recompiles else "no recompiles"
+    graphs = "an unknown number of graphs" if watch.graphs is None else counted(watch.graphs, "graph")
+    ops = f" of {counted(watch.ops, 'op')}" if watch.graphs else ""
+    breaks = counted(len(watch.breaks), "break") if watch.breaks else "no breaks"
+    again = counted(len(watch.recompiles), "recompile") if watch.recompiles else "no recompiles"
     details = [f"break at {place}: {reason}" for place, reason in list(watch.breaks.items())[reported[1] :]]
     level = logging.WARNING if details else logging.INFO
     new = watch.recompiles[reported[2] :]
@@ -48,11 +49,11 @@ def storm(recompiles: Sequence[Recompile], intervals: int, dynamic: bool | None)
 
 def nothing(watch: CompileWatch) -> str:
     """Return the warning for a run without a graph."""
-    disabled = why_disabled()
-    if disabled:
+    if disabled := why_disabled():
         why = disabled
     elif watch.breaks:
-        why = f"Every graph broke off before its first operation:{_lines(_places(watch))}"
+        places = [f"at {place}: {reason}" for place, reason in watch.breaks.items()]
+        why = f"Every graph broke off before its first operation:{_lines(places)}"
     else:
         why = "torch skipped every function that it was given, or found no tensor operation in them."
     return f"compile: nothing was compiled; training is eager, and not faster. {why}"
@@ -60,9 +61,8 @@ def nothing(watch: CompileWatch) -> str:
 
 def empty(names: Sequence[str]) -> str:
     """Return the warning for blocks without a graph."""
-    if not names:
-        return ""
-    return f"compile: nothing was compiled in {listed(names, MANY)}: torch skipped, or broke off in, all of it."
+    text = f"compile: nothing was compiled in {listed(names, MANY)}: torch skipped, or broke off in, all of it."
+    return text if names else ""
 
 
 def uncalled(names: Sequence[str]) -> str:
@@ -90,16 +90,8 @@ def _advice(last: Recompile, dynamic: bool | None) -> str:
     return 'TORCH_LOGS="recompiles" shows all reasons.'
 
 
-def _places(watch: CompileWatch) -> Iterable[str]:
-    return (f"at {place}: {reason}" for place, reason in watch.breaks.items())
-
-
 def _lines(items: Iterable[str]) -> str:
     """Return items as lines under a message, at most MOST."""
     items = list(items)
     more = [f"and {len(items) - MOST} more"] if len(items) > MOST else []
     return "".join(f"\n  {item}" for item in [*items[:MOST], *more])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

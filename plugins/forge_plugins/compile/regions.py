@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from forge.contract.task import STAGE_METHODS, TaskCall
-from forge_plugins import torch_internals as internals
 from forge_plugins.compile.compile_watch import graphs_so_far
 
 BY_TYPE = {
@@ -176,23 +175,6 @@ def _note(error: Exception) -> None:
     error.add_note(f"forge: {advice}")
 
 
-LOOKS = (2, 15)
-"""The first version of torch known to notice a changed `requires_grad` of a parameter."""
-
-
-def checking_parameters() -> AbstractContextManager[Any]:
-    """Make code compiled inside the `with` check its parameters in every call.
-
-    Earlier versions of torch assume that a parameter is as it was at compile time: one that was frozen then, and thawed
-    since, would silently get no gradient (pytorch/pytorch#139476).
-    """
-    numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    flag = "skip_tensor_guards_with_matching_dict_tags"
-    if numbers >= LOOKS or not hasattr(internals.dynamo_config, flag):
-        return nullcontext()
-    return internals.dynamo_config.patch({flag: False})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # All regions
 
@@ -206,11 +188,11 @@ class Regions:
 
     def install(self, options: Mapping[str, Any], after: Callable[[], None] | None = None) -> None:
         """Compile, lazily: torch compiles at the first call, and `after` is called then."""
-        self.all = self._make(options, after)
-        for region in self.all:
-            region.module._compiled_call_impl = region
+        self.all = self.make(options, after)
+        self._call(self.all)
 
-    def _make(self, options: Mapping[str, Any], after: Callable[[], None] | None = None) -> list[Region]:
+    def make(self, options: Mapping[str, Any], after: Callable[[], None] | None = None) -> list[Region]:
+        """Return compiled functions of the modules, apart from all others of them."""
         functions, signatures = Functions(options, after), {}
         made: list[Region] = []
         for name, module in self._modules.items():
@@ -218,57 +200,33 @@ class Regions:
             made.append((WholeRegion if self.whole else Region)(name, module, functions, alike))
         return made
 
-    def another(self, options: Mapping[str, Any]) -> OtherGraphs:
-        """Return other compiled functions of the same modules, which run inside its `with`, any number of times."""
-        return OtherGraphs(self._make(options))
-
     def remove(self) -> None:
         """Restore the modules."""
-        for module in self._modules.values():
-            module._compiled_call_impl = None
+        self._call([None] * len(self._modules))
 
     @contextmanager
-    def away(self, instead: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Run eagerly inside the `with`, or compiled with other options."""
-        regions, calls = self.all, {name: module._compiled_call_impl for name, module in self._modules.items()}
+    def instead(self, regions: Sequence[Region] = ()) -> Iterator[None]:
+        """Run these compiled functions in the place of the run's inside the `with`; without any, run eagerly."""
+        before = [module._compiled_call_impl for module in self._modules.values()]
+        self._call(regions or [None] * len(before))
         try:
-            self.remove()
-            if instead is not None:
-                self.install(instead)
             yield
         finally:
-            self.all = regions
-            for name, call in calls.items():
-                self._modules[name]._compiled_call_impl = call
+            self._call(before)
+
+    def _call(self, calls: Sequence[Any]) -> None:
+        for module, call in zip(self._modules.values(), calls, strict=True):
+            module._compiled_call_impl = call
 
     def empty(self) -> list[str]:
         """Return the called modules without a graph, for themselves or for equal modules."""
-        compiled = {key[0] for key, function in self._made() if function.graphs != 0}
+        made = self.all[0].functions.made if self.all else {}
+        compiled = {key[0] for key, function in made.items() if function.graphs != 0}
         return [region.name for region in self.all if region.called and region.alike not in compiled]
 
     def uncalled(self) -> list[str]:
         """Return the modules that were not called."""
         return [region.name for region in self.all if not region.called]
-
-    def _made(self) -> Iterable[tuple[Any, Function]]:
-        return self.all[0].functions.made.items() if self.all else ()
-
-
-class OtherGraphs:
-    """Compiled functions in place of a run's own, inside the `with`."""
-
-    def __init__(self, regions: list[Region]):
-        self._regions = regions
-        self._before: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._before = [region.module._compiled_call_impl for region in self._regions]
-        for region in self._regions:
-            region.module._compiled_call_impl = region
-
-    def __exit__(self, *error: object) -> None:
-        for region, before in zip(self._regions, self._before, strict=True):
-            region.module._compiled_call_impl = before
 
 
 def _signature(module: nn.Module) -> Hashable:

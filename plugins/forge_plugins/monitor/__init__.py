@@ -113,8 +113,8 @@ class Monitor(forge.Plugin):
         usual = OFTEN if planned is None else min(OFTEN, max(1, planned // LOOKS))
         histograms = self.config.histograms
         self._every = _interval(self.config.every or f"{usual} updates", "every")
-        self._draws = _interval(histograms, "histograms") if isinstance(histograms, str) else None
-        self._draws = self._every if histograms is True else self._draws
+        drawn = _interval(histograms, "histograms") if isinstance(histograms, str) else self._every
+        self._draws = drawn if histograms else None
 
     def _begin(self) -> None:
         """Reset the state of one run."""
@@ -136,9 +136,8 @@ class Monitor(forge.Plugin):
         self._judge = Judge(self.config, trainer.task)
         elsewhere = [name for name, parameter in trainer.task.named_parameters() if parameter.is_meta]
         if elsewhere and trainer.env.is_main:
-            logger.warning(
-                "monitor: other ranks hold %s, so their layers are left out, also of totals.", listed(elsewhere, MANY)
-            )
+            text = "monitor: other ranks hold %s, so their layers are left out, also of totals."
+            logger.warning(text, listed(elsewhere, MANY))
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
@@ -204,10 +203,8 @@ class Monitor(forge.Plugin):
         modules, compiled = watchable(trainer.task, trainer.model)
         if compiled and not self._warned_of_compiled:
             self._warned_of_compiled = True
-            what = listed(compiled, MANY) if compiled != [""] else "the model"
-            logger.warning(
-                "monitor: compiled code calls no hooks: activations and shapes inside of %s are left out.", what
-            )
+            text = "monitor: compiled code calls no hooks: activations and shapes inside of %s are left out."
+            logger.warning(text, listed(compiled, MANY) if compiled != [""] else "the model")
         return modules
 
     def _show(self, trainer: forge.Run, table: shapes.Shapes) -> None:

@@ -32,10 +32,9 @@ RANGES: dict[type[nn.Module], tuple[float, float]] = {
 """Modules that pass no gradient on near the ends of their range."""
 NEAR = 0.98
 """Distance from the middle of the range (1: its end) from which an output is saturated."""
-LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
-"""Modules whose units are their output's last dimension."""
-CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
-CONVOLUTIONS |= {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+UNITS = dict.fromkeys((nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RNNBase), 0)
+UNITS |= {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+UNITS |= {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
 """Modules by the number of output dimensions after their units."""
 
 
@@ -113,20 +112,14 @@ class Activations:
         wide = widened(values)
         calls.counts.append(wide.numel())
         calls.numbers += [*spread(wide), (wide == 0).float().mean(), _saturated(module, wide)]
-        largest = _by_unit(wide, self._unit_dim)
-        if calls.largest is None or calls.largest.shape != largest.shape:
-            calls.largest = largest
-        else:
-            calls.largest = torch.maximum(calls.largest, largest)
+        largest, before = _by_unit(wide, self._unit_dim), calls.largest
+        calls.largest = largest if before is None or before.shape != largest.shape else torch.maximum(before, largest)
 
     def _follow(self, module: nn.Module) -> None:
         """Update the dimension that holds the units: a layer defines it for itself and following modules."""
-        if isinstance(module, LAST):
-            self._unit_dim = -1
-        else:
-            for kind, behind in CONVOLUTIONS.items():
-                if isinstance(module, kind):
-                    self._unit_dim = -1 - behind
+        for kind, behind in UNITS.items():
+            if isinstance(module, kind):
+                self._unit_dim = -1 - behind
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

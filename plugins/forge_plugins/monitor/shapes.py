@@ -70,11 +70,9 @@ class Shapes:
             handle.remove()
         self._handles.clear()
 
-    def tree(self, depth: int) -> ModuleRow:
+    def tree(self, depth: int, path: str = "", module: nn.Module | None = None) -> ModuleRow:
         """Return the task with its parts, down to `depth`; equal neighbours are folded into one row."""
-        return self._row("", self._task, depth)
-
-    def _row(self, path: str, module: nn.Module, depth: int) -> ModuleRow:
+        module = module or self._task
         parameters = [p for p in module.parameters() if not is_lazy(p)]
         buffers = [b for b in module.buffers() if not is_lazy(b)]
         output, activations = self._outputs.get(path, ("", 0))
@@ -88,7 +86,7 @@ class Shapes:
             activations=activations,
         )
         if depth:
-            parts = [self._row(f"{path}.{n}".lstrip("."), child, depth - 1) for n, child in module.named_children()]
+            parts = [self.tree(depth - 1, f"{path}.{n}".lstrip("."), child) for n, child in module.named_children()]
             row.parts = folded(parts)
         return row
 

@@ -265,10 +265,8 @@ class Profiler(forge.Plugin):
 
     def _remember_the_last(self) -> None:
         """Keep the latest allocations for an out-of-memory report, or none."""
-        if self._history is not None and self.config.oom:
-            self._history.keep(memory.LAST)
-        elif self._history is not None:
-            self._history.drop()
+        if self._history is not None:
+            self._history.keep(memory.LAST if self.config.oom else 0)
 
     @forge.hookimpl
     def forge_exception(self, trainer: forge.Run, error: BaseException) -> None:

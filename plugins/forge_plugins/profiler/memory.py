@@ -29,8 +29,10 @@ class History:
         self._on = False
 
     def keep(self, entries: int) -> None:
-        """Record from now on, keeping the last `entries` allocations."""
-        if self.possible:
+        """Record from now on, keeping the last `entries` allocations; 0: stop recording."""
+        if not entries:
+            self.drop()
+        elif self.possible:
             options: dict[str, Any] = {"context": "alloc", "stacks": "python", "max_entries": entries}
             record_memory_history("all", clear_history=True, **options)
             self._on = True

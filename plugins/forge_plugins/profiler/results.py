@@ -7,8 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,11 @@ def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None,
     """Write the trace and its files, and return the report. `unrecorded`: seconds of an update without recording;
     `wanted`: the options of the profiler."""
     device = trainer.env.device
-    with _folder(trainer) as folder:
+    own = None if trainer.run_dir is None else trainer.run_dir / "profile"
+    if own is not None:
+        own.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() if own is None else nullcontext(own) as place:  # a trace is a file
+        folder = Path(place)
         stem = f"rank{trainer.env.rank}.{recording.first}"  # WORKER.NUMBER is how TensorBoard reads such names
         if wanted.memory and device.type == "cuda":
             memory.dump(folder / f"{stem}.memory-snapshot.pickle")
@@ -42,7 +45,7 @@ def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None,
         points = timeline.points_of(trace, device.type, device.index)
         if wanted.memory and points:
             _draw_memory(points, trace, document, file, str(device))
-        kept = sorted(folder.glob(f"{stem}.*")) if trainer.run_dir is not None else []
+        kept = sorted(folder.glob(f"{stem}.*")) if own is not None else []
     found = verdict = None
     if device.type in ("cpu", "cuda"):
         found = measured(trace, device.type, recording.updates, unrecorded, recording.ran)
@@ -125,15 +128,3 @@ def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
         strategy="" if strategy is None else strategy.name,
         options={} if strategy is None else plugin_options(strategy),
     )
-
-
-@contextmanager
-def _folder(trainer: forge.Run) -> Generator[Path]:
-    """Yield RUN/profile, or a temporary folder without a run folder, since a trace is a file."""
-    if trainer.run_dir is None:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
-    else:
-        folder = trainer.run_dir / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import forge
+from forge_plugins.common.clock import duration
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, STEP, Trace
 
 Kind = Literal["data-bound", "transfer-bound", "communication-bound", "host-bound", "compute-bound"]
@@ -223,14 +224,6 @@ def _where(measured: Measured, kind: Kind, share: Mapping[Kind, float]) -> str:
         parts["communication-bound"] = f"{share['communication-bound']:.0%} into waiting in collectives"
     first = parts.pop(kind)
     return f"Of an update's time {first.replace(' into', ' goes into')}, {', '.join(parts.values())}."
-
-
-def duration(seconds: float) -> str:
-    """ "12 µs", "3.42 ms", "1.20 s"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,9 +44,7 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
         lines = "".join(f"{' '.join(str(label).split()) or '–'}\n" for label in embedding.labels)
         with atomic_write(home / "labels.tsv") as path:
             path.write_text(lines, encoding="utf-8")
-    size = None
-    if embedding.images is not None:
-        size = _draw(home / "drawing.png", embedding.images)
+    size = None if embedding.images is None else _draw(home / "drawing.png", embedding.images)
     _list(Path(folder), home, name, size)
 
 

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.env import Env
-from forge_plugins.common.clock import Totals
-from forge_plugins.throughput.summary import duration
+from forge_plugins.common.clock import Totals, duration
 
 logger = logging.getLogger("forge")
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from forge.runs.wording import rate
 from forge.util.text import format_bytes
-from forge_plugins.common.clock import Totals, percentile
+from forge_plugins.common.clock import Totals, duration, percentile
 from forge_plugins.throughput.flops import Count
 from forge_plugins.throughput.memory_use import Breakdown
 
@@ -40,9 +41,9 @@ def of_flops(
 
 def of_run(total: Totals, items: str | None, peak: float | None, breakdown: Breakdown | None) -> str:
     """Return one line about the whole run."""
-    rates = [f"{rate(total.rate(total.samples))} samples/s"]
+    rates = [rate(total.rate(total.samples), "samples")]
     if items is not None:
-        rates.append(f"{rate(float(total.rate(total.items)))} {items}/s")
+        rates.append(rate(float(total.rate(total.items)), items) or f"0 {items}/s")
     parts = [f"{', '.join(rates)} in steps, without logs, validation and saves"]
     median, most, slowest = (duration(percentile(total.times, share)) for share in (0.5, 0.95, 1.0))
     parts.append(f"{median} per step at the median (95% within {most}, slowest {slowest})")
@@ -53,14 +54,6 @@ def of_run(total: Totals, items: str | None, peak: float | None, breakdown: Brea
     if breakdown is not None:
         parts.append(f"{format_bytes(breakdown.peak)} of memory at the peak")
     return "; ".join(parts) + "."
-
-
-def rate(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def scaled(number: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ class StepVariants:
 
     def __init__(self, candidates: Sequence[Candidate], compiler: Any):
         self._candidates, self._compiler = candidates, compiler
-        self._graphs: dict[frozenset[str], AbstractContextManager[Any]] = {}
+        self._graphs: dict[frozenset[str], Context] = {}
         self._rewritings: dict[frozenset[str], GraphRewriting] = {}
 
     def found(self, trial: StepTrial, functions: set[str]) -> set[str]:
@@ -70,5 +70,5 @@ class StepVariants:
                 rewriting = self._rewritings.get(names)
                 if rewriting is not None and rewriting.kernels:
                     stack.enter_context(rewriting_graphs(rewriting))
-                stack.enter_context(self._graphs[names])
+                stack.enter_context(self._graphs[names]())
             yield
