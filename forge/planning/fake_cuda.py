@@ -26,10 +26,10 @@ class FakeCudaMode(fake_tensors.FakeTensorMode):
     gets an error, because its next steps cannot be known.
     """
 
-    def __init__(self, plugins: Collection[str]):
+    def __init__(self, plugins: Collection[str], between: str = ""):
         super().__init__(allow_non_fake_inputs=True)
-        self.plugins = plugins
-        "The top-level packages of the plugins."
+        self.plugins, self.between = plugins, between
+        "The top-level packages of the plugins, and the module of what hands operations on to this mode."
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
@@ -48,7 +48,9 @@ class FakeCudaMode(fake_tensors.FakeTensorMode):
     def _asked_by_plugin(self) -> bool:
         """Return whether the innermost frame outside torch belongs to a plugin."""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((TORCH, HERE)):
+        while frame is not None and (
+            frame.f_code.co_filename.startswith((TORCH, HERE)) or frame.f_globals.get("__name__") == self.between
+        ):
             frame = frame.f_back
         return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in self.plugins
 

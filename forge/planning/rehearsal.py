@@ -69,7 +69,7 @@ def rehearse(
         made = make_plugins(plugins or {})
         ahead = sum(plugin.batches_ahead for plugin in made)
         kept = [plugin for plugin in made if not _is_planned_apart(plugin)]
-        mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept})
+        mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept}, type(counter).__module__)
         task = _without_values(make_task, mode)
         rehearsal = Rehearsal(_fake(batch, mode), ahead, counter)
         items = int(task.num_items(batch))  # of the real batch: counting may read its values

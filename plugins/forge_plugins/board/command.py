@@ -11,7 +11,6 @@ import webbrowser
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from forge import registry
 from forge.errors import ForgeError
 from forge.runs.find import RUNS, locate
 from forge.runs.wording import counted
@@ -46,8 +45,10 @@ def run(args: Namespace) -> int:
         links = Links(Path(folder), given, base_of(given))
         if not links.renew():
             where = ", ".join(map(str, given))
-            how = registry.advice("board", " Train with the plugin: forge fit quickstart {}.")
-            raise ForgeError(f"No run in {where} was written for TensorBoard.{how}")
+            raise ForgeError(
+                f"No run in {where} was written for TensorBoard. "
+                "Train with the plugin: forge fit quickstart -p tensorboard."
+            )
         _interrupt_on_signals()
         try:
             address = serve(folder, args.host, args.port)

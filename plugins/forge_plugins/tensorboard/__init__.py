@@ -56,7 +56,6 @@ class Tensorboard(Sink):
         "How often events are written to disk; a killed run loses at most this much, a resumed one nothing."
 
     config: Config
-    cures = {"board": "-p {name}"}
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)
