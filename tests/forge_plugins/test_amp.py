@@ -407,23 +407,6 @@ def test_training_goes_on_as_ever_after_a_validation(dtype: str, evaluation: str
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "kind", "cut"), covering(["fp16", "bf16"], [LoudDiscriminator, TinyTask], [4, 7, 1]))
-def test_a_resumed_run_has_the_bits_of_the_straight_one(dtype: str, kind: Any, cut: int, tmp_path: Path) -> None:
-    def run(updates: int, **options: Any) -> tuple[forge.TaskModule, list[float], dict[str, float]]:
-        amp, task = made(dtype), kind()
-        scales = Scales(amp)
-        stack = [amp, Checkpoint(every="1 updates", keep=9, background=False), scales]
-        result = fit_tiny(stack, task=task, max_updates=updates, **options)[1]
-        return task, scales.seen, result.metrics
-
-    straight, scales, metrics = run(9, run_dir=tmp_path / "straight")
-    run(cut, run_dir=tmp_path / "cut")
-    resumed, rest, resumed_metrics = run(9, run_dir=tmp_path / "cut", resume="auto")
-    assert_same_weights(resumed, straight)
-    assert rest == scales[cut:]
-    assert resumed_metrics.get("amp/skipped") == metrics.get("amp/skipped")
-
-
 def test_options_that_changed_hold_from_the_resume_on(tmp_path: Path) -> None:
     saving: Any = lambda: Checkpoint(every="1 updates", background=False)  # noqa: E731
     first, second = AMP("fp16", init_scale=8.0, growth_interval=100), AMP("fp16", init_scale=1.0, growth_interval=4)

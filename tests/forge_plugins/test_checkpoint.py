@@ -20,7 +20,6 @@ import forge
 from forge.checkpoint import Checkpoints, publish
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.config import load_recipe
-from forge.testing import assert_same_weights, fit_tiny
 from forge_plugins.checkpoint import Best, Checkpoint, ranking
 from tests.support.ranks import in_threads
 from tests.support.tasks import Classifier, fit, make_batches
@@ -110,14 +109,6 @@ def test_a_run_that_fails_keeps_what_was_saved_before(tmp_path: Path, background
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path)
     assert kept(tmp_path) == [2, 3]
-
-
-def test_the_weights_are_the_same_with_and_without(tmp_path: Path) -> None:
-    plain, _ = fit_tiny([])
-    for background in (True, False):
-        best = {"monitor": "val/loss", "mode": "min"}
-        plugin = Checkpoint("1 updates", background=background, best=best)
-        assert_same_weights(fit_tiny([plugin], run_dir=tmp_path / str(background))[0], plain)
 
 
 def test_without_a_run_folder_fit_warns_once(empty_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import forge
 from forge.errors import NegativeVerdict, RecipeError, StackError
-from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.testing import TinyTask, check_plugin, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, EarlyStop
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.profiles import few
@@ -130,13 +130,6 @@ def test_validations_before_after_are_not_compared(after: str | None, epochs: in
     """An epoch has 2 updates of 4 samples; the value of the first epoch would never be beaten."""
     result = fit([EarlyStop(patience=2, after=after)], [0.0, 1.0])
     assert result.epochs == epochs
-
-
-def test_nothing_but_the_length_of_the_run_changes() -> None:
-    stopped, result = fit_tiny([EarlyStop(patience=1, min_delta=9.0)], max_epochs=9)
-    expected, _ = fit_tiny(max_epochs=2)
-    assert result.epochs == 2
-    assert_same_weights(stopped, expected)
 
 
 def test_each_validation_counts_however_often_there_is_one() -> None:

@@ -19,7 +19,7 @@ from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny
 from forge_plugins import Accumulate, Checkpoint, Clip, Freeze, Guard
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.freeze_kit import Look, evaluating, statistics
-from tests.support.profiles import covering, few
+from tests.support.profiles import few
 
 PARTS = ["net.0", "net.1", "net.4"]
 
@@ -154,25 +154,6 @@ def test_a_run_cut_off_anywhere_ends_in_the_same_weights(
     expected = kind()
     by_hand(expected, thaw, window=window)
     assert_same_weights(task, expected)
-
-
-@pytest.mark.parametrize(("cut", "kind"), covering([1, 2, 3, 4, 5], [Decayed, TinyGAN]))
-def test_a_resume_right_before_at_and_after_a_thaw_is_exact(cut: int, kind: Any, tmp_path: Path) -> None:
-    """The checkpoint that is resumed from is of the update before the cut."""
-
-    def live(folder: str, *more: Any) -> tuple[forge.TaskModule, Look]:
-        look = Look()
-        freeze = Freeze("*.[01]", thaw="3 updates")
-        stack = [freeze, Checkpoint(every="1 updates", background=False), look, *more]
-        return fit_tiny(stack, task=kind(), run_dir=tmp_path / folder, resume="auto")[0], look
-
-    straight, expected = live("straight")
-    with pytest.raises(PowerCut):
-        live("cut", cut_at(cut + 1))
-    resumed, look = live("cut")
-    assert_same_weights(resumed, straight)
-    assert look.frozen[1:] == expected.frozen[cut + 1 :]
-    assert look.evaluating[1:] == expected.evaluating[cut + 1 :]
 
 
 def test_what_is_frozen_keeps_its_bits_and_has_no_state() -> None:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import forge
 from forge.contract.dispatch import freeze
 from forge.errors import StackError
-from forge.testing import assert_same_weights, fit_tiny
 from forge_plugins import Accumulate, Clip, Ledger
 from forge_plugins.ledger.timers import Timers
 from tests.forge.contract.test_dispatch import Specs, implementations, make_plugin, outcome
@@ -336,11 +335,6 @@ def test_a_failed_run_tells_what_it_knows() -> None:
 
 
 # -- nothing else changes ---------------------------------------------------------------------------------------------
-
-
-def test_the_weights_are_the_same_to_the_bit() -> None:
-    stack = [Clip(0.1), Accumulate(2)]
-    assert_same_weights(fit_tiny([Ledger(), *stack])[0], fit_tiny(stack)[0])
 
 
 def test_a_default_action_is_not_timed() -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, Profiler
 from tests.support.profiler_kit import SHORT, Breaks, events_of, ranges, summary, traces
-from tests.support.reference import train
 from tests.support.tasks import Classifier, fit, make_batches
 
 
@@ -183,26 +181,6 @@ EVERYTHING: dict[str, Any] = {
     "profile_memory": True,
     "memory": True,
 }
-
-
-@pytest.mark.parametrize("task", [TinyTask, TinyGAN])
-def test_weights_are_the_same_to_the_bit(task: Callable[[], forge.TaskModule], tmp_path: Path) -> None:
-    alone, _ = fit_tiny(task=task(), max_epochs=3)
-    watched, _ = fit_tiny([Profiler(**EVERYTHING)], task=task(), max_epochs=3, run_dir=tmp_path)
-    assert_same_weights(watched, alone)
-    assert len(traces(tmp_path)) == 2
-
-
-def test_weights_are_those_of_a_plain_loop() -> None:
-    torch.manual_seed(0)
-    watched = Classifier()
-    torch.manual_seed(0)
-    plain = Classifier()
-    fit(watched, train=make_batches(8), plugins=[Profiler(**SHORT)])
-    loss = nn.functional.cross_entropy
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    train(plain, lambda model, batch: loss(model(batch[0]), batch[1]), optimizer, make_batches(8), 1)
-    assert_same_weights(watched, plain)
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from forge.cli.plugin_page import declared
 from forge.errors import NonFiniteError, RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import SAM, Accumulate, Anomaly, Checkpoint, Clip, Freeze, Guard, Schedule
-from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.profiles import covering, few
 from tests.support.tasks import Classifier
 from tests.support.tasks import fit as task_fit
@@ -374,33 +373,11 @@ def test_a_window_that_guard_leaves_out_leaves_no_trace(policy: str, tmp_path: P
     assert_same_weights(task, expected)
 
 
-@pytest.mark.parametrize(("policy", "window"), covering(POLICIES, [1, 2]))
-def test_guard_and_anomaly_change_nothing_while_all_is_finite(policy: str, window: int) -> None:
-    plain, expected = fit_tiny([SAM(), Accumulate(window)])
-    watched, result = fit_tiny([Anomaly(), Guard(policy), SAM(), Accumulate(window)])
-    assert_same_weights(watched, plain)
-    assert result.metrics == expected.metrics
-
-
 def test_anomaly_names_the_samples_that_were_bad() -> None:
     anomaly = Anomaly()
     with pytest.raises(NonFiniteError):
         fit_tiny([anomaly, SAM()], train=batches(3))
     assert (anomaly.findings[0]["kind"], anomaly.findings[0]["rows"]) == ("batch", [3])
-
-
-@pytest.mark.parametrize(("kind", "update"), covering([Decayed, TinyGAN], [3, 4, 1, 7]))
-def test_a_run_that_was_cut_off_ends_in_the_same_weights(update: int, kind: Any, tmp_path: Path) -> None:
-    def live(folder: str, *more: Any) -> Any:
-        stack = [SAM(0.5), Accumulate(2), Clip(0.5), Checkpoint(every="1 updates", background=False), *more]
-        return fit_tiny(stack, task=kind(), max_epochs=3, run_dir=tmp_path / folder, resume="auto")
-
-    straight, expected = live("straight")
-    with pytest.raises(PowerCut):
-        live("cut", cut_at(update))
-    resumed, result = live("cut")
-    assert_same_weights(resumed, straight)
-    assert result.metrics == expected.metrics
 
 
 def test_parameters_that_thaw_are_climbed_from_then_on() -> None:

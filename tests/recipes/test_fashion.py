@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import forge
 from forge.config import load_recipe
 from forge.data import Splits, TensorLoader
-from forge.testing import assert_same_weights
 from forge_recipes.fashion_cnn import FashionCNN, moved
 from forge_recipes.fashion_mlp import FashionMLP
 from forge_recipes.fashion_mnist import MEAN, STD, fashion_mnist, read_idx
@@ -203,39 +202,6 @@ def recipe_run(name: str, overrides: list[str], updates: int, **given: Any) -> t
     torch.manual_seed(3)
     task, data = recipe.make_task(), recipe.make_data()
     return forge.Trainer(recipe=recipe, max_updates=updates, **given), task, data
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("fashion_mlp", ["task.hidden=16"]),
-        pytest.param(
-            "fashion_cnn", ["task.widths=[4,8]", "task.depths=[0,1]", "data.batch_size=64"], marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str, overrides: list[str], small_data: Path) -> None:
-    straight, task, data = recipe_run(name, overrides, 14, run_dir="straight")
-    straight.fit(task, data.train, data.val)
-
-    @forge.on("boundary")
-    def cut(trainer: forge.Trainer) -> None:
-        if trainer.progress.update == 7:
-            trainer.request_stop("cut")
-
-    cut.observer = True
-    first, begun, data = recipe_run(name, overrides, 14, run_dir="cut")
-    first.stack.add(cut)
-    first.fit(begun, data.train, data.val)
-    assert first.progress.update == 7
-    second, resumed, data = recipe_run(name, overrides, 14, run_dir="cut", resume=True)
-    second.fit(resumed, data.train, data.val)
-    assert_same_weights(resumed, task)
-    assert second.metrics["val/accuracy"] == straight.metrics["val/accuracy"]
-    assert (
-        Path("cut/weights.safetensors").read_bytes()[-4096:]
-        == Path("straight/weights.safetensors").read_bytes()[-4096:]
-    )
 
 
 @pytest.mark.parametrize("name", ["fashion_mlp", pytest.param("fashion_cnn", marks=pytest.mark.slow)])

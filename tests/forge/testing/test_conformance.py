@@ -230,27 +230,6 @@ class NeedsOptimizers(forge.Plugin):
         self.count = len(trainer.optimizers)
 
 
-class Meddler(forge.Plugin):
-    """Claims to watch, but touches weights."""
-
-    observer = True
-
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
-        with torch.no_grad():
-            step.parameters()[0].mul_(1.0000001)
-
-
-class Gambler(forge.Plugin):
-    """Claims to watch, but draws from the run's random numbers."""
-
-    observer = True
-
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
-        step.record("luck", torch.rand(()))
-
-
 class Stopper(forge.Plugin):
     """Claims to watch, but ends the run."""
 
@@ -271,17 +250,6 @@ class Censor(forge.Plugin):
     def forge_evaluate(self) -> Any:
         metrics = yield
         return dict.fromkeys(metrics, 0.0) if isinstance(metrics, dict) else metrics
-
-
-class Unpackable(forge.Plugin):
-    """Its state cannot be written to a file."""
-
-    @forge.hookimpl
-    def forge_state_dict(self) -> dict[str, Any]:
-        return {"names": [{"clip"}]}
-
-    @forge.hookimpl
-    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Forgetful(forge.Plugin):
@@ -309,36 +277,6 @@ class OneWay(forge.Plugin):
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
         return {}
-
-
-class Clingy(forge.Plugin):
-    """Carries its scale from one run into the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-
-    @forge.hookimpl
-    def forge_edit_grads(self, step: forge.Step) -> None:
-        self.scale *= 0.9
-        for parameter in step.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.scale)
-
-
-class Amnesiac(forge.Plugin):
-    """Scales gradients down more and more, and begins anew when a run is resumed."""
-
-    @forge.hookimpl
-    def forge_start(self) -> None:
-        self.scale = 1.0
-
-    @forge.hookimpl
-    def forge_edit_grads(self, step: forge.Step) -> None:
-        self.scale *= 0.9
-        for parameter in step.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.scale)
 
 
 class Hoarder(forge.Plugin):
@@ -371,17 +309,12 @@ class Clinger(forge.Plugin):
         (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
         (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
         (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
-        (Meddler, "'meddler' declares observer = True, but a fit ends differently with it: net.0.weight differs"),
-        (Gambler, "'gambler' declares observer = True"),
         (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
         (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
-        (Unpackable, "forge_state_dict of 'unpackable'['names'][0] is a set"),
         (Forgetful, "'forgetful' does not restore its state"),
         (OneWay, "'one_way' defines only forge_state_dict"),
-        (Clingy, "'clingy' carries state from one run into the next"),
         (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
         (Clinger, "'clinger' keeps the task alive"),
-        (Amnesiac, "A fit with 'amnesiac' that is resumed at update 4 ends differently: net.0.weight differs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
