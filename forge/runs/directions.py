@@ -12,7 +12,6 @@ HEADS = ("val", "test", "train")
 
 LESS = {"loss", "error", "err", "nll", "perplexity", "ppl", "bpc", "mse", "mae", "rmse", "wer", "cer", "fid", "entropy"}
 MORE = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "r2", "bleu", "rouge", "score"}
-MORE |= {"ap", "map", "miou"}
 
 
 def mode_of(name: str) -> Mode | None:

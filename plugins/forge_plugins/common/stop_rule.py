@@ -11,10 +11,16 @@ from typing import Any
 
 import forge
 from forge.errors import NegativeVerdict, RecipeError
-from forge.runs.directions import mode_of
 from forge_plugins.common.run_lengths import moment, reached
 
 logger = logging.getLogger("forge")
+
+MORE_IS_BETTER = frozenset(
+    {"acc", "accuracy", "ap", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "r2", "recall"}
+)
+"""Words in the name of a metric of which more is better."""
+LESS_IS_BETTER = frozenset({"loss", "error", "err"})
+"""Words in the name of a metric of which less is better; they take precedence."""
 
 
 class StopRule:
@@ -178,7 +184,8 @@ def floor_of(floor: float | str | None) -> tuple[float | None, float | None]:
 
 def sign(monitor: str, mode: str | None) -> float:
     """Return 1.0 if a larger value is better, else -1.0; refuse to guess for names such as accuracy."""
-    if mode is None and mode_of(monitor) == "max":
+    words = re.split(r"[^a-z0-9]+", monitor.rsplit("/", 1)[-1].lower())
+    if mode is None and not MORE_IS_BETTER.isdisjoint(words) and LESS_IS_BETTER.isdisjoint(words):
         raise RecipeError(
             f"early_stop.monitor is {monitor!r}, where larger seems better, but early_stop.mode is not set. "
             "Write early_stop.mode=max, or early_stop.mode=min if smaller is better."
