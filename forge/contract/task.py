@@ -188,9 +188,9 @@ def defines(task: TaskModule, method: str) -> bool:
 
 def add_hint(error: BaseException) -> None:
     """Add what packages know about an attribute that a task lacks, as those that Lightning's modules have."""
-    of_task = isinstance(error, AttributeError) and isinstance(error.obj, TaskModule)
-    if of_task and (answer := registry.hint("task", error.name or "")):
-        error.add_note(f"forge: A TaskModule has no self.{error.name}: {answer}")
+    name = error.name if isinstance(error, AttributeError) and isinstance(error.obj, TaskModule) else None
+    if name and (answer := registry.hint("task", name)):
+        error.add_note(f"forge: A TaskModule has no self.{name}: {answer}")
 
 
 def _forgotten_init(cls: type) -> TaskError:

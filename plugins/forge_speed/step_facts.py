@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from forge.contract.hooks import hookimpl
 from forge.contract.run import Run
 from forge.contract.step import Step
+from forge.engine.trainer import Trainer
 from forge.torch_internals import BatchNorm, pytree
 from forge.tuning.step_timer import StepTimer
 
@@ -101,7 +102,7 @@ class LookingTimer(StepTimer):
         self._plain: Any = None
 
     @hookimpl
-    def forge_start(self, trainer: Run) -> None:
+    def forge_start(self, trainer: Trainer) -> None:
         super().forge_start(trainer)
         self.facts = StepFacts.of(trainer)
         self._plain = functional.scaled_dot_product_attention
@@ -117,7 +118,7 @@ class LookingTimer(StepTimer):
         super().forge_step_end(step)
 
     @hookimpl
-    def forge_end(self, trainer: Run) -> None:
+    def forge_end(self, trainer: Trainer) -> None:
         self._stop_counting()
         super().forge_end(trainer)
 

@@ -114,7 +114,7 @@ class Zero(Replicated):
         self._owned, self._sums, self._summing = {}, {}, None
         if self.config.stage == 1 or self._env is None or self._env.world == 1:
             return super().wrapped(task)
-        self._note_trained(task)
+        self.note_trained(task)
         assert self._inner is not None
         return self._inner
 

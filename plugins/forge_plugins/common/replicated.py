@@ -169,8 +169,7 @@ class Replicated(forge.Plugin):
         """Return what is called in training: the model with its gradients averaged."""
         config, inner = self.config, self._inner
         assert inner is not None
-        self._parameters = list(task.parameters())  # compared after every update without walking the modules
-        self._trained, self._model = [p.requires_grad for p in self._parameters], None
+        self.note_trained(task)
         if not any(self._trained):
             return inner
         self._refuse_detail()
@@ -187,6 +186,11 @@ class Replicated(forge.Plugin):
         elif config.compress is not None:
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
+
+    def note_trained(self, task: nn.Module) -> None:
+        """Note which parameters train; after an update in which that has changed, the wrapper is made anew."""
+        self._parameters = list(task.parameters())  # compared after every update without walking the modules
+        self._trained, self._model = [p.requires_grad for p in self._parameters], None
 
     def _refuse_detail(self) -> None:
         """Refuse what ends in a segmentation fault of torch's DDP, seen with torch 2.10 and 2.15."""
