@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import forge
+from forge.distributed import rank_env
 from forge.errors import RecipeError, StackError, TaskError
 from forge_cluster.zero import Zero
 from forge_cluster.zero.division import owners_of
@@ -128,7 +129,7 @@ def test_stage_one_is_ddp_bit_for_bit() -> None:
 def traffic(stage: int, window: int) -> list[dict[str, Any]]:
     """The numbers of values that each update sums on owners and sends back, and the gradients that stay."""
     seen: list[dict[str, Any]] = [{"reduce": [], "broadcast": [], "gradients": 0}]
-    reduce, send = dist.reduce, dist._broadcast_coalesced
+    reduce, send = dist.reduce, rank_env.broadcast_coalesced
 
     def reduced(tensor: Tensor, *args: Any, **options: Any) -> Any:
         seen[-1]["reduce"].append(tensor.numel())
@@ -150,11 +151,11 @@ def traffic(stage: int, window: int) -> list[dict[str, Any]]:
     def next_one(step: forge.Step) -> None:
         seen.append({"reduce": [], "broadcast": [], "gradients": 0})
 
-    dist.reduce, dist._broadcast_coalesced = reduced, sent
+    dist.reduce, rank_env.broadcast_coalesced = reduced, sent
     try:
         fit(deep(), [Accumulate(window), Zero(stage=stage), begin, look, next_one], validate_every=None, max_epochs=1)
     finally:
-        dist.reduce, dist._broadcast_coalesced = reduce, send
+        dist.reduce, rank_env.broadcast_coalesced = reduce, send
     return seen[:-1]
 
 
