@@ -569,7 +569,7 @@ def test_a_stack_without_best_wraps_nothing() -> None:
 
 def test_two_in_one_stack_are_refused(tmp_path: Path) -> None:
     plugins = {"checkpoint": {}, "checkpoint@second": {"every": "1 updates"}}
-    with pytest.raises(forge.StackError, match="'checkpoint' and 'checkpoint@second' both provide 'checkpoint'"):
+    with pytest.raises(forge.StackError, match="'checkpoint' and 'checkpoint@second' both provide 'checkpoints'"):
         fit(plugins=plugins, run_dir=tmp_path)
 
 

@@ -38,6 +38,7 @@ OF_OTHERS = {
     "_get_init_p2p_neighbors_ops",
     "_module_state_mapping",
     "_quorum_future",
+    "_update_configs",
 }
 OF_DDP = {"_check_reducer_finalized"}
 OF_SCHEDULES = {"_schedulers"}

@@ -118,7 +118,7 @@ def test_a_connection_too_many_is_refused_and_closed() -> None:
 
 def test_freed_memory_is_kept_before_torch_loads() -> None:
     program = (
-        "import os, sys\nfrom forge.cli import serve\nassert 'torch' not in sys.modules\n"
+        "import os, sys\nfrom forge_ship.commands import serve\nassert 'torch' not in sys.modules\n"
         "serve.keep_freed_memory()\nprint(os.environ['MIMALLOC_PURGE_DELAY'])"
     )
     for given, expected in ({}, "10000"), ({"MIMALLOC_PURGE_DELAY": "7"}, "7"):

@@ -65,9 +65,9 @@ class Replicated(forge.Plugin):
             if value is not None and value <= 0:
                 raise RecipeError(f"{self.name}.{name} is {value:g}; it must be above 0.")
         self._cleanup = ExitStack()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Reset the state of one run."""
         self._cleanup.close()
         self._env: DistributedEnv | None = None
@@ -81,7 +81,7 @@ class Replicated(forge.Plugin):
 
     @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
-        self._begin()
+        self._reset()
         self._env = self.make_env(trainer)
         split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
         self._cleanup.enter_context(internals.dynamo_config.patch(optimize_ddp=split))
@@ -159,7 +159,7 @@ class Replicated(forge.Plugin):
     @forge.hookimpl
     def forge_end(self) -> None:
         env, failed = self._env, self._failed
-        self._begin()
+        self._reset()
         if env is not None:
             env.close(failed)
 
