@@ -8,6 +8,7 @@ tests/docs/test_pages.py fails when the page is out of date.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,9 +36,14 @@ EXIT_CODES = """\
 | 85 | stopped by a signal; the run can be [resumed](surviving.md#signals) |"""
 
 
+def anchor(verb: str) -> str:
+    """The words of a heading as a link has them."""
+    return re.sub(r"[-\s]+", "-", verb)
+
+
 def page() -> str:
     """Return the whole page."""
-    verbs = [f"| [`forge {verb}`](#forge-{verb}) | {text} |" for verb, text in all_verbs().items()]
+    verbs = [f"| [`forge {verb}`](#forge-{anchor(verb)}) | {text} |" for verb, text in all_verbs().items()]
     overview = "\n".join(["| command | what it does |", "|---|---|", *verbs])
     parts = [INTRODUCTION, overview, COMMON, table(common()), *map(section, all_verbs()), EXIT_CODES]
     return "\n\n".join(parts) + "\n"
