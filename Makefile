@@ -16,7 +16,8 @@ PACKAGES := $(wildcard plugins/forge_*/pyproject.toml)
 PROJECTS := pyproject.toml $(PACKAGES)
 
 # one line per package while pip works; what goes wrong is shown in full
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(addprefix --editable ./,$(patsubst %/,%,$(dir $(PACKAGES)))) --editable
+# (the core is named on its own too: pip looks for it among what is named before it looks at an index)
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable . $(addprefix --editable ./,$(patsubst %/,%,$(dir $(PACKAGES)))) --editable
 SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  unpacking/p'
 
 # two workers, a file each: fixtures that build a wheel or install a package run once; compiled files are kept, or every

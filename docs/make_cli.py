@@ -8,7 +8,6 @@ tests/docs/test_pages.py fails when the page is out of date.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,14 +35,14 @@ EXIT_CODES = """\
 | 85 | stopped by a signal; the run can be [resumed](surviving.md#signals) |"""
 
 
-def anchor(verb: str) -> str:
-    """The words of a heading as a link has them."""
-    return re.sub(r"[-\s]+", "-", verb)
+def heading(verb: str) -> str:
+    """The heading of a command; of one that adds to a verb by an option, without its dashes, which no link can have."""
+    return f"forge {verb.replace(' --', ' with ')}"
 
 
 def page() -> str:
     """Return the whole page."""
-    verbs = [f"| [`forge {verb}`](#forge-{anchor(verb)}) | {text} |" for verb, text in all_verbs().items()]
+    verbs = [f"| [`forge {verb}`](#{heading(verb).replace(' ', '-')}) | {text} |" for verb, text in all_verbs().items()]
     overview = "\n".join(["| command | what it does |", "|---|---|", *verbs])
     parts = [INTRODUCTION, overview, COMMON, table(common()), *map(section, all_verbs()), EXIT_CODES]
     return "\n\n".join(parts) + "\n"
@@ -64,7 +63,7 @@ def table(actions: list[argparse.Action]) -> str:
 def section(verb: str) -> str:
     """Return one command: description, usage, arguments and options, examples."""
     parser = module_of(verb).parser()
-    return "\n\n".join([f"## forge {verb}", *described(parser)])
+    return "\n\n".join([f"## {heading(verb)}", *described(parser)])
 
 
 def described(parser: argparse.ArgumentParser, title: str = "") -> Iterator[str]:
