@@ -148,6 +148,8 @@ def test_an_attempt_that_does_not_end_is_a_hang() -> None:
         os.setsid()
         time.sleep(60)
         os._exit(0)
+    while os.getpgid(child) != child:  # it is stopped by the group that it leads
+        time.sleep(0.001)
     assert exit_code(child, time.monotonic() + 0.1) == HANG
 
 
