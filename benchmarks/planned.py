@@ -32,7 +32,7 @@ from benchmarks import machine
 from benchmarks.levers import GPT
 from benchmarks.overhead import silence
 from forge.config.build import make_plugins
-from forge.planning import rehearse
+from forge.planning import run_dry
 
 UPDATES = 4
 BAR = 0.1
@@ -139,7 +139,7 @@ def compare(name: str, model: Model, stack: str) -> Row:
     """Predict a row, then measure it if a GPU is available."""
     torch.manual_seed(0)
     batch = model.batch()
-    expected = rehearse(model.make, batch, STACKS[stack])
+    expected = run_dry(model.make, batch, STACKS[stack])
     seen = measure(model, batch, STACKS[stack]) if torch.cuda.is_available() else None
     ratio = None if seen is None else round(expected.peak / seen, 4)
     return Row(name, stack, expected.peak, expected.worst, seen, ratio)

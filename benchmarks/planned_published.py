@@ -1,6 +1,6 @@
 """Published training speeds and memory of Llama 3 beside what `forge plan --cluster` predicts for them.
 
-    python -m benchmarks.planned --published            # 4 minutes: rehearses the models on tensors without values
+    python -m benchmarks.planned --published            # 4 minutes: runs dry the models on tensors without values
     python -m benchmarks.planned --published --json
 
 Sources, both in torchtitan's repository: benchmarks/llama3_h100_202412_torchtitan.md (December 2024; tables 1 to 6) and

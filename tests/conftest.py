@@ -35,6 +35,8 @@ PLAIN = {"COLUMNS": "160", "NO_COLOR": "1"}
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # a thread of it asks a server, and changes the environment later
 
+os.environ["FORGE_REHEARSE"] = "off"  # a second process for each of thousands of short runs; its tests switch it on
+
 settings.register_profile("quick", derandomize=True, max_examples=8, deadline=None)
 settings.register_profile(
     "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

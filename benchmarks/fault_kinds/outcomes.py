@@ -11,7 +11,8 @@ from typing import Any
 import forge
 from benchmarks.fault_kinds.victim import HANG, Attempt, Run, spawn
 from forge.checkpoint import Checkpoints, StoredCheckpoint
-from forge.testing.trace import compare, read_trace
+from forge.snapshot.evidence import compare
+from forge.testing.trace import read_trace
 
 PLACES = (tempfile.gettempdir(), "/dev/shm")
 KINDS = ("exact", "torn", "lost", "inexact", "crashed", "hang", "missed")

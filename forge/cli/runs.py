@@ -34,7 +34,7 @@ examples:
 """
 STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
 SHORTER = "shorter"
-DISPENSABLE = ("recipe", "task", "duration", "started", SHORTER, "updates")
+DISPENSABLE = ("resume", "recipe", "task", "duration", "started", SHORTER, "updates")
 """Columns dropped on a narrow terminal, in this order; at `SHORTER` runs lose the name of their group."""
 MOST_METRICS = 6
 
@@ -117,6 +117,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
         "updates": _updates,
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
+        **({"resume": lambda run: (run.resume or "").partition(":")[0]} if any(run.resume for run in runs) else {}),
         **{
             name: lambda run, name=name: wording.number(run.final[name]) if name in run.final else ""
             for name in metrics
@@ -175,6 +176,7 @@ def run_as_json(run: RunFolder) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "metrics": {name: value if math.isfinite(value) else None for name, value in run.final.items()},
         "best": vars(run.best) if run.best else None,
+        "resume": run.resume,
     }
 
 

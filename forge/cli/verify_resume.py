@@ -14,7 +14,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.testing.trace import Line, TraceDifference
+    from forge.snapshot.evidence import Difference, Line
 
 EXAMPLES = """\
 examples:
@@ -44,6 +44,7 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kills (default: %(default)s)")
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their traces in this folder")
+    parser.add_argument("--rehearse", help=SUPPRESS)
     parser.add_argument("--life", help=SUPPRESS)
     parser.add_argument("--kill-at", type=int, help=SUPPRESS)
     parser.add_argument("--every", type=int, help=SUPPRESS)
@@ -51,12 +52,24 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
+    if args.rehearse:
+        return rehearse(args)
     if args.life:
         return run_child(args)
     if args.kills < 1 or args.updates < 2:
         raise ForgeError("--kills must be at least 1 and --updates at least 2.")
     with subprocesses.folder_for(args.keep, "verify") as folder:
         return verify(args, folder)
+
+
+def rehearse(args: Namespace) -> int:
+    """Continue a run in the folder given, for the process that runs it; the plugin that saves ends this one."""
+    folder = Path(args.rehearse)
+    trainer, task, data = target.build(target.load(args, to_train=True), folder / "run")
+    for plugin in trainer.stack:
+        if hasattr(plugin, "play"):
+            plugin.play(trainer, task, {"train": data.train, "val": data.val}, folder)  # pyright: ignore[reportAttributeAccessIssue]
+    return 1
 
 
 def run_child(args: Namespace) -> int:
@@ -81,7 +94,8 @@ def run_child(args: Namespace) -> int:
 
 
 def verify(args: Namespace, folder: Path) -> int:
-    from forge.testing.trace import compare, read_trace
+    from forge.snapshot.evidence import compare
+    from forge.testing.trace import read_trace
 
     console = show.console()
     every = max(1, args.updates // 7)
@@ -126,22 +140,22 @@ def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None)
     subprocesses.run_verb("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
 
 
-def _missing_update(straight: list[Line], killed: list[Line]) -> TraceDifference | None:
-    from forge.testing.trace import TraceDifference
+def _missing_update(straight: list[Line], killed: list[Line]) -> Difference | None:
+    from forge.snapshot.evidence import Difference
 
     seen = {line["update"] for line in killed}
     missing = next((line["update"] for line in straight if line["update"] not in seen), None)
-    return None if missing is None else TraceDifference(missing, "batch", "the killed run never made it")
+    return None if missing is None else Difference(missing, "batch", note="the killed run never made it")
 
 
-def _final_weights(folder: Path, last: int) -> TraceDifference | None:
-    from forge.testing.trace import TraceDifference
+def _final_weights(folder: Path, last: int) -> Difference | None:
+    from forge.snapshot.evidence import Difference
 
     ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
-    return None if ends[0] == ends[1] else TraceDifference(last, "weights", "in weights.safetensors")
+    return None if ends[0] == ends[1] else Difference(last, "weights", note="in weights.safetensors")
 
 
-def unequal_text(difference: TraceDifference, last: int) -> str:
+def unequal_text(difference: Difference, last: int) -> str:
     """Name a difference, and say so if it has not shown in the results."""
     if difference.shown:
         return f"Not the same. First difference {difference}."

@@ -5,7 +5,7 @@ Hooks, tasks and every room below the engine type against this class; the object
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -39,7 +39,9 @@ class Run:
     """One run of one verb, as plugins and tasks see it: attributes to read, metrics to publish, requests to make."""
 
     WRITABLE: ClassVar[frozenset[str]] = frozenset(
-        str.split("at_boundary max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means")
+        str.split(
+            "again at_boundary max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means"
+        )
     )
     """The attributes that code outside the engine may set; all others are read only."""
 
@@ -72,6 +74,8 @@ class Run:
     "Whether a run that cannot be continued exactly is allowed."
     wanted_run_dir: str | Path | Literal[False] | None
     "The run folder as it was asked for; `run_dir` is the one in use."
+    again: list[str] | None
+    "The command that continues this run in a process of its own, in the folder that is added to it; None in a program."
     trace: Callable[[str], Any] | None
     "Set to `print` to have pluggy trace every hook call of the next run."
     instrument: Instrument | None
@@ -90,6 +94,8 @@ class Run:
     "Every hook as one callable, with all plugins: `hooks.forge_forward(step, batch)`."
     optimizers: Optimizers
     "The optimizers by name, with their schedules."
+    given_plugins: Sequence[Plugin]
+    "The plugins as the run began, before any of them changed the stack."
     given_loaders: dict[str, Any]
     "What the user passed, by stage."
     loaders: dict[str, dict[str | None, Any]]
@@ -158,6 +164,7 @@ class Run:
         self.progress = Counters()
         self.requests = Requests(self)
         self.metrics, self.given_loaders, self.loaders, self.logged = {}, {}, {}, set()
+        self.given_plugins = ()
         self.resumed_from, self.restores, self.saved_at, self.skipped_windows = None, 0, -1, set()
         self.at_boundary, self.agreed_time, self.evaluated, self.stop_reason = False, None, 0, None
         self.mesh_axes, self.padding, self.said = {}, [], set()

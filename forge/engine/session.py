@@ -60,6 +60,7 @@ class Session:
         self.cleanup = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
+        trainer.given_plugins = self.plugins
         trainer.said |= set(task.expected)
 
     def __enter__(self) -> None:
@@ -264,6 +265,8 @@ class Session:
         if trainer.run_dir is None or not trainer.env.is_main:
             return
         card = make_card(trainer, self.checkpoint.update if self.checkpoint else None)
+        if self.continues:
+            card["resume"] = RunFolder(trainer.run_dir).resume
         known = attempts.begin(card, trainer.run_dir, self.continues)
         self.card = card
         write_card(card, trainer.run_dir, attempts.as_markdown(known), config_text(trainer, card))

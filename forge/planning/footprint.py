@@ -22,7 +22,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory of a rehearsed step, rounded as CUDA's allocator rounds; only `peak` includes workspaces."""
+    """The memory of a measured step, rounded as CUDA's allocator rounds; only `peak` includes workspaces."""
 
     samples: int
     "Samples in a micro-batch."

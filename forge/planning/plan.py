@@ -14,9 +14,9 @@ from forge.data.accumulation_windows import batch_size
 from forge.data.sharding import RankLoader
 from forge.errors import DataError, ForgeError
 from forge.planning.advice import Advice, advise
+from forge.planning.dry_run import run_dry
 from forge.planning.footprint import Footprint
-from forge.planning.rehearsal import rehearse
-from forge.planning.strategies import Levers, RehearsedStep, StrategyRow, rows
+from forge.planning.strategies import DryStep, Levers, StrategyRow, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ def plan_memory(recipe: Recipe, devices: int, memory: int) -> MemoryPlan:
     frugal = tuple(name for name in options if trades[name] == "compute")
     others = {name: given for name, given in recipe.plugins.items() if name not in trades}
 
-    def rehearsed(batch: Any) -> dict[Levers, Footprint]:
+    def measured(batch: Any) -> dict[Levers, Footprint]:
         return {
-            levers: rehearse(recipe.make_task, batch, {**others, **{name: options[name] for name in levers}})
+            levers: run_dry(recipe.make_task, batch, {**others, **{name: options[name] for name in levers}})
             for levers in chain.from_iterable(combinations(options, count) for count in range(len(options) + 1))
         }
 
-    whole = rehearsed(batch)
-    step = RehearsedStep(whole, rehearsed(share) if devices > 1 else whole, devices, frugal, recipe.plugins)
+    whole = measured(batch)
+    step = DryStep(whole, measured(share) if devices > 1 else whole, devices, frugal, recipe.plugins)
     found = rows(step)
     compiled = {*registry.providers("compiled_code")}.intersection(recipe.plugins)
     notes += [f"{name} is left out: compiled code has other temporaries, usually fewer." for name in compiled]
@@ -84,7 +84,7 @@ def first_batch(recipe: Recipe) -> Any:
 
 
 def _levers(recipe: Recipe, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the plugins that trade something for memory, with the options to rehearse them with.
+    """Yield the plugins that trade something for memory, with the options to measure them with.
 
     Of several that provide the same thing, one is planned: the recipe's, else the first.
     """

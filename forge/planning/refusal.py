@@ -23,7 +23,7 @@ UNKNOWN = (
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn any error of a rehearsal into a TaskError that names the line."""
+    """Turn any error of a dry run into a TaskError that names the line."""
     try:
         yield
     except ForgeError:
@@ -38,7 +38,7 @@ def explained() -> Iterator[None]:
         elif any(word in str(error) for word in ("FakeTensor", "data pointer", "tensor subclass", "numpy")):
             why = f"needs a tensor's values ({_first_line(error)})"
         else:
-            why = f"failed in a rehearsal without values: {type(error).__name__}: {_first_line(error)}"
+            why = f"failed in a dry run without values: {type(error).__name__}: {_first_line(error)}"
         measured = registry.advice("measure", ", with {},")
         raise TaskError(
             f"{at} {why}. It cannot be planned without running it. Measure it on the device instead{measured} or find "

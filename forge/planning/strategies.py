@@ -1,7 +1,7 @@
 """Strategies: the memory of a step on each of N devices, from footprints of one device.
 
-Every combination of levers is rehearsed, on the whole batch and on a device's share of it. What a strategy makes of
-that, its plugin says: an entry point `forge.strategies` of the plugin's name is a function of a `RehearsedStep` that
+Every combination of levers is run dry, on the whole batch and on a device's share of it. What a strategy makes of
+that, its plugin says: an entry point `forge.strategies` of the plugin's name is a function of a `DryStep` that
 returns rows.
 """
 
@@ -44,7 +44,7 @@ class StrategyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RehearsedStep:
+class DryStep:
     """What a strategy computes its rows from."""
 
     whole: Mapping[Levers, Footprint]
@@ -68,8 +68,8 @@ class RehearsedStep:
         return next(iter(self.whole.values())).samples
 
 
-def rows(step: RehearsedStep) -> list[StrategyRow]:
-    """Return every strategy with all rehearsed levers: one device, then what installed plugins offer."""
+def rows(step: DryStep) -> list[StrategyRow]:
+    """Return every strategy with all measured levers: one device, then what installed plugins offer."""
     found = [row(SINGLE, levers, f, f.moments[f.worst].total) for levers, f in step.whole.items()]
     offered = [made for name in registry.installed("strategy") for made in registry.load("strategy", name)(name, step)]
     return found + sorted(offered, key=lambda made: made.is_last)

@@ -1,4 +1,4 @@
-"""Tracker: torch's MemTracker, which counts live storages, adapted to a rehearsal."""
+"""Tracker: torch's MemTracker, which counts live storages, adapted to a dry run."""
 
 from __future__ import annotations
 

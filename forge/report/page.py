@@ -178,6 +178,7 @@ def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
         "device": card.get("device"),
         "ranks": card.get("world"),
         "kept as saved": wording.kept_options(card.get("kept_options")),
+        "resume": card.get("resume"),
         "machine": card.get("machine"),
         "versions": ", ".join(f"{name} {version}" for name, version in as_dict(card.get("versions")).items()),
         "git": compare.surroundings(run).get("commit"),

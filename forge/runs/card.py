@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from forge.contract.plugin import snake_case
 from forge.errors import Interrupted
 from forge.options import plain
-from forge.runs import wording
-from forge.runs.folder import current_metrics
+from forge.runs import attempts, wording
+from forge.runs.folder import RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
 from forge.util.files import atomic_write, make_folder
 from forge.version import __version__
@@ -64,6 +64,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
         "trainer": trainer.settings,
         "planned_updates": trainer.planned_updates,
         "resumed_from": resumed_from,
+        "resume": None,
         "kept_options": [plain(option._asdict()) for option in trainer.optimizers.kept],
         "seed": trainer.seed,
         "device": device_name(trainer.env.device),
@@ -85,11 +86,19 @@ def write_card(card: dict[str, Any], folder: Path, more: str = "", config: str |
     """Write `card.json` for programs, `card.md` for people, with `more` at its end, and `config.yaml`."""
     make_folder(folder)
     (folder / END).unlink(missing_ok=True)  # it describes the previous attempt
-    for name, text in {
-        "card.json": json.dumps(card, indent=2) + "\n",
-        "card.md": card_as_markdown(card) + more,
-        **({} if config is None else {"config.yaml": config}),
-    }.items():
+    _write(card, folder, more, {} if config is None else {"config.yaml": config})
+
+
+def amend_card(folder: Path, resume: str) -> None:
+    """Write into the card of a run what is known of resuming it."""
+    run = RunFolder(folder)
+    if run.card:
+        _write(run.card | {"resume": resume}, folder, attempts.as_markdown(attempts.attempts_of(run)))
+
+
+def _write(card: dict[str, Any], folder: Path, more: str, files: dict[str, str] | None = None) -> None:
+    texts = {"card.json": json.dumps(card, indent=2) + "\n", "card.md": card_as_markdown(card) + more, **(files or {})}
+    for name, text in texts.items():
         with atomic_write(folder / name) as beside:
             beside.write_text(text)
 
@@ -152,6 +161,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "optimizer": ", ".join(card["optimizers"].values()),
         "planned updates": card["planned_updates"],
         **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
+        **({} if card.get("resume") is None else {"resume": card["resume"]}),
         **({"kept as saved": wording.kept_options(card["kept_options"])} if card["kept_options"] else {}),
         "seed": card["seed"],
         "device": card["device"],

@@ -131,6 +131,11 @@ class RunFolder:
         return [row for row in _list(self.ledger.get("rows")) if isinstance(row, dict)]
 
     @property
+    def resume(self) -> str | None:
+        """What is known of resuming it: "rehearsed, exact", "differs: ..."; None if nothing."""
+        return _word(self.card.get("resume")) or None
+
+    @property
     def planned(self) -> int | None:
         return self.card["planned_updates"] if _whole(self.card, "planned_updates") else None
 

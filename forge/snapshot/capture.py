@@ -31,7 +31,6 @@ def capture(trainer: Run) -> dict[str, Any]:
         raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
     env = trainer.env
     env.copy_from_first(trainer.task, parameters=False)
-    hidden.warn_of_changes(trainer)
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
     own["rng"] |= hidden.generator_states(trainer)
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))

@@ -8,9 +8,9 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.rng import RNGState
+from forge.snapshot.evidence import digest
 from forge.testing.metric_difference import metric_difference
 from forge.testing.subject import Situation, Subject
-from forge.testing.trace import digest
 from forge.testing.weights import first_difference
 
 GENERATORS = {

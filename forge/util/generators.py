@@ -39,7 +39,8 @@ def generator_state(generator: Any) -> dict[str, Any]:
         return {"kind": "python", "version": version, "words": torch.tensor(words), "gauss": gauss}
     if isinstance(generator, np.random.RandomState):
         return {"kind": "numpy legacy", "state": _plain(generator.get_state(legacy=False))}
-    return {"kind": "numpy", "state": _plain(_source(generator).state)}
+    source = _source(generator)
+    return {"kind": "numpy", "state": _plain(source.state), "spawned": _spawned(source)}
 
 
 def set_generator_state(generator: Any, saved: Mapping[str, Any]) -> bool:
@@ -54,7 +55,12 @@ def set_generator_state(generator: Any, saved: Mapping[str, Any]) -> bool:
         elif saved["kind"] == "numpy legacy":
             generator.set_state(_arrays(saved["state"]))
         else:
-            _source(generator).state = _arrays(saved["state"])
+            source = _source(generator)
+            source.state = _arrays(saved["state"])
+            children = saved.get("spawned", 0) - _spawned(source)  # as `Generator.spawn` counts them
+            if children > 0:
+                source.seed_seq.spawn(children)
+            return children >= 0
     except (TypeError, ValueError, RuntimeError):  # another algorithm, or another device
         return False
     return True
@@ -78,6 +84,10 @@ def _source(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator
+
+
+def _spawned(source: Any) -> int:
+    return getattr(getattr(source, "seed_seq", None), "n_children_spawned", 0)
 
 
 def _plain(state: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Walk the values inside objects of a user's: attributes, items, closures; each object once, within bounds."""
+"""Walk the values inside objects of a user's: attributes, items, classes, and what their code closes over or names.
+
+Each object is seen once, within bounds. Nothing is called and no property is read.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import functools
 import itertools
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +30,9 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.r
 
 _MODULE_NAMES = frozenset(vars(nn.Module())) | {"trainer", "init_args", "_compiled_call_impl"}
 _LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type, ModuleType, *GENERATORS)
-_CLOSED = (
-    *("torch.", "numpy", "logging", "threading", "_thread", "_io", "io", "multiprocessing", "concurrent", "asyncio"),
-    *("socket", "weakref", "inspect", "typing", "pathlib", "datetime", "time", "torchmetrics", "matplotlib", "wandb"),
-    *("forge.contract", "forge.engine", "forge.metrics", "forge.optim", "forge.testing", "pluggy"),
-)
-"""Packages whose objects are not looked into: machinery, or state that is saved otherwise."""
-_OPEN = ("torch.utils.data",)
+_CODE = (FunctionType, MethodType, functools.partial)
+_MACHINERY = tuple(str.split("forge.contract forge.engine forge.metrics forge.optim forge.testing pluggy torchmetrics"))
+"""Packages whose objects are not looked into: what they hold is saved otherwise."""
 
 
 def walk(
@@ -40,8 +40,7 @@ def walk(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of the roots and of everything inside them, in a fixed order, each object once.
 
-    A root is looked into whatever its class, any other value only if `enter` agrees. Nothing is called and no property
-    is read.
+    A root is looked into whatever its class, any other value only if `enter` agrees.
     """
     seen: set[int] = set()
     kinds: set[type] = set()
@@ -61,19 +60,42 @@ def walk(
             waiting.extend((path + name, child, depth + 1) for name, child in _in_classes(type(value), kinds))
 
 
+def is_atom(value: Any) -> bool:
+    """Whether a value has no parts that a walk looks into: its own digest stands for it."""
+    if value is None or isinstance(value, _LEAVES):
+        return True
+    parts = isinstance(value, (Mapping, list, tuple, deque, *_CODE))
+    return not parts and (_is_pythons(type(value)) or not (hasattr(value, "__dict__") or _slots(type(value))))
+
+
 def _is_closed(value: Any) -> bool:
-    if isinstance(value, (nn.Module, FunctionType, MethodType, functools.partial)):
+    if isinstance(value, (nn.Module, *_CODE)):
         return type(value).__module__.startswith("torchmetrics")
     name = type(value).__module__ + "."
     if name.partition(".")[0] in registry.libraries() - {"forge"}:  # a plugin saves what it has itself
         return True
-    return name.startswith(_CLOSED) and not name.startswith(_OPEN)
+    return name.startswith(_MACHINERY)
+
+
+def _is_pythons(kind: type) -> bool:
+    """Whether Python made a class: an object of it is a value, like a Decimal, or a means, like a lock."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not SimpleNamespace
 
 
 def is_librarys(value: Any) -> bool:
     """Whether the class of a value belongs to an installed package."""
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return _is_installed(type(value).__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
+
+
+def _is_users(module: str | None) -> bool:
+    """Whether a module is neither Python's nor an installed package's."""
+    return module is not None and module.partition(".")[0] not in sys.stdlib_module_names and not _is_installed(module)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -89,7 +111,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value.__self__), ("", value.__func__))
     elif isinstance(value, FunctionType):
         yield from _in_function(value)
-    else:
+    elif isinstance(value, threading.local) or not _is_pythons(type(value)):
         yield from _in_object(value)
 
 
@@ -99,11 +121,13 @@ def _in_function(value: FunctionType) -> Iterator[tuple[str, Any]]:
             yield f".{name}", cell.cell_contents
         except ValueError:  # not set yet
             continue
-    yield from ((f".{name}", item) for name, item in vars(value).items())
+    yield from ((f".{name}", item) for name, item in vars(value).items() if name != "__wrapped__")
     yield from ((".(default)", item) for item in value.__defaults__ or ())
     yield from ((f".{name}", item) for name, item in (value.__kwdefaults__ or {}).items())
+    is_users = _is_users(value.__module__)
     for name in value.__code__.co_names:
-        if isinstance(item := value.__globals__.get(name), GENERATORS):
+        item = value.__globals__.get(name)
+        if isinstance(item, GENERATORS) or (is_users and _is_data(item)):
             yield f" (global {value.__module__}.{name})", item
 
 
@@ -113,8 +137,8 @@ def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
         if not is_module or name not in _MODULE_NAMES:
             yield f".{name}", item
     if is_module:
-        yield from ((f".{name}", module) for name, module in value._modules.items() if module is not None)
-        yield from ((f".{name}", buffer) for name, buffer in value._buffers.items() if buffer is not None)
+        for held in (value._modules, value._buffers, value._parameters):
+            yield from ((f".{name}", item) for name, item in held.items() if item is not None)
     for name in _slots(type(value)):
         if hasattr(value, name):
             yield f".{name}", getattr(value, name)
@@ -128,12 +152,24 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _in_classes(kind: type, seen: set[type]) -> Iterator[tuple[str, Any]]:
-    """Yield the generators on a class, as MONAI's transforms share one, and among the globals of its module."""
+    """Yield what a user's class and its methods hold; of a package's only generators, as MONAI's transforms share one,
+    on the class and among the globals of its module."""
     for base in kind.__mro__:
-        if base in seen or f"{base.__module__}.".startswith(("builtins", *_CLOSED)):
+        if base in seen or base.__module__ == "builtins" or f"{base.__module__}.".startswith(("torch.", *_MACHINERY)):
             continue
         seen.add(base)
-        yield from ((f".{name}", item) for name, item in vars(base).items() if isinstance(item, GENERATORS))
+        is_users = _is_users(base.__module__)
+        for name, item in vars(base).items():
+            code = getattr(item, "fget", None) or getattr(item, "__func__", item)
+            if isinstance(item, GENERATORS) or (is_users and isinstance(code, FunctionType)):
+                yield f".{name}", code
+            elif is_users and not name.startswith("__") and _is_data(item):
+                yield f" (class {base.__qualname__}).{name}", item
         for name, item in list(vars(sys.modules.get(base.__module__, object)).items()):
             if isinstance(item, GENERATORS):
                 yield f" (global {base.__module__}.{name})", item
+
+
+def _is_data(value: Any) -> bool:
+    """Whether this is a value, rather than code or machinery."""
+    return not isinstance(value, (type, ModuleType, *_CODE)) and not callable(value) and not hasattr(value, "__get__")

@@ -31,7 +31,7 @@ NAMES = {
     ),
     "without_dispatch_modes": Internal(
         "torch.utils._python_dispatch._disable_current_modes",
-        "copy a task while a rehearsal watches",
+        "copy a task while a dry run watches",
         "`forge plan --cluster` does not work for a task on the meta device.",
     ),
 }

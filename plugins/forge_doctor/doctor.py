@@ -27,7 +27,6 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
-from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
 from forge.snapshot.left_out import is_left_out
 from forge.torch_internals import pytree
 from forge_doctor.findings import LEVELS, Finding
@@ -57,6 +56,7 @@ from forge_doctor.probes import (
 from forge_doctor.readiness import planned, readiness
 from forge_doctor.report import DoctorReport
 from forge_doctor.stored import kept
+from forge_doctor.unsaved import fingerprint_hidden, is_a_librarys
 from forge_doctor.worst import worst_samples
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {

@@ -25,7 +25,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.rng import RNGState
-from forge.testing.trace import Line, digest, hidden_state
+from forge.snapshot.evidence import Line, digest, unsaved
 from forge.torch_internals import pytree
 
 KINDS = {
@@ -148,7 +148,7 @@ class Witness(Plugin):
             "update": trainer.progress.update,
             "device": trainer.env.device.type,
             "events": self.events,
-            "hidden": dict(hidden_state(trainer.task)),
+            "hidden": dict(unsaved(trainer)),
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""`forge plan --cluster FILE`: the formulas against closed forms, Monte Carlo and whole rehearsals."""
+"""`forge plan --cluster FILE`: the formulas against closed forms, Monte Carlo and whole dry runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forge.cli import main
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.errors import ForgeError
-from forge.planning import RehearsedStep, rehearse, rows
+from forge.planning import DryStep, rows, run_dry
 from forge_cluster.commands.plan_cluster import _plugins
 from forge_cluster.planning import (
     Layout,
@@ -156,7 +156,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
 
 
 def test_a_short_version_predicts_the_whole_task(work: Workload) -> None:
-    whole = rehearse(Net, batch(8))
+    whole = run_dry(Net, batch(8))
     q = work.at(PLAIN, 8)
     assert work.blocks == BLOCKS
     assert work.heads == 4
@@ -174,8 +174,8 @@ def test_matrix_products_are_six_flops_a_weight_and_token(work: Workload) -> Non
 
 
 def test_memory_equals_the_plan_of_one_machine(work: Workload) -> None:
-    whole = {(): rehearse(Net, batch(4))}
-    planned = {row.strategy: row.peak for row in rows(RehearsedStep(whole, whole, devices=4))}
+    whole = {(): run_dry(Net, batch(4))}
+    planned = {row.strategy: row.peak for row in rows(DryStep(whole, whole, devices=4))}
     for name in ("ddp", "fsdp"):
         assert memory_of(work, Layout(name, PLAIN, shard=4)) == pytest.approx(planned[name], rel=0.05)
 

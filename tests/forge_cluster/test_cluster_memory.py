@@ -10,7 +10,7 @@ import torch
 from benchmarks import planned_ranks
 from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
 from forge.config.recipe import load_recipe
-from forge.planning import WORKSPACE, rehearse
+from forge.planning import WORKSPACE, run_dry
 from forge_cluster.planning import (
     Layout,
     Model,
@@ -50,7 +50,7 @@ def counted(task: type, *precisions: str) -> Workload:
 
 @pytest.fixture(scope="module", params=[pytest.param("small", marks=pytest.mark.slow)])
 def small() -> Workload:
-    """Eight rehearsals; the quick profile has those of a smaller task in tests/forge_cluster/test_cluster.py."""
+    """Eight dry runs; the quick profile has those of a smaller task in tests/forge_cluster/test_cluster.py."""
     return counted(Small, "fp32", "bf16")
 
 
@@ -61,7 +61,7 @@ def logits(samples: float, element: int = 4) -> float:
 def test_a_selective_rule_keeps_what_it_names() -> None:
     counter = OpCounter()
     tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
-    rehearse(Selective, (tokens, tokens), counter=counter)
+    run_dry(Selective, (tokens, tokens), counter=counter)
     hidden = SAMPLES * LENGTH * Sizes.width * 4
     kept = 1 + 1 + 0.5 + 1 + 2 + 1  # output, query, value of half the heads, attention, gate, down
     sums = SAMPLES * LENGTH * Sizes.heads * 4  # of attention's softmax

@@ -1,6 +1,6 @@
 """Clusters: memory and time of every strategy on many GPUs, the best three, and what failures cost.
 
-`count_workload` rehearses a task; `Model` predicts the time of a `Layout`, `memory_of` its memory; `plan_cluster`
+`count_workload` runs dry a task; `Model` predicts the time of a `Layout`, `memory_of` its memory; `plan_cluster`
 compares all of them. Nothing here needs a GPU or joins a process group.
 """
 

@@ -1,4 +1,4 @@
-"""Counting: the floating-point operations, bytes and calls of a rehearsed step, by phase, and what its blocks take."""
+"""Counting: the floating-point operations, bytes and calls of a measured step, by phase, and what its blocks take."""
 
 from __future__ import annotations
 

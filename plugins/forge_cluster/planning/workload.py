@@ -1,7 +1,7 @@
-"""Workload: what one update of a task costs, for any number of samples, from a few rehearsals of a short version of it.
+"""Workload: what one update of a task costs, for any number of samples, from a few dry runs of a short version of it.
 
-A model of 126 equal blocks is rehearsed with 2 and with 3 of them, on a few samples and on twice as many: everything
-that is counted is linear in both, so the rest follows. A task whose blocks differ is rehearsed whole.
+A model of 126 equal blocks is run dry with 2 and with 3 of them, on a few samples and on twice as many: everything
+that is counted is linear in both, so the rest follows. A task whose blocks differ is run dry whole.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from forge.data.accumulation_windows import batch_size
 from forge.data.sharding import RankLoader
 from forge.errors import DataError
 from forge.planning.blocks import repeated
+from forge.planning.dry_run import run_dry
 from forge.planning.footprint import Footprint
 from forge.planning.plan import first_batch
-from forge.planning.rehearsal import rehearse
 from forge.torch_internals import pytree
 from forge_cluster.planning.counting import OpCounter
 from forge_cluster.torch_internals import without_dispatch_modes
@@ -32,7 +32,7 @@ FEW, MORE = 2, 3
 WORTH_IT = 6
 AMP, REMAT, STRATEGIES = "amp", "remat", ("zero", "pipeline", "context_parallel", "ddp", "fsdp", "tensor_parallel")
 APART = (AMP, REMAT, "accumulate", "compile", *STRATEGIES)
-"""Plugins that are planned, and so not rehearsed."""
+"""Plugins that are planned, and so not measured."""
 PHASES = ("forward", "backward", "optimizer")
 MOMENTS = (*PHASES, "loss", "blocks")
 Quantities = dict[str, float]
@@ -109,7 +109,7 @@ def count_workload(recipe: Recipe, precisions: tuple[str, ...] = ("fp32", "amp",
             for depth in skeleton.depths:
                 for share in shares:
                     counter = OpCounter()
-                    footprint = rehearse(
+                    footprint = run_dry(
                         skeleton.maker(depth, precision),
                         _cast(share) if precision == "bf16" else share,
                         _stack(recipe, precision, remat),

@@ -11,7 +11,7 @@ from typing import Any
 
 from forge import registry
 from forge.planning.footprint import Footprint
-from forge.planning.strategies import Levers, RehearsedStep, StrategyRow, row
+from forge.planning.strategies import DryStep, Levers, StrategyRow, row
 
 PREFETCHED = 2
 """Blocks that FSDP holds whole at a time: the one that computes, and the next one."""
@@ -19,7 +19,7 @@ SIZES = (2, 4, 8)
 """Groups of devices that tensor parallelism is planned for."""
 
 
-def replicated(name: str, step: RehearsedStep) -> Iterator[StrategyRow]:
+def replicated(name: str, step: DryStep) -> Iterator[StrategyRow]:
     """Everything on every device. Gradients are views into buckets, which stay allocated throughout; without views
     (gradient_as_bucket_view) they are allocated beside the buckets."""
     if step.devices == 1:
@@ -30,7 +30,7 @@ def replicated(name: str, step: RehearsedStep) -> Iterator[StrategyRow]:
         yield row(name, levers, f, peak, plugins={name: {}})
 
 
-def sharded(name: str, step: RehearsedStep) -> Iterator[StrategyRow]:
+def sharded(name: str, step: DryStep) -> Iterator[StrategyRow]:
     """Parameters, gradients and optimizer state divided by the devices; parameters outside the blocks, two blocks at a
     time and the gradient of one are whole. With offload the shards and the optimizer are in the host's memory."""
     if step.devices > 1:
@@ -40,7 +40,7 @@ def sharded(name: str, step: RehearsedStep) -> Iterator[StrategyRow]:
         yield _sharded(f"{name} + offload", f, levers, 0.0, plugins={name: {"offload": True}}, is_last=True)
 
 
-def split(name: str, step: RehearsedStep) -> Iterator[StrategyRow]:
+def split(name: str, step: DryStep) -> Iterator[StrategyRow]:
     """FSDP with groups of devices that share one model: weights are divided as before, blocks are gathered to 1/size,
     and a group works on one part of the batch.
 

@@ -13,7 +13,8 @@ import pytest
 import forge
 from forge.checkpoint import Checkpoints
 from forge.cli import main, verify_resume
-from forge.testing.trace import TraceDifference, compare, read_trace
+from forge.snapshot.evidence import Difference, compare
+from forge.testing.trace import read_trace
 from tests.conftest import Run
 
 TASK = """
@@ -115,7 +116,7 @@ def test_a_second_life_goes_on_from_the_newest_checkpoint(
     difference = compare(straight, killed)
     assert (difference.part if difference else None) == part
     if difference is not None:
-        assert (difference.update, difference.detail) == (5, "count")
+        assert (difference.update, difference.detail) == (5, "task.count")
 
 
 def test_a_checkpoint_plugin_of_another_name_makes_room(file: Path, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_an_attribute_that_no_checkpoint_holds_is_named(run_forge: Run, file: Pa
     assert lines[0] == "Uninterrupted run: 8 updates ..."
     assert [line.partition(":")[0] for line in lines[1:3]] == [f"Killed run, attempt {i} of 2" for i in (1, 2)]
     assert lines[3].startswith("Not the same. First difference at update ")
-    assert lines[3].endswith("in an attribute outside the task's state (count).")
+    assert lines[3].endswith("in a value outside the task's state (count).")
     assert "register_buffer" in lines[4]
     assert {path.name for path in (file.parent / "kept").iterdir()} == {"straight", "killed"}
 
@@ -147,7 +148,7 @@ def test_what_drifts_without_showing_is_not_the_same(run_forge: Run, file: Path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Bit for bit" not in done.stdout
     assert "Not the same: what no checkpoint holds has drifted. First difference at update " in done.stdout
-    assert "in an attribute outside the task's state (count). It has not shown in the batches" in done.stdout
+    assert "in a value outside the task's state (count). It has not shown in the batches" in done.stdout
 
 
 @pytest.mark.slow
@@ -166,13 +167,13 @@ def test_the_last_kill_comes_after_a_checkpoint(seed: int) -> None:
 
 
 def test_what_has_not_shown_yet_reads_well() -> None:
-    drift = TraceDifference(4, "hidden", "n", shown=False)
+    drift = Difference(4, "hidden", "n", shown=False)
     assert verify_resume.unequal_text(drift, 30) == (
-        "Not the same: what no checkpoint holds has drifted. First difference at update 4, in an attribute outside the "
+        "Not the same: what no checkpoint holds has drifted. First difference at update 4, in a value outside the "
         "task's state (n). It has not shown in the batches, losses, random numbers, optimizer state or weights of "
         "these 30 updates yet."
     )
-    assert verify_resume.unequal_text(TraceDifference(4, "batch", "x"), 30).startswith("Not the same. First difference")
+    assert verify_resume.unequal_text(Difference(4, "batch", "x"), 30).startswith("Not the same. First difference")
 
 
 def test_what_was_found_equal_reads_well() -> None:

@@ -19,14 +19,14 @@ from forge.errors import TaskError
 from forge.planning import (
     WORKSPACE,
     Advice,
+    DryStep,
     Footprint,
     MemoryPlan,
     Moment,
-    RehearsedStep,
     StrategyRow,
     advise,
-    rehearse,
     rows,
+    run_dry,
 )
 from forge.planning.advice import fit
 from forge.planning.cuda_ops import chosen_as_on_cuda
@@ -72,7 +72,7 @@ def batch(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
 @cache
 def plain(samples: int = SAMPLES) -> Footprint:
     """What is needed without any plugin."""
-    return rehearse(Net, batch(samples))
+    return run_dry(Net, batch(samples))
 
 
 def rounded(tensors: Iterable[Tensor]) -> int:
@@ -111,7 +111,7 @@ def test_state_sizes_are_those_of_a_real_step(optimizer: Any, monkeypatch: pytes
     real.step()
     states = [value for state in real.state.values() for value in state.values() if isinstance(value, Tensor)]
 
-    footprint = rehearse(Net, batch())
+    footprint = run_dry(Net, batch())
 
     assert footprint.parameters == rounded([*task.parameters(), *task.buffers()])
     assert footprint.buffers == rounded(task.buffers())
@@ -131,13 +131,13 @@ def test_activations_are_what_autograd_keeps() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = task.training_step((x, y))
-    assert rehearse(Net, (x, y)).activations == rounded([*kept, loss])
+    assert run_dry(Net, (x, y)).activations == rounded([*kept, loss])
 
 
 @pytest.mark.slow
 def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
-    few = rehearse(Net, batch(2048), {"remat": {}})
-    many = rehearse(lambda: Net(4), batch(2048), {"remat": {}})
+    few = run_dry(Net, batch(2048), {"remat": {}})
+    many = run_dry(lambda: Net(4), batch(2048), {"remat": {}})
     assert many.activations - few.activations == 2 * 2048 * WIDTH * 4
     assert few.peak < plain(2048).peak
 
@@ -150,7 +150,7 @@ def test_remat_of_blocks_with_batch_statistics_is_counted() -> None:
             inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(3)]
             self.blocks = nn.Sequential(*inner)
 
-    kept, again = rehearse(Statistics, batch()), rehearse(Statistics, batch(), {"remat": {}})
+    kept, again = run_dry(Statistics, batch()), run_dry(Statistics, batch(), {"remat": {}})
     assert again.activations < kept.activations
 
 
@@ -166,33 +166,33 @@ def test_the_peak_grows_with_the_batch_and_nothing_else_does() -> None:
 def test_a_fused_optimizer_takes_a_copy_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes it on CUDA where nobody says otherwise; then the optimizer's step can be the peak."""
     monkeypatch.setattr(Net, "optimizer", staticmethod(torch.optim.AdamW))
-    together = rehearse(Net, batch(2))
+    together = run_dry(Net, batch(2))
     monkeypatch.setattr(Net, "optimizer", staticmethod(lambda p: torch.optim.AdamW(p, foreach=False)))
-    one_by_one = rehearse(Net, batch(2))
+    one_by_one = run_dry(Net, batch(2))
     parameters = together.parameters - together.buffers
     assert one_by_one.rest("optimizer") < parameters / 2 < parameters <= together.rest("optimizer")
     assert together.worst == "optimizer"
 
 
 def test_gradients_are_there_in_the_second_forward_of_a_window() -> None:
-    windowed = rehearse(Net, batch(2048), {"accumulate": {"window": 2}})
+    windowed = run_dry(Net, batch(2048), {"accumulate": {"window": 2}})
     assert plain(2048).moments["forward"].gradients == 0
     assert windowed.moments["forward"].gradients == windowed.gradients > 0
     assert windowed.activations == plain(2048).activations
 
 
 def test_what_plugins_hold_is_counted() -> None:
-    averaged = rehearse(Net, batch(), {"ema": {}})
+    averaged = run_dry(Net, batch(), {"ema": {}})
     parameters = plain().parameters - plain().buffers
     assert averaged.rest("backward") - plain().rest("backward") >= parameters
-    ahead = rehearse(Net, batch(), {"prefetch": {"depth": 2}})
+    ahead = run_dry(Net, batch(), {"prefetch": {"depth": 2}})
     assert ahead.peak - plain().peak == 2 * (SAMPLES * WIDTH * 4 + 512)
 
 
 @pytest.mark.slow
 def test_plugins_that_look_at_values_are_no_obstacle() -> None:
     stack = {"clip": {}, "amp": {"dtype": "bf16"}, "guard": {}, "schedule": {}, "progress": {}, "sam": {}}
-    assert rehearse(Net, batch(), stack).peak > WORKSPACE
+    assert run_dry(Net, batch(), stack).peak > WORKSPACE
 
 
 def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
@@ -201,7 +201,7 @@ def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
             super().__init__()
             self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
 
-    assert rehearse(Reads, batch()) == plain()
+    assert run_dry(Reads, batch()) == plain()
 
 
 def test_a_task_that_counts_its_items_by_their_values_is_planned() -> None:
@@ -209,7 +209,7 @@ def test_a_task_that_counts_its_items_by_their_values_is_planned() -> None:
         def num_items(self, batch: Any) -> Tensor:
             return (batch[1] > 0).sum()
 
-    assert rehearse(Counts, batch(), {"accumulate": {"window": 2}}).activations == plain().activations
+    assert run_dry(Counts, batch(), {"accumulate": {"window": 2}}).activations == plain().activations
 
 
 def test_two_optimizers_are_planned() -> None:
@@ -224,14 +224,14 @@ def test_two_optimizers_are_planned() -> None:
         def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
             return {name: torch.optim.Adam(getattr(self, name).parameters()) for name in ("a", "b")}
 
-    footprint = rehearse(Pair, batch())
+    footprint = run_dry(Pair, batch())
     assert footprint.gradients == footprint.parameters // 2
     assert footprint.optimizer > 2 * footprint.parameters
 
 
-def test_a_rehearsal_leaves_no_trace() -> None:
+def test_a_dry_run_leaves_no_trace() -> None:
     state = torch.get_rng_state()
-    rehearse(Net, (torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, dtype=torch.long)))
+    run_dry(Net, (torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, dtype=torch.long)))
     assert torch.equal(torch.get_rng_state(), state)
     with torch.autocast("cpu", torch.bfloat16):
         assert F.softmax(torch.ones(2, 2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16
@@ -257,7 +257,7 @@ def test_dropout_keeps_one_byte_an_element() -> None:
             x, y = batch
             return F.cross_entropy(self.head(self.norm(F.dropout(self.blocks(x), 0.5))), y)
 
-    more = rehearse(Drops, batch()).activations - plain().activations
+    more = run_dry(Drops, batch()).activations - plain().activations
     assert more == SAMPLES * WIDTH
 
 
@@ -283,7 +283,7 @@ def test_attention_keeps_no_matrix_with_dropout_or_a_mask() -> None:
     halved = {"amp": {"dtype": "bf16"}}
     for options, stack in (({"is_causal": True}, {}), ({"dropout_p": 0.1}, halved), ({"attn_mask": mask}, {})):
         Attends.options = options
-        assert rehearse(Attends, torch.randn(2, length, WIDTH), stack).activations < matrix
+        assert run_dry(Attends, torch.randn(2, length, WIDTH), stack).activations < matrix
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,11 +308,11 @@ STEP = Footprint(
 
 
 def table(devices: int, bucket_views: bool = True) -> dict[str, StrategyRow]:
-    step = RehearsedStep({(): STEP}, {(): STEP}, devices, options={"ddp": {"bucket_view": bucket_views}})
+    step = DryStep({(): STEP}, {(): STEP}, devices, options={"ddp": {"bucket_view": bucket_views}})
     return {row.strategy: row for row in rows(step)}
 
 
-def test_one_device_takes_what_was_rehearsed() -> None:
+def test_one_device_takes_what_was_measured() -> None:
     row = table(1)["single"]
     assert row.peak == STEP.peak == P + BUFFERS + OPT + ACT + 700 + WORKSPACE
     assert not row.is_estimate
@@ -495,8 +495,8 @@ def test_a_mistake_of_the_task_is_told_with_its_line() -> None:
         def training_step(self, batch: Any) -> Tensor:
             return self.head(batch[0][:, :3]).mean()
 
-    with pytest.raises(TaskError, match=r"test_planning.py:\d+ \(return self.head.*failed in a rehearsal"):
-        rehearse(Wrong, batch())
+    with pytest.raises(TaskError, match=r"test_planning.py:\d+ \(return self.head.*failed in a dry run"):
+        run_dry(Wrong, batch())
 
 
 @pytest.mark.parametrize(

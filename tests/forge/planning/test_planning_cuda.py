@@ -1,4 +1,4 @@
-"""The peak that a rehearsal predicts, against the one that CUDA's allocator saw."""
+"""The peak that a dry run predicts, against the one that CUDA's allocator saw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.planned import BAR, SIZES, STACKS, compare
-from forge.planning import rehearse
+from forge.planning import run_dry
 
 pytestmark = pytest.mark.gpu
 
@@ -22,12 +22,12 @@ def test_the_peak_is_within_ten_percent_of_the_measured_one(model: str, stack: s
     assert abs(row.ratio - 1) <= BAR
 
 
-def test_a_rehearsal_allocates_nothing_on_the_device() -> None:
+def test_a_dry_run_allocates_nothing_on_the_device() -> None:
     torch.ones(1, device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model = SIZES["full"]["GPT-2 124M"]
     for stack in STACKS.values():
-        rehearse(model.make, model.batch(), stack)
+        run_dry(model.make, model.batch(), stack)
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() == before

@@ -1,4 +1,4 @@
-"""Rehearsal: the Trainer runs a few steps of a real stack on fake tensors, and every byte is counted."""
+"""Dry run: the Trainer runs a few steps of a real stack on fake tensors, and every byte is counted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MakeTask = Callable[[], TaskModule]
 
 
 class StepCounter(Protocol):
-    """What counts the operations of a rehearsed step, while it is entered."""
+    """What counts the operations of a measured step, while it is entered."""
 
     phase: str
     '"forward", "backward" or "optimizer": where the step is.'
@@ -55,7 +55,7 @@ class StepCounter(Protocol):
         """Drop what was counted so far."""
 
 
-def rehearse(
+def run_dry(
     make_task: MakeTask,
     batch: Any,
     plugins: Mapping[str, Mapping[str, Any]] | None = None,
@@ -71,19 +71,19 @@ def rehearse(
         kept = [plugin for plugin in made if not _is_planned_apart(plugin)]
         mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept}, type(counter).__module__)
         task = _without_values(make_task, mode)
-        rehearsal = Rehearsal(_fake(batch, mode), ahead, counter)
+        dry = DryRun(_fake(batch, mode), ahead, counter)
         items = int(task.num_items(batch))  # of the real batch: counting may read its values
         task.num_items = lambda batch: items
         vars(task)["check_first_batch"] = False  # it reads values
         options: dict[str, Any] = {"run_dir": False, "device": "cpu", "validate_every": None}
-        trainer = Trainer(plugins=[rehearsal, *kept], max_updates=UPDATES + 1, **options)
-        with mode, rehearsal.tracker, counter or nullcontext(), suppress(RehearsalDone):
-            trainer.fit(task, rehearsal.batches())
-        return rehearsal.footprint()
+        trainer = Trainer(plugins=[dry, *kept], max_updates=UPDATES + 1, **options)
+        with mode, dry.tracker, counter or nullcontext(), suppress(DryRunDone):
+            trainer.fit(task, dry.batches())
+        return dry.footprint()
 
 
-class RehearsalDone(Exception):
-    """Ends the rehearsal: a regular end of the run would read its metrics."""
+class DryRunDone(Exception):
+    """Ends the dry run: a regular end of the run would read its metrics."""
 
 
 class FakeCudaEnv(Env):
@@ -99,7 +99,7 @@ class FakeCudaEnv(Env):
         return move(batch, CUDA)
 
 
-class Rehearsal(Plugin):
+class DryRun(Plugin):
     """Counts while a stack trains on fake tensors."""
 
     def __init__(self, batch: Any, ahead: int, counter: StepCounter | None = None):
@@ -167,7 +167,7 @@ class Rehearsal(Plugin):
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
         if step.index + 1 == UPDATES:
-            raise RehearsalDone
+            raise DryRunDone
         self.tracker.forget_moments()
         if self.counter is not None:
             self.counter.forget()
