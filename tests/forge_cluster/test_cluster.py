@@ -173,6 +173,7 @@ def test_matrix_products_are_six_flops_a_weight_and_token(work: Workload) -> Non
     assert q["matmul backward"] == 2 * q["matmul forward"]
 
 
+@pytest.mark.slow
 def test_memory_equals_the_plan_of_one_machine(work: Workload) -> None:
     whole = {(): rehearse(Net, batch(4))}
     planned = {row.strategy: row.peak for row in rows(RehearsedStep(whole, whole, devices=4))}

@@ -169,6 +169,7 @@ def test_a_sound_task_is_told_what_was_compared(capsys: Any, file: Path) -> None
     assert "the recipe sets no seed, so every fit differs. Both runs use trainer.seed=0 here." in err
 
 
+@pytest.mark.slow
 def test_both_runs_get_the_same_words_and_another_order_of_sets(
     capsys: Any, file: Path, in_this_process: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,7 @@ class Wide(Relu):
         return self.net(x - x.mean(0))
 
 
+@pytest.mark.slow
 def test_of_a_large_task_nothing_runs_again() -> None:
     assert said(made(Wide), max_updates=LOOKS + 1) == ["relu_before_loss"]
 
@@ -269,6 +270,7 @@ def test_layers_without_a_size_are_looked_at_later() -> None:
     assert "unused_parameters" in said(made(Lazy))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "forge"):
         task = made(Unused)

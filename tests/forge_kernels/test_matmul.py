@@ -158,6 +158,7 @@ def test_autocast_casts_arguments_and_gradients_keep_dtypes():
         assert distance(result, right) < MATMUL.tolerance[torch.bfloat16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [pytest.param(None, marks=pytest.mark.slow), "gelu"])
 def test_compiles_whole(activation):
     check_compiles_whole(MATMUL, [new(3, 10, 20), new(20, 6), new(6)], {"activation": activation})

@@ -107,6 +107,7 @@ def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
     check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))
 
 
+@pytest.mark.slow
 def test_the_stand_in_compiles_whole():
     check_stand_in_compiles_whole(stand_in, leaf((3, 8), torch.bfloat16), -1)
 

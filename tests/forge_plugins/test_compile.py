@@ -119,6 +119,7 @@ def test_the_task_is_handed_back_after_an_error() -> None:
     assert all(module._compiled_call_impl is None for module in task.modules())
 
 
+@pytest.mark.slow
 def test_late_hooks_of_a_compiled_module_are_heard() -> None:
     heard: list[tuple[int, int]] = []
 

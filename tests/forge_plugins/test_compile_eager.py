@@ -81,6 +81,7 @@ def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pyte
     assert "The first module that differs when compiled by itself is net.2.1 (Odd): " in caplog.text
 
 
+@pytest.mark.slow
 def test_a_difference_in_the_step_is_blamed_on_no_module(caplog: pytest.LogCaptureFixture) -> None:
     class OddStep(Plain):
         def training_step(self, batch: Any) -> Any:

@@ -22,6 +22,7 @@ from forge.testing import TinyTask, tiny_batches
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, EarlyStop, Freeze, Remat, Schedule
 from tests.support.ddp_kit import Plain, Reader, options, train, wide
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 from tests.support.tasks import PlainGAN
 
 EXACT = 1e-12
@@ -341,7 +342,7 @@ def averaged_alone(strategy: type[forge.Plugin]) -> dict[str, float]:
     return trainer.fit(Series(), data, data).metrics
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP])
+@pytest.mark.parametrize("strategy", some([DDP, FSDP]))
 def test_a_rank_without_samples_helps_to_estimate(strategy: type[forge.Plugin]) -> None:
     alone = averaged_alone(strategy)
     for rank in ranks(2)(averaged_alone, strategy):

@@ -122,6 +122,7 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
         fit_tiny([], max_epochs=2, min_epochs=3)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_between_early_stop_and_the_minimum(tmp_path: Path) -> None:
     plugins = lambda: [EarlyStop(patience=1, min_delta=1e9), Checkpoint("1 updates", background=False)]  # noqa: E731
     options = {"max_epochs": 9, "min_epochs": 4}
@@ -145,6 +146,7 @@ def test_a_first_validation_changes_no_weight(tmp_path: Path) -> None:
     assert {name: line[name] for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_validate_first(tmp_path: Path) -> None:
     plugins = lambda: [Checkpoint("1 updates", background=False), JSONL()]  # noqa: E731
     straight, _ = live(tmp_path / "straight", plugins(), task=Seen(), validate_first=True)

@@ -114,7 +114,7 @@ STACKS: dict[str, Any] = {
     "asking": lambda: (deep(Tempered), [FSDP(find_unused=COUNTS_UNUSED)]),
     "hybrid": lambda: (deep(Tempered), [FSDP(replicate=2), Accumulate(2), Clip(0.05), EMA(0.9)]),
 }
-QUICK = ("levers", "foreach", "two optimizers")
+QUICK = ("levers",)
 
 
 def run_stack(name: str) -> dict[str, Any]:
@@ -218,6 +218,7 @@ def shortened_by_hand(options: dict[str, Any]) -> dict[str, Tensor]:
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
 def test_in_bf16_it_is_fsdp2_written_by_hand(options: dict[str, Any]) -> None:
     ours, theirs = ranks(2)(shortened, options), ranks(2)(shortened_by_hand, options)
@@ -320,6 +321,7 @@ def sorted_out(find_unused: bool) -> dict[str, Any]:
     return train(deep(Chosen), [FSDP(find_unused=find_unused)], [(each, y) for each in (mixed, low, high, mixed)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COUNTS_UNUSED, reason="needs torch 2.15")
 def test_a_scalar_that_one_rank_uses_trains_if_asked_for() -> None:
     alone = sorted_out(False)
@@ -347,6 +349,7 @@ def beside(kind: str) -> dict[str, Any]:
     return {"weights": weights, "metrics": result.metrics, "updates": result.updates}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "kind"),
     some([(2, "tensor"), (4, "tensor"), (4, "sharded stages")]),

@@ -150,7 +150,7 @@ CASES = [
     pytest.param(kind, option, id=f"{kind}-{option}", marks=() if quick else pytest.mark.slow)
     for kind, option, quick in (
         ("tensors", "overfit", True),
-        ("stream", "train", True),
+        ("stream", "train", False),
         ("stateful", "train", True),
         ("tensors", "train", False),
         ("batches", "train", False),

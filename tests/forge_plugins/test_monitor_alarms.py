@@ -133,6 +133,7 @@ class TestAlarms:
         look(net(), "1 updates", updates, train(), lr=lr, optimizer=optimizer)
         assert alarms(caplog) == []
 
+    @pytest.mark.slow
     def test_the_quickstart_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
         recipe = forge.load_recipe("quickstart", ["trainer.max_epochs=2"])
         data = recipe.make_data()
@@ -140,6 +141,7 @@ class TestAlarms:
         trainer.fit(recipe.make_task(), data.train, data.val)
         assert [text for text in alarms(caplog) if text.startswith("monitor")] == []
 
+    @pytest.mark.slow
     def test_a_gan_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
         fit_tiny([quiet("1 updates")], task=TinyGAN(), max_epochs=10)
         assert alarms(caplog) == []
@@ -202,6 +204,7 @@ class TestAlarms:
         look(Scaled(), updates=40, lr=1e-3, dead=None)
         assert alarms(caplog) == []
 
+    @pytest.mark.slow
     def test_a_network_that_explodes_as_a_whole_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         net = mlp(nn.ReLU, 12)
         for module in net:

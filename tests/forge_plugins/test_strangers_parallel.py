@@ -65,12 +65,7 @@ TABLE = [
     and pair[0] != "resnet"
     and (pair[1] != "tensor" or kit.CASES[pair[0]].plan)
 ]
-QUICK = [
-    ("gpt2", "pipeline"),
-    ("llama in two types", "fsdp"),
-    ("qwen2", "tensor"),
-    ("llama without padding", "context"),
-]
+QUICK = [("llama in two types", "fsdp")]
 QUICKLY_REFUSED = [("t5", "pipeline"), ("mistral", "context")]
 
 

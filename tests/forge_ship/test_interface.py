@@ -178,6 +178,7 @@ class Bypassing(Classifier):
         return F.cross_entropy(self.last(self.first(batch[0]).relu()), batch[1])
 
 
+@pytest.mark.slow
 def test_a_validation_that_does_not_call_forward_is_noted(tmp_path: Path) -> None:
     made = export(Bypassing(), batches(), tmp_path)
     assert made.verified

@@ -34,6 +34,7 @@ from forge_ship.quantize import (
     refusal,
     weight_bytes,
 )
+from tests.support.profiles import some
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
@@ -134,7 +135,7 @@ def test_eval_and_train_do_no_harm(made: dict[str, nn.Module]) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CPU)
+@pytest.mark.parametrize("kind", some(CPU))
 def test_an_exported_program_takes_any_batch(made: dict[str, nn.Module], kind: str) -> None:
     program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
     assert weight_bytes(program) == weight_bytes(made[kind])

@@ -97,6 +97,7 @@ def test_it_trains_beside_amp_clip_ema_and_freeze(emulated: None) -> None:
         assert torch.equal(a, b) == name.startswith("net.0.")
 
 
+@pytest.mark.slow
 def test_a_small_network_learns_as_well(emulated: None) -> None:
     x = torch.randn(256, 6, generator=torch.Generator().manual_seed(1))
     batches = [(part, (part[:, :3] * part[:, 3:]).argmax(1)) for part in x.split(32)]

@@ -206,6 +206,7 @@ def test_several_ranks_measure_nothing_and_run_as_written() -> None:
     assert_same_weights(first["weights"], second["weights"])
 
 
+@pytest.mark.slow
 def test_several_ranks_use_what_one_process_has_measured(tmp_path: Path) -> None:
     alone = on_one_rank(str(tmp_path), 4, ())
     assert alone["measured"] == 1

@@ -61,6 +61,7 @@ def test_without_a_network_weights_are_random_and_it_says_so(
         assert torch.equal(mine, its)
 
 
+@pytest.mark.slow
 def test_grey_images_become_photographs_as_in_torchvision() -> None:
     from torchvision.transforms import v2
 

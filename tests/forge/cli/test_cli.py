@@ -154,6 +154,7 @@ def test_fit_prints_metrics_run_folder_and_what_comes_next(forge):
     assert {"weights.safetensors", "config.yaml", "metrics.jsonl"} <= {path.name for path in run.iterdir()}
 
 
+@pytest.mark.slow
 def test_quickstart_reads_digits_with_at_least_97_percent(forge):
     forge("fit", "quickstart", "--run-dir", "run", "-p", "no:tensorboard")
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -161,6 +162,7 @@ def test_quickstart_reads_digits_with_at_least_97_percent(forge):
     assert accuracies[-1] >= 0.97
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_weights(forge):
     for name in ("a", "b"):
         forge("fit", "quickstart", *QUICK, "--run-dir", name)

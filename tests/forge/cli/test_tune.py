@@ -256,6 +256,7 @@ def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str]
     assert Path("runs/one/weights.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_speed_of_an_installed_recipe_is_a_whole_recipe(
     capsys: pytest.CaptureFixture[str], empty_folder: Path, quick: None
 ) -> None:

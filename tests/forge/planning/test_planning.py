@@ -204,6 +204,7 @@ def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
     assert rehearse(Reads, batch()) == plain()
 
 
+@pytest.mark.slow
 def test_a_task_that_counts_its_items_by_their_values_is_planned() -> None:
     class Counts(Net):
         def num_items(self, batch: Any) -> Tensor:
