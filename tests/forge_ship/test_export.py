@@ -371,7 +371,8 @@ def data():
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(TASK)
-    trained_run(tmp_path / "run", EMA(0.5), Checkpoint(every="2 updates", best={"monitor": "val/loss", "mode": "min"}))
+    plugins = EMA(0.5), Checkpoint(every="2 updates", best={"monitor": "val/loss", "mode": "min"})
+    trained_run(tmp_path / "run", *plugins, task=type("HeldByNoModule", (Classifier,), {})())
     return tmp_path / "run"
 
 
