@@ -239,6 +239,7 @@ def evaluated(folder: str) -> dict[str, Any]:
     return {**found, "predicted": torch.cat(trainer.predict(fresh, kit.token_batches(seed=1)))}
 
 
+@pytest.mark.slow
 def test_evaluations_and_exports_are_those_of_one_process(tmp_path: Path) -> None:
     alone = evaluated(str(tmp_path / "one"))
     for rank in ranks(2)(evaluated, str(tmp_path / "two")):

@@ -121,7 +121,6 @@ def orders(kind: str) -> list[str]:
 
 QUICK = [
     (2, "levers", {"schedule": "1f1b"}),
-    (2, "tied outside", {"schedule": "zbv"}),
 ]
 SLOW = [
     *((2, kind, {"schedule": order}) for kind in kinds() for order in orders(kind)),
@@ -394,6 +393,7 @@ def read_from_device() -> list[int]:
     return seen[:-1]
 
 
+@pytest.mark.slow
 def test_metrics_stay_on_the_device() -> None:
     for updates in ranks(2)(read_from_device):
         assert len(updates) == 6

@@ -36,6 +36,7 @@ class Stands(Leaps):
     rate = 1e-12
 
 
+@pytest.mark.slow
 def test_losses_that_leave_all_bounds() -> None:
     assert "diverges" in names(Leaps())
     assert names(Walks()) == set()
@@ -57,6 +58,7 @@ def test_a_clip_that_never_acts(limits: dict[str, Any]) -> None:
     assert names(Healthy(), plugins=make_plugins({"clip": limits})) == {"clips_never"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", some([{"max_norm": 20.0}, {"max_norm": 1e6, "max_value": 0.1}]))
 def test_a_clip_that_waits_for_a_spike_is_left_alone(limits: dict[str, Any]) -> None:
     assert names(Healthy(), plugins=make_plugins({"clip": limits})) == set()

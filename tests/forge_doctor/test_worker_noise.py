@@ -144,6 +144,7 @@ def test_workers_of_a_foreign_loader_that_draw_alike(dataset: Callable[[], Datas
     assert names(dataset(), foreign=True) == {NAME}
 
 
+@pytest.mark.slow
 def test_workers_that_their_own_function_seeds_alike() -> None:
     assert names(FromNumpy(), foreign=True, worker_init_fn=seeds_alike) == {NAME}
 
@@ -168,6 +169,7 @@ def test_workers_that_forge_seeds_differ(dataset: Callable[[], Dataset[Any]]) ->
     assert names(dataset()) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", some([MadeByWorker, FromNumpy, ByIndex, Counts]))
 def test_foreign_workers_that_differ(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset(), foreign=True) == set()

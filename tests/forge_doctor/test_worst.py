@@ -29,6 +29,7 @@ def squares(wrong: int | None) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+@pytest.mark.slow
 def test_a_sample_with_a_wrong_label_stands_out() -> None:
     train = loader(*squares(wrong=5), shuffle=False, batch=32)
     report = forge.doctor(Quick(), train, budget=0)

@@ -90,6 +90,7 @@ def parts(logits):
     return split(logits.shape[1], logits.element_size()).parts
 
 
+@pytest.mark.slow
 @settings(max_examples=3 if PROFILE == "quick" else 50)
 @given(classes=st.sampled_from([4609, 9217, 10000, 14000]), dtype=dtypes, chosen=options)
 def test_split_rows_equal_the_reference_with_any_option(classes, dtype, chosen):

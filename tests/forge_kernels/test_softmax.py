@@ -86,6 +86,7 @@ def test_rows_too_wide_for_registers_go_to_torch():
     assert "at most 32768 entries" in (SOFTMAX.supports(torch.empty(1, 32769, device=DEVICE)) or "")
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     check_compiles_whole(SOFTMAX, [leaf((3, 100))])
 

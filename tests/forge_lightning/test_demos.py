@@ -76,6 +76,7 @@ def words(empty_folder: Path) -> WikiText2:
     return WikiText2()
 
 
+@pytest.mark.slow
 def test_boring_model_with_schedule_and_validation() -> None:
     train, val = own(RandomDataset(32, 16)), own(RandomDataset(32, 8))
     theirs, ours = by_lightning(made(BoringModel), train, val), made(BoringModel)

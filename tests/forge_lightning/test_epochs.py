@@ -189,6 +189,7 @@ def test_with_several_loaders_a_metric_is_of_each() -> None:
     assert module.seen[0]["val_mean"] == pytest.approx(once["val/mean"])
 
 
+@pytest.mark.slow
 def test_a_run_cut_in_an_epoch_keeps_accumulated_metrics(tmp_path: Path) -> None:
     @forge.on("step_end")
     def power_cut(step: forge.Step) -> None:

@@ -87,6 +87,7 @@ def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_shorter_last_batch_is_called_normal(caplog: pytest.LogCaptureFixture) -> None:
     result = fit(Compile(backend="eager"), train=tiny_batches((8, 8, 5)), max_epochs=3, validate_every=None)[1]
     assert counts(result) == (2, 0, 1)
@@ -108,6 +109,7 @@ def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureF
         assert "compile.dynamic=true" in text
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_need_one_graph() -> None:
     sizes = tiny_batches(range(3, 9))
     assert counts(fit(Compile(backend="eager", dynamic=True), train=sizes, validate_every=None)[1]) == (1, 0, 0)
@@ -333,6 +335,7 @@ def test_a_step_that_breaks_off_is_warned_of_with_its_line(caplog: pytest.LogCap
     assert "  at " in caplog.text
 
 
+@pytest.mark.slow
 def test_without_torchs_accounts_there_is_less_and_no_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

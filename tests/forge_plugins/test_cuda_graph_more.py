@@ -123,6 +123,7 @@ def test_a_turn_that_begins_late_is_captured_late() -> None:
     compare(lambda: [Shrink()], 30, task=Late)
 
 
+@pytest.mark.slow
 def test_a_thaw_of_one_of_several_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="forge"):
         compare(lambda: [Freeze(modules="critic.0", thaw={"critic.0": "1 epoch"})], 20, task=GAN)
@@ -308,6 +309,7 @@ class Blocks(forge.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=2.0**-7, fused=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", some([{}, {"budget": 0.5}]), ids=["all", "budget"])
 def test_blocks_that_are_computed_again_are_captured(options: Any) -> None:
     compare(lambda: [Remat(**options), Shrink(), Accumulate(2)], 15, task=Blocks)
@@ -332,6 +334,7 @@ def replayed(data: list[Any], graphs: int) -> int:
     return graph.replayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", some([2, 1]))
 def test_a_graph_that_is_no_longer_used_makes_room(graphs: int) -> None:
     """Lengths that grow, as in a curriculum: each gets a graph in its turn."""
@@ -363,6 +366,7 @@ LIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stack", "task"), some(LIVES.values()), ids=LIVES.keys())
 def test_a_run_that_was_cut_off_ends_the_same(tmp_path: Path, stack: Any, task: Any) -> None:
     straight = live(tmp_path / "straight", stack(), task())

@@ -309,6 +309,7 @@ def averaged() -> dict[str, float]:
     return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_estimated_on_several_ranks() -> None:
     first, second = ranks(2)(averaged)
     assert first == second
@@ -383,6 +384,7 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(option: str) -> None:
         DDP(**{option: 0})
 
 
+@pytest.mark.slow
 def test_options_reach_torch_and_leave_the_result_alone() -> None:
     compressed, static, small = ranks(2)(options)[0]
     assert static == pytest.approx(small, rel=1e-12)

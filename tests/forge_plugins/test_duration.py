@@ -72,6 +72,7 @@ def test_a_run_without_any_end_is_refused() -> None:
         forge.Trainer(plugins=[], run_dir=False).fit(TinyTask(), tiny_batches())
 
 
+@pytest.mark.slow
 def test_the_time_of_all_attempts_counts(clock: Clock, tmp_path: Path) -> None:
     plugins = lambda: [clock.plugin(), Checkpoint("1 updates", background=False)]  # noqa: E731
     straight, expected = live(tmp_path / "straight", plugins(), max_time="11 s", max_epochs=None)

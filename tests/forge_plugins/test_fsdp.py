@@ -219,6 +219,7 @@ def fit_from_meta(kind: type[Deep]) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in task.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_task_says_what_is_in_weights_that_no_module_draws() -> None:
     first, second = ranks(2)(fit_from_meta, Initialised)
     assert torch.equal(first["scaled.scale"], torch.full((8,), 3.0))
@@ -263,6 +264,7 @@ def in_two_types(odd: bool) -> dict[str, Any]:
     return train(InTwoTypes(odd), [Clip(0.5)])
 
 
+@pytest.mark.slow
 def test_parameters_of_two_types_train_as_in_one_process() -> None:
     expected = in_two_types(False)
     assert {value.dtype for value in expected["weights"].values()} == {torch.float32, torch.float64}

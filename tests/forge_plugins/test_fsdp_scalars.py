@@ -261,6 +261,7 @@ def from_meta() -> dict[str, Tensor]:
     return started
 
 
+@pytest.mark.slow
 def test_a_scalar_from_the_meta_device_is_drawn() -> None:
     torch.manual_seed(7)
     full = Drawn()
@@ -282,6 +283,7 @@ def left_over(folder: str, options: dict[str, Any]) -> set[str]:
     return {name for name, parameter in task.named_parameters() if id(parameter) == own[name]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", some([False, True]))
 def test_a_task_keeps_its_scalars_and_exports_them(gather: bool, tmp_path: Path) -> None:
     every = left_over(str(tmp_path / "alone"), {})

@@ -316,6 +316,7 @@ def told_in_place() -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_a_view_that_is_changed_in_place_is_explained() -> None:
     assert any("Write x = x + y, or set fsdp.reshard=false." in told for told in ranks(2)(told_in_place))

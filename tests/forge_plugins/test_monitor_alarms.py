@@ -192,6 +192,7 @@ class TestAlarms:
         ]
         assert "Try -p clip" in alarms(caplog)[0]
 
+    @pytest.mark.slow
     def test_a_large_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
         class Scaled(nn.Module):
             def __init__(self) -> None:
@@ -325,6 +326,7 @@ class TestAlarms:
         look(mlp(nn.ReLU), train=train)
         assert alarms(caplog) == []
 
+    @pytest.mark.slow
     def test_a_limit_of_null_is_no_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
         look(mlp(nn.Sigmoid, 12), vanishing=None)
         assert alarms(caplog) == []
@@ -350,6 +352,7 @@ class TestAlarms:
             0,
         ]
 
+    @pytest.mark.slow
     def test_a_resumed_run_does_not_say_it_again(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         for updates in (20, 40):
             torch.manual_seed(0)

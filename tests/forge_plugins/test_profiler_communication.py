@@ -237,6 +237,7 @@ def profiled(folder: Path, strategy: str) -> str:
     return plugins[1].reports[-1].text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kinds"), some([("fsdp", {"all_gather"}), ("ddp", {"all_reduce"})]))
 def test_two_ranks_see_their_collectives(strategy: str, kinds: set[str], tmp_path: Path) -> None:
     texts = ranks(2)(profiled, tmp_path, strategy)

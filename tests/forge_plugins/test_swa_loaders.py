@@ -91,6 +91,7 @@ class OwnShuffle:
         return len(tiny_batches())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["2 updates", "1 epoch"])
 @pytest.mark.parametrize("allow_inexact", [True, False])
 def test_a_loader_that_draws_its_order_is_reread_at_the_end(

@@ -229,6 +229,7 @@ def dropped(seed: int | None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some([0, None]))
 @pytest.mark.parametrize("count", [2, FOUR])
 def test_ranks_that_share_layers_drop_the_same_and_others_do_not(count: int, seed: int | None) -> None:

@@ -531,6 +531,7 @@ def test_a_rewind_to_where_this_life_began_writes_its_card_again(tmp_path: Path)
     assert [step for step, _ in shown["train/loss"]] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_what_was_drawn_before_a_checkpoint_survives_a_kill(tmp_path: Path) -> None:
     live(tmp_path / "straight")
     code = f"""

@@ -111,6 +111,7 @@ def test_without_a_straggler_nothing_is_said() -> None:
     assert logs[18].keys() >= NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", some(["fsdp", "ddp"]))
 def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> None:
     (logs, told), _ = ranks(2)(run, strategy, (1.0, 1.0), (60.0, 0.0))

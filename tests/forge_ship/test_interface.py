@@ -80,6 +80,7 @@ class Sequences(Classifier):
         return super().forward(last)
 
 
+@pytest.mark.slow
 def test_a_named_tuple_is_taken_apart(tmp_path: Path) -> None:
     data = [
         (Padded(torch.randn(3, n, 4), torch.tensor([1, n, 2]), torch.ones(3, n).bool()), torch.arange(3))

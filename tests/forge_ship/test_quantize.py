@@ -135,6 +135,7 @@ def test_eval_and_train_do_no_harm(made: dict[str, nn.Module]) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some(CPU))
 def test_an_exported_program_takes_any_batch(made: dict[str, nn.Module], kind: str) -> None:
     program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())

@@ -167,6 +167,7 @@ def fit_on_this_rank(strategy: str, float8: bool = True) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in task.named_parameters()}
 
 
+@pytest.mark.slow
 def test_sharded_weights_train_as_whole_ones() -> None:
     pair = ranks(2)
     whole, _ = pair(fit_on_this_rank, "ddp")

@@ -127,6 +127,7 @@ def test_repeated_blocks_are_found_by_their_class() -> None:
     assert repeated_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
 
 
+@pytest.mark.slow
 def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
     told: list[str] = []
     report = speed_range(

@@ -235,6 +235,7 @@ def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder:
     assert holders == {f"trial-{n:04d}": 0 for n in range(10)}, "no trial ran twice"
 
 
+@pytest.mark.slow
 def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path) -> None:
     first = sweep(tmp_path, trials=2)
     with (tmp_path / "journal.log").open("a") as journal:

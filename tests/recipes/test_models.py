@@ -97,6 +97,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "loss"), WAYS)
 def test_every_way_to_compute_gpt_trains_the_same(attention: str, loss: str) -> None:
     plain, other = trained(2), trained(2, loss=loss, attention=attention)

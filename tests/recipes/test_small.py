@@ -184,6 +184,7 @@ def test_a_review_alone_gets_what_it_gets_among_longer_ones(texts: sentiment.Rev
     assert torch.equal(task(other), task(together))
 
 
+@pytest.mark.slow
 def test_bucketing_leaves_out_most_of_the_padding_and_no_review() -> None:
     def padding(bucketed: bool) -> tuple[float, int]:
         loader = sentiment.reviews(2000, 10, bucketed=bucketed).train

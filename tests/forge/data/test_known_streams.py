@@ -207,6 +207,7 @@ def nodes() -> Any:
     return nodes.Loader(nodes.Mapper(batches, as_pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", some([stateful_loader, nodes]))
 def test_the_epoch_reaches_the_stream_in_torchdatas_loaders(tmp_path: Path, make: Callable[[], Any]) -> None:
     loader, epochs = make(), []
@@ -254,6 +255,7 @@ class ShardLoader(DataLoader[Any]):
         self.start = state["used"]
 
 
+@pytest.mark.slow
 def test_a_loader_that_draws_with_its_first_batch_resumes(tmp_path: Path) -> None:
     class Noisy(TinyTask):
         def training_step(self, batch: Any) -> Any:

@@ -174,6 +174,7 @@ def test_a_fused_optimizer_takes_a_copy_of_the_parameters(monkeypatch: pytest.Mo
     assert together.worst == "optimizer"
 
 
+@pytest.mark.slow
 def test_gradients_are_there_in_the_second_forward_of_a_window() -> None:
     windowed = rehearse(Net, batch(2048), {"accumulate": {"window": 2}})
     assert plain(2048).moments["forward"].gradients == 0
@@ -181,6 +182,7 @@ def test_gradients_are_there_in_the_second_forward_of_a_window() -> None:
     assert windowed.activations == plain(2048).activations
 
 
+@pytest.mark.slow
 def test_what_plugins_hold_is_counted() -> None:
     averaged = rehearse(Net, batch(), {"ema": {}})
     parameters = plain().parameters - plain().buffers

@@ -111,6 +111,7 @@ def test_optimizers_go_on_where_they_were(tmp_path: Path, make: Callable[[Any], 
     ends_the_same(tmp_path, lambda: Built(make))
 
 
+@pytest.mark.slow
 def test_optimizer_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [
@@ -176,6 +177,7 @@ class Numbers(TinyTask):
         return np.int64(len(batch[0]))
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_saved_like_any_other(tmp_path: Path) -> None:
     ends_the_same(tmp_path, Numbers)
 

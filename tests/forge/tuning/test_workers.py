@@ -180,6 +180,7 @@ def test_the_fewest_workers_that_feed_the_step_are_recommended() -> None:
     assert "20 % of it" in tune_workers.verdict(never)[0]
 
 
+@pytest.mark.slow
 def test_the_need_is_the_speed_of_the_step_alone() -> None:
     data, measured = Made(Machine()), []
     found = workers_range(
