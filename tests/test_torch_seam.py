@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli import main
 from tests import house
+from tests.support import forked
 
 PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
 """A dotted name that reaches a private part of torch, `__dunder__` names aside."""
@@ -79,7 +79,8 @@ def test_without_any_private_name_a_run_gives_the_same_bits(empty_folder: Path) 
     command = [sys.executable, "-c", WITHOUT, *FIT, "trainer.run_dir=gone"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert main([*FIT, "trainer.run_dir=there"]) == 0
+    done = forked.forge(*FIT, "trainer.run_dir=there")
+    assert done.returncode == 0, done.stderr
     there, gone = (Path(names, "weights.safetensors").read_bytes() for names in ("there", "gone"))
     assert there == gone
 

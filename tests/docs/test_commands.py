@@ -43,6 +43,7 @@ LONG = {
     "multilabel": "tests/recipes/test_small.py trains it",
     "sentiment": "tests/recipes/test_small.py trains it",
     "fashion_cnn": "tests/recipes/test_fashion.py trains it",
+    "fashion_mlp": "as above",
     "shakespeare_char_cpu": "tests/recipes/test_shakespeare.py trains it",
 }
 """What is run in the full profile only, and what stands for it in the quick one."""

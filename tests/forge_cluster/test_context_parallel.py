@@ -185,6 +185,7 @@ def of_others(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
     return kit.fit_tokens(makes[kind](), [Accumulate(2), Clip(0.5)], given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "kind", "name", "options"),
     some(
@@ -343,7 +344,7 @@ def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
     return seen[:-1]
 
 
-@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+@pytest.mark.parametrize("method", some(["alltoall", "allgather"]))
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
     layers, slice_of_both = 2, 2 * 4 * (kit.LENGTH // count) * kit.WIDTH  # keys and values of one rank
@@ -359,6 +360,7 @@ def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
         assert updates == [expected] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "dtype"), some(itertools.product([2, 0], [torch.float32, torch.bfloat16])))
 def test_the_kernels_of_cuda_take_what_the_ring_passes(rank: int, dtype: torch.dtype) -> None:
     """Shapes and arguments alone, on tensors without values; slices of 8 and 4 positions are no multiple of 32."""
@@ -405,7 +407,7 @@ DIFFERS = "does not compute the same on divided sequences"
             ("Convolving", {"balance": False}, DIFFERS),
             ("Normalising", {}, DIFFERS),
         ],
-        quick=5,
+        quick=3,
     ),
 )
 def test_a_task_that_mixes_positions_is_refused(kind: str, options: dict[str, Any], said: str) -> None:

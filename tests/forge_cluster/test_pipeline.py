@@ -119,9 +119,7 @@ def orders(kind: str) -> list[str]:
     return [order for order in SCHEDULES if kind != "conditions" or order not in SPLITTING]
 
 
-QUICK = [
-    (2, "levers", {"schedule": "1f1b"}),
-]
+QUICK = [(2, "levers", {"schedule": "1f1b"})]
 SLOW = [
     *((2, kind, {"schedule": order}) for kind in kinds() for order in orders(kind)),
     *((4, kind, {"schedule": order, "microbatches": 8}) for kind in ("levers", "conditions") for order in orders(kind)),

@@ -87,6 +87,7 @@ def test_metrics_of_torchmetrics_are_those_of_one_process(count: int, options: d
     assert several == [pytest.approx(line, abs=1e-6) for line in one]
 
 
+@pytest.mark.slow
 def test_a_validation_does_not_seem_to_draw_numbers(tmp_path: Path) -> None:
     said = ranks(2)(logged, Deeper, str(tmp_path), [], {})[0]["said"]
     assert not [text for text in said if "drew random numbers" in text]

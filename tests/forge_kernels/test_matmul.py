@@ -72,6 +72,7 @@ def test_strides_do_not_matter(dtype, layouts, sizes):
     check_against_reference(MATMUL, [a, b, new(columns, dtype=dtype)], {"activation": "gelu"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1040, 70, 130), marks=pytest.mark.slow), (5, 200, 520)])
 def test_several_tiles_and_steps_equal_the_reference(shape):
     rows, depth, columns = shape

@@ -39,7 +39,7 @@ def plateau() -> type[Any]:
     return scheduled(make, monitor="val_loss", interval="step", frequency=3, strict=False)
 
 
-@pytest.mark.parametrize("kind", some([Shared, plateau(), Logs, Scheduled], quick=2))
+@pytest.mark.parametrize("kind", some([Shared, plateau(), Logs, Scheduled]))
 def test_a_cut_run_goes_on_bit_for_bit(kind: type[Any], tmp_path: Path) -> None:
     @forge.on("step_end")
     def power_cut(step: forge.Step) -> None:

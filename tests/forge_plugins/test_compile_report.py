@@ -295,6 +295,7 @@ def test_with_torch_logs_set_torch_prints_all_of_it(printed: list[str], monkeypa
     assert printed == [f"{NOISE} a", "something else"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["a whole run", "an error"])
 def test_torch_may_speak_again_after_the_run(error: Exception | None, printed: list[str]) -> None:
     before, task = list(logging.getLogger(SOURCE).filters), Tells()

@@ -151,7 +151,7 @@ CASES = [
     for kind, option, quick in (
         ("tensors", "overfit", True),
         ("stream", "train", False),
-        ("stateful", "train", True),
+        ("stateful", "train", False),
         ("tensors", "train", False),
         ("batches", "train", False),
         ("batches", "overfit", False),

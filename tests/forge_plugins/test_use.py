@@ -92,7 +92,7 @@ def fit(strategy: str, choices: list[list[int]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("count", "strategy", "choices"),
     [
-        (2, "fsdp that asks", ALTERNATING),
+        pytest.param(2, "fsdp that asks", ALTERNATING, marks=pytest.mark.slow),
         pytest.param(2, "windows", ALTERNATING, marks=pytest.mark.slow),
         pytest.param(2, "ddp", ALTERNATING, marks=pytest.mark.slow),
         (2, "ddp, windows", ALTERNATING),

@@ -59,6 +59,7 @@ def texts(*lengths: int) -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.slow
 def test_named_inputs_and_a_structure_come_out_by_name(tmp_path: Path) -> None:
     made = export(Texts(), texts(5, 7, 6), tmp_path)
     assert [(port["name"], port["shape"]) for port in made.card["inputs"]] == [

@@ -116,6 +116,7 @@ def test_a_guard_stops_at_an_infinite_input(emulated: None) -> None:
         fit_tiny([FP8("all"), Guard()], train=batches)
 
 
+@pytest.mark.slow
 def test_the_contract_of_plugins_is_kept(emulated: None) -> None:
     check_plugin(lambda: FP8("all"), leave_out=[*PLAINEST, "order", "files", "graphs"])
 

@@ -15,9 +15,10 @@ from tests.support import forked
 
 EXAMPLE = REPO / "plugins" / "example-lookahead"
 
+INFO = "forge_example_broken-1.2.3.dist-info"
 BROKEN = {
-    "forge_example_broken-1.2.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: forge-example-broken\nVersion: 1.2.3\n",
-    "forge_example_broken-1.2.3.dist-info/entry_points.txt": "[forge.plugins]\nbroken = forge_broken:Broken\n",
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: forge-example-broken\nVersion: 1.2.3\n",
+    f"{INFO}/entry_points.txt": "[forge.plugins]\nbroken = forge_broken:Broken\n",
     "forge_broken/__init__.py": """
 import a_package_that_nobody_has
 import forge

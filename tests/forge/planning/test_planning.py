@@ -197,6 +197,7 @@ def test_plugins_that_look_at_values_are_no_obstacle() -> None:
     assert rehearse(Net, batch(), stack).peak > WORKSPACE
 
 
+@pytest.mark.slow
 def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
     class Reads(Net):
         def __init__(self) -> None:
