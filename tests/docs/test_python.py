@@ -32,7 +32,7 @@ LONG = {
     "docs/writing-kernels.md": "tests/forge_kernels has the same checks of kernels",
     "docs/images-in-folders.md": "tests/docs/test_commands.py trains its task",
     "docs/from-lightning.md": "as above",
-    "docs/examples/two-losses.md": "tests/forge/optim/test_optimizers.py has several losses",
+    "docs/examples/two-losses.md": "tests/forge/metrics/test_torchmetrics.py logs such metrics",
     "docs/examples/vae.md": "a task like any other",
     "docs/graphs.md": "as above",
     "docs/hugging-face.md": "tests/recipes/test_hf_text.py trains a smaller model",
