@@ -49,18 +49,27 @@ def projects() -> list[dict[str, Any]]:
     return [tomllib.loads(file.read_text())["project"] for file in files]
 
 
+@cache
 def plugins() -> set[str]:
     return {name for project in projects() for name in project.get("entry-points", {}).get("forge.plugins", ())}
 
 
+@cache
 def packages() -> set[str]:
     """Packages around the core, by the names they are imported and installed by; `forge-trainer` is the core's own."""
     return {*(PACKAGES.keys() - {"forge"}), "forge_recipes", *(project["name"] for project in projects()[1:])}
 
 
+@cache
+def any_of_them() -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, (*plugins(), *packages()))))
+
+
 def named(text: str, line: str = "") -> Iterator[str]:
     """Yield the plugins and packages that a string names; `line` is the line of source that it begins in."""
-    for name in sorted(plugins()):
+    if not any_of_them().search(text):
+        return
+    for name in sorted(name for name in plugins() if name in text):
         word = rf"(?<![\w.\-]){re.escape(name)}"
         if name not in WORDS:
             forms = [rf"{word}(?!\w)"]

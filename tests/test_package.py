@@ -54,25 +54,6 @@ def pip(*words: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wheel_holds_kernel_plugins_and_recipes(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for needed in (
-        "forge/__init__.py",
-        "forge/py.typed",
-        "forge/cli/__init__.py",
-        "forge/testing/__init__.py",
-        "forge_plugins/__init__.py",
-        "forge_plugins/py.typed",
-        "forge_plugins/clip.py",
-        "forge_recipes/__init__.py",
-        "forge_recipes/quickstart.yaml",
-        "forge_recipes/default.yaml",
-        "forge_recipes/digits.npz",
-    ):
-        assert needed in names
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-
-
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
     """What is in the folders of the packages is shipped; tests, benchmarks and examples are not."""
     packages = {"forge": "forge", "forge_recipes": "recipes/forge_recipes", "forge_plugins": "plugins/forge_plugins"}
@@ -82,16 +63,17 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
         for path in (REPO / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert shipped == sources
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == sources
+    assert {"forge/py.typed", "forge_plugins/clip.py", "forge_recipes/digits.npz"} < sources
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
 AROUND = sorted(path.parent for path in (REPO / "plugins").glob("forge_*/pyproject.toml"))
 
 
-@pytest.mark.parametrize(
-    "package", [pytest.param(p, id=p.name, marks=[] if p is AROUND[0] else pytest.mark.slow) for p in AROUND]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", AROUND, ids=lambda package: package.name)
 def test_a_package_around_the_core_has_a_wheel_of_its_own(package: Path, tmp_path: Path) -> None:
     pip("wheel", package, "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
     (built,) = tmp_path.glob("*.whl")
@@ -103,25 +85,21 @@ def test_a_package_around_the_core_has_a_wheel_of_its_own(package: Path, tmp_pat
     assert {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name} == sources
 
 
-def test_the_installed_files_are_the_wheels(installed: Path, run_python: Run) -> None:
-    code = "import forge, forge_plugins as p, forge_recipes as r; print(*forge.__path__, *p.__path__, *r.__path__)"
-    done = run_python("-c", code, python=installed)
+INSTALLED = """
+import forge, forge_plugins, forge_recipes
+from forge.cli import main
+print(*forge.__path__, *forge_plugins.__path__, *forge_recipes.__path__)
+raise SystemExit(main(["plugins"]) or main(["recipes"]))
+"""
+
+
+def test_an_installed_forge_is_the_wheels_and_finds_its_plugins_and_recipes(installed: Path, run_python: Run) -> None:
+    done = run_python("-c", INSTALLED, python=installed)
     assert done.returncode == 0, done.stderr
-    home = installed.parent.parent
-    assert all(Path(place).is_relative_to(home) for place in done.stdout.split()), done.stdout
-
-
-def test_an_installed_forge_finds_its_plugins(installed: Path, run_python: Run) -> None:
-    done = run_python("-m", "forge", "plugins", python=installed)
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in BUILT_IN)
-
-
-def test_an_installed_forge_finds_its_recipes(installed: Path, run_python: Run) -> None:
-    done = run_python("-m", "forge", "recipes", python=installed)
-    assert done.returncode == 0, done.stderr
-    assert "quickstart" in done.stdout
-    assert "default" in done.stdout
+    places, listed = done.stdout.split("\n", 1)
+    assert all(Path(place).is_relative_to(installed.parent.parent) for place in places.split())
+    for name in (*BUILT_IN, "quickstart", "default"):
+        assert name in listed
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def test_every_requirement_has_a_tested_version_in_bounds() -> None:
         assert requirement.specifier.contains(pinned[name], prereleases=True), f"{requirement}, tested {pinned[name]}"
 
 
+@pytest.mark.slow
 def test_what_is_installed_here_is_within_the_bounds_too() -> None:
     here = make_constraints.installed(make_constraints.asked().values())
     assert "torch" in here

@@ -48,8 +48,12 @@ def extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.libraries.cache_clear()
 
 
-def test_its_format_is_listed_and_a_task_is_exported_with_proof(tmp_path: Path) -> None:
+def test_its_format_is_listed() -> None:
     assert formats()["npz"] == "weights alone, as a file that numpy reads"
+
+
+@pytest.mark.slow
+def test_a_task_is_exported_with_proof(tmp_path: Path) -> None:
     made = forge.export(TinyTask(), to="npz", out=tmp_path / "out" / "model.npz", data=tiny_batches())
     assert made.path.name == "model.npz"
     import numpy

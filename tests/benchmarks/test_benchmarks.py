@@ -88,6 +88,7 @@ def test_gpu_measures_the_same_training_by_hand_and_with_forge(tmp_path: Path) -
     assert rows[0].loss == pytest.approx(rows[1].loss, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_gan_by_hand_and_with_forge_ends_in_the_same_bits(tmp_path: Path) -> None:
     made: list[Any] = []
 
@@ -154,6 +155,7 @@ def test_scale_compares_equal_work_in_pipelines(strategy: str) -> None:
     assert ours.collectives == by_hand.collectives + 1  # the window's metrics, from the last stage
 
 
+@pytest.mark.slow
 def test_no_grad_keeps_nothing_for_a_backward_pass() -> None:
     rows = {mode: no_grad.measure("mlp", mode) for mode in no_grad.MODES}
     layers = 4096 * (784 + 256 + 256) * 4  # the inputs of the three linear layers

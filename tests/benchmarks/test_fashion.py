@@ -28,6 +28,7 @@ def test_the_plain_script_trains_and_ends_with_time_and_accuracy(
     assert float(told[-1]) > 0.5
 
 
+@pytest.mark.slow
 def test_forges_script_ends_with_the_same_words(
     small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def test_descriptors_threads_and_tensors_stay_the_same() -> None:
             assert half == end, (part, quantity)
 
 
+@pytest.mark.slow
 def test_a_planted_leak_is_found() -> None:
     code, rows = call("--only", "run", "--updates", "60", "--validations", "6", "--plant", "descriptors")
     assert (code, rows["run", "descriptors"]["flat"]) == (1, False)

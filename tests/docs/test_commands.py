@@ -32,6 +32,8 @@ LONG = {
     "determinism": "tests/forge_doctor/test_determinism.py compares runs of a smaller task",
     "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
     "--devices": "as above",
+    "doctor": "tests/forge_doctor/test_doctor.py examines smaller tasks",
+    "--measure": "tests/forge/cli/test_plan_measure.py measures",
     "export": "tests/forge_ship/test_export.py exports a smaller task",
     "bench": "tests/forge_ship/test_bench.py times a smaller task",
     "tune": "tests/forge/cli/test_tune.py searches in small",
@@ -41,6 +43,7 @@ LONG = {
     "multilabel": "tests/recipes/test_small.py trains it",
     "sentiment": "tests/recipes/test_small.py trains it",
     "fashion_cnn": "tests/recipes/test_fashion.py trains it",
+    "fashion_mlp": "as above",
     "shakespeare_char_cpu": "tests/recipes/test_shakespeare.py trains it",
 }
 """What is run in the full profile only, and what stands for it in the quick one."""
@@ -101,8 +104,11 @@ def is_run(command: Command) -> bool:
 
 
 def cheap(words: list[str]) -> list[str]:
-    """Three updates of a fit, and a validation."""
-    return [*words, "trainer.max_updates=3", "trainer.validate_every=3 updates"] if words[0] == "fit" else words
+    """A few updates of a fit, and a validation; `first_look`, which takes as long, has tests of its own."""
+    if words[0] != "fit":
+        return words
+    most, others = (3, []) if PROFILE == "full" else (2, ["-p", "no:first_look"])
+    return [*words, *others, f"trainer.max_updates={most}", f"trainer.validate_every={most} updates"]
 
 
 def parse(command: Command) -> None:

@@ -30,6 +30,11 @@ LONG = {
     "docs/examples/sequence-to-sequence.md": "as above",
     "docs/sweeps.md": "tests/forge_sweep sweeps a smaller task",
     "docs/writing-kernels.md": "tests/forge_kernels has the same checks of kernels",
+    "docs/images-in-folders.md": "tests/docs/test_commands.py trains its task",
+    "docs/from-lightning.md": "as above",
+    "docs/examples/two-losses.md": "tests/forge/metrics/test_torchmetrics.py logs such metrics",
+    "docs/examples/vae.md": "a task like any other",
+    "docs/graphs.md": "as above",
     "docs/hugging-face.md": "tests/recipes/test_hf_text.py trains a smaller model",
 }
 """Pages that are run in the full profile only, and what stands for them in the quick one."""

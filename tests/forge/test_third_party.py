@@ -86,12 +86,12 @@ their_plan = their_plugins:rows
 """
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package of plugins."""
-    folder = tmp_path / "theirs"
+    folder = tmp_path_factory.mktemp("theirs")
     info = folder / "their_plugins-1.0.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-plugins\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRIES)
     (folder / "their_plugins.py").write_text(THEIRS)
@@ -108,25 +108,18 @@ def theirs(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     registry.installed.cache_clear()
 
 
-def planned(package: Path, run_forge: Any, memory: float) -> dict[str, Any]:
-    """`forge plan` in a process of its own: its threads would be in the way of tests that fork."""
-    done = run_forge("plan", "quickstart", "--devices", "2", "--memory", str(memory), "--json", paths=[package])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_planning_tries_their_strategy_and_their_lever(package: Path, run_forge: Any) -> None:
-    found = planned(package, run_forge, memory=80)["rows"]
+    """In a process of its own: threads of `forge plan` would be in the way of tests that fork."""
+    done = run_forge("plan", "quickstart", "--devices", "2", "--memory", "0.0785", "--json", paths=[package])
+    assert done.returncode == 0, done.stderr
+    found, recommended = (json.loads(done.stdout)[key] for key in ("rows", "recommended"))
     rows = {(row["strategy"], row["their_saver"], row["amp"]) for row in found}
     assert {("their_plan", False, False), ("their_plan", True, True), ("ddp", True, False)} <= rows
     their = next(row for row in found if row["strategy"] == "their_plan")
     assert their["peak"] < min(row["peak"] for row in found if row["strategy"] != "their_plan")
 
-
-def test_the_command_names_their_options(package: Path, run_forge: Any) -> None:
-    found = planned(package, run_forge, memory=0.0785)["recommended"]
-    assert found["strategy"] == "their_plan"
-    assert found["command"] == "forge fit quickstart --nproc 2 -p their_plan their_plan.parts=2"
+    assert recommended["strategy"] == "their_plan"
+    assert recommended["command"] == "forge fit quickstart --nproc 2 -p their_plan their_plan.parts=2"
 
 
 def test_a_trial_runs_their_clip_and_not_their_stop(theirs: Any) -> None:

@@ -155,6 +155,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
 # -- the task ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_short_version_predicts_the_whole_task(work: Workload) -> None:
     whole = run_dry(Net, batch(8))
     q = work.at(PLAIN, 8)
@@ -166,6 +167,7 @@ def test_a_short_version_predicts_the_whole_task(work: Workload) -> None:
     assert q["rest backward"] == pytest.approx(whole.rest("backward"), rel=0.02)
 
 
+@pytest.mark.slow
 def test_matrix_products_are_six_flops_a_weight_and_token(work: Workload) -> None:
     weights = sum(p.numel() for n, p in Net().named_parameters() if p.dim() == 2 and "embed" not in n)
     q = work.at(PLAIN, 16)
@@ -173,6 +175,7 @@ def test_matrix_products_are_six_flops_a_weight_and_token(work: Workload) -> Non
     assert q["matmul backward"] == 2 * q["matmul forward"]
 
 
+@pytest.mark.slow
 def test_memory_equals_the_plan_of_one_machine(work: Workload) -> None:
     whole = {(): run_dry(Net, batch(4))}
     planned = {row.strategy: row.peak for row in rows(DryStep(whole, whole, devices=4))}
@@ -180,6 +183,7 @@ def test_memory_equals_the_plan_of_one_machine(work: Workload) -> None:
         assert memory_of(work, Layout(name, PLAIN, shard=4)) == pytest.approx(planned[name], rel=0.05)
 
 
+@pytest.mark.slow
 def test_zero_divides_state_and_only_state(work: Workload) -> None:
     sizes = [memory_of(work, Layout(data, PLAIN, shard=8)) for data in ("ddp", "zero1", "zero2", "fsdp")]
     assert sizes == sorted(sizes, reverse=True)
@@ -187,11 +191,13 @@ def test_zero_divides_state_and_only_state(work: Workload) -> None:
     assert sizes[0] - sizes[1] == pytest.approx(state * 7 / 8, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_measured_step_scales_computation(work: Workload) -> None:
     cluster = read_cluster({"gpu": "h100", "nodes": 1, "gpus_per_node": 1, "measured": {"seconds": 2.0, "samples": 16}})
     assert Model(work, cluster).calibrated().time(Layout("single", PLAIN)).total == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_all_layouts_use_all_gpus_and_the_best_is_fastest(work: Workload) -> None:
     found = plan_cluster(work, read_cluster({"gpu": "h100", "nodes": 2, "gpus_per_node": 4}))
     assert all(row.layout.gpus == 8 for row in found.rows)

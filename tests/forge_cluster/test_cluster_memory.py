@@ -58,6 +58,7 @@ def logits(samples: float, element: int = 4) -> float:
     return samples * LENGTH * 128256 * element
 
 
+@pytest.mark.slow
 def test_a_selective_rule_keeps_what_it_names() -> None:
     counter = OpCounter()
     tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)

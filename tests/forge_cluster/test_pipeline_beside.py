@@ -71,6 +71,7 @@ def logged(kind: type[Deeper], folder: str, plugins: list[Any], options: dict[st
     return {"lines": [{k: v for k, v in line.items() if k != "time"} for line in lines], "said": said.texts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "options"),
     some(
@@ -86,11 +87,13 @@ def test_metrics_of_torchmetrics_are_those_of_one_process(count: int, options: d
     assert several == [pytest.approx(line, abs=1e-6) for line in one]
 
 
+@pytest.mark.slow
 def test_a_validation_does_not_seem_to_draw_numbers(tmp_path: Path) -> None:
     said = ranks(2)(logged, Deeper, str(tmp_path), [], {})[0]["said"]
     assert not [text for text in said if "drew random numbers" in text]
 
 
+@pytest.mark.slow
 def test_monitor_logs_the_layers_of_the_first_rank(tmp_path: Path) -> None:
     one = logged(Deeper, str(tmp_path / "one"), [Monitor("2 updates")], {})["lines"]
     first, other = ranks(2)(logged, Deeper, str(tmp_path / "several"), [Monitor("2 updates")], {"microbatches": 2})

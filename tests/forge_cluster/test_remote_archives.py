@@ -26,6 +26,7 @@ from forge_cluster.storage import object_storage
 from forge_cluster.storage.archives import RemoteShard, ShardCache, find_shards
 from tests.forge.data.test_tar_shards import numbered
 from tests.support import forked
+from tests.support.profiles import some
 from tests.support.s3_server import Proxy, s3_server
 
 __all__ = ["s3_server"]
@@ -154,7 +155,7 @@ class TestSamples:
         mixed = TarShards(names, cache=tmp_path / "cache")
         assert [mixed[i]["cls"] for i in range(40)] == [*range(40, 60), *range(20)]
 
-    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("workers", some([0, 2]))
     def test_an_epoch_is_the_same_and_resumes_in_its_middle(self, there: Path, tmp_path: Path, workers: int) -> None:
         def loader(dataset: TarShards) -> Loader:
             return Loader(dataset, batch_size=7, shuffle=True, num_workers=workers, seed=5)
@@ -273,6 +274,7 @@ class TestCache:
                 break
         assert line > 5
 
+    @pytest.mark.slow
     def test_processes_and_threads_share_a_cache_that_is_too_small(self, there: Path, tmp_path: Path) -> None:
         """Each opening removes what the others are about to open: all read what they asked for, within the limit."""
         words = [sys.executable, "-c", CROWD, str(tmp_path / "cache"), at(there), str(int(2.5 * SHARD))]

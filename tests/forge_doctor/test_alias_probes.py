@@ -22,11 +22,6 @@ class Misspelt(Healthy):
             p.require_grad = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_misspelt_attribute_is_named() -> None:
-    assert "attribute_name" in found(Misspelt(), aliases.attributes)
-    assert found(Healthy(), aliases.attributes) == {}
-
-
 class Tied(Healthy):
     def __init__(self) -> None:
         super().__init__()
@@ -42,11 +37,6 @@ class TiedByData(Tied):
         self.net[2].get_parameter("weight").data = self.net[0].get_parameter("weight").data
 
 
-def test_two_parameters_in_one_memory() -> None:
-    assert "shared_storage" in found(TiedByData(), aliases.shared_storage)
-    assert found(Tied(), aliases.shared_storage) == {}
-
-
 class Bootstraps(Healthy):
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +49,6 @@ class Bootstraps(Healthy):
 class BootstrapsRightly(Bootstraps):
     def made(self) -> nn.Module:
         return copy.deepcopy(self.net).requires_grad_(False)
-
-
-def test_a_target_that_is_the_model() -> None:
-    assert "target_is_the_model" in found(Bootstraps(), aliases.copies_of_modules)
-    assert found(BootstrapsRightly(), aliases.copies_of_modules) == {}
 
 
 class Turn(torch.autograd.Function):
@@ -94,11 +79,6 @@ class TurnsNothing(Turns):
     turn = Idle
 
 
-def test_a_function_that_does_nothing() -> None:
-    assert "wrong_gradient" in found(TurnsNothing(), graph.finite_differences)
-    assert found(Turns(), graph.finite_differences) == {}
-
-
 class Counts(Healthy):
     log_input = True
 
@@ -110,11 +90,6 @@ class Counts(Healthy):
 
 class CountsRightly(Counts):
     log_input = False
-
-
-def test_a_rate_that_is_taken_for_a_logarithm() -> None:
-    assert "activation_before_loss" in found(Counts(), losses.inputs)
-    assert found(CountsRightly(), losses.inputs) == {}
 
 
 class Spells(Healthy):
@@ -129,11 +104,6 @@ class Spells(Healthy):
 
 class SpellsRightly(Spells):
     blank = 3
-
-
-def test_a_blank_among_the_labels() -> None:
-    assert "label_values" in found(Spells(), losses.inputs)
-    assert found(SpellsRightly(), losses.inputs) == {}
 
 
 class Fills(forge.TaskModule):
@@ -267,11 +237,6 @@ class SeesNoPlace(Healthy):
         return self.net((x // 100).abs().clamp(max=0))
 
 
-def test_a_first_layer_that_gets_one_input() -> None:
-    assert "input_ignored" in found(SeesNoPlace(), data.first_layer)
-    assert found(Healthy(), data.first_layer) == {}
-
-
 class Scales(Healthy):
     def forward(self, x: Tensor) -> Tensor:
         return self.net((x - 130) / 100)
@@ -328,3 +293,22 @@ def test_an_average_needs_no_optimizer(copied: bool) -> None:
             return torch.optim.Adam(self.net.parameters())
 
     assert ("not_in_optimizer" in said(Averages(), max_updates=1)) is not copied
+
+
+@pytest.mark.parametrize(
+    ("finding", "sick", "probe", "healthy"),
+    [
+        ("attribute_name", Misspelt, aliases.attributes, Healthy),
+        ("shared_storage", TiedByData, aliases.shared_storage, Tied),
+        ("target_is_the_model", Bootstraps, aliases.copies_of_modules, BootstrapsRightly),
+        ("wrong_gradient", TurnsNothing, graph.finite_differences, Turns),
+        ("activation_before_loss", Counts, losses.inputs, CountsRightly),
+        ("label_values", Spells, losses.inputs, SpellsRightly),
+        ("input_ignored", SeesNoPlace, data.first_layer, Healthy),
+    ],
+)
+def test_a_mistake_is_found_and_what_is_right_is_left_in_peace(
+    finding: str, sick: Any, probe: Any, healthy: Any
+) -> None:
+    assert finding in found(sick(), probe)
+    assert found(healthy(), probe) == {}

@@ -14,6 +14,7 @@ from forge.cli import main, subprocesses, target
 from forge_doctor.commands import determinism
 from forge_doctor.witness import TensorDifference
 from tests.conftest import Run
+from tests.support.profiles import some
 
 TASK = """
 import os, time, uuid
@@ -126,18 +127,21 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("task", "found"),
-    [
-        ("Random", "at update 1, the output of net.0 (Linear) is the first value that differs, by about"),
-        ("Clock", "at update 1, the loss (micro-batch 0) is the first value that differs: "),
-        ("Draws", "at update 1, the output of net.1 (BatchNorm1d) is the first value that differs, by about"),
-        ("Starts", "before the first update, the initial buffer salt is the first value that differs"),
-        ("Gradient", "at update 1, the gradient of net.0.bias is the first value that differs, by about"),
-        ("Steps", "at update 1, the parameter net.4.bias after the update is the first value that differs"),
-        (
-            "Reseeds",
-            "at update 1, the state of numpy's random numbers after the update is the first value that differs",
-        ),
-    ],
+    some(
+        [
+            ("Random", "at update 1, the output of net.0 (Linear) is the first value that differs, by about"),
+            ("Clock", "at update 1, the loss (micro-batch 0) is the first value that differs: "),
+            ("Draws", "at update 1, the output of net.1 (BatchNorm1d) is the first value that differs, by about"),
+            ("Starts", "before the first update, the initial buffer salt is the first value that differs"),
+            ("Gradient", "at update 1, the gradient of net.0.bias is the first value that differs, by about"),
+            ("Steps", "at update 1, the parameter net.4.bias after the update is the first value that differs"),
+            (
+                "Reseeds",
+                "at update 1, the state of numpy's random numbers after the update is the first value that differs",
+            ),
+        ],
+        quick=3,
+    ),
 )
 def test_the_first_tensor_that_differs_is_named(capsys: Any, file: Path, task: str, found: str) -> None:
     code, out, _ = ask(capsys, f"{file}:{task}", "--updates", "3")
@@ -169,6 +173,7 @@ def test_a_sound_task_is_told_what_was_compared(capsys: Any, file: Path) -> None
     assert "the recipe sets no seed, so every fit differs. Both runs use trainer.seed=0 here." in err
 
 
+@pytest.mark.slow
 def test_both_runs_get_the_same_words_and_another_order_of_sets(
     capsys: Any, file: Path, in_this_process: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from forge_doctor.commands.doctor import print_page
 from forge_doctor.doctor import AFTER, BEFORE
 from forge_doctor.report import DoctorReport
 from tests.support.patients import Healthy, splits
+from tests.support.profiles import some
 
 FILE = """
 import torch
@@ -125,7 +126,7 @@ class Planned(Healthy):
         return super().configure_optimizers()
 
 
-@pytest.mark.parametrize(("options", "updates"), [("{max_epochs: 3}", 30), ("{max_updates: 7}", 7), ("{}", 100)])
+@pytest.mark.parametrize(("options", "updates"), some([("{max_epochs: 3}", 30), ("{max_updates: 7}", 7), ("{}", 100)]))
 def test_the_run_of_the_recipe_is_planned(tmp_path: Path, options: str, updates: int) -> None:
     recipe = tmp_path / "short.yaml"
     recipe.write_text(f"trainer: {options}\nplugins: {{}}\n")
@@ -134,6 +135,7 @@ def test_the_run_of_the_recipe_is_planned(tmp_path: Path, options: str, updates:
     assert Planned.lengths[0] == updates
 
 
+@pytest.mark.slow
 def test_validations_after_the_end_and_none_at_all() -> None:
     train, val = splits()
     late = forge.doctor(Healthy(), train, val, budget=0, validate_every="20 epochs")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forge
 from forge_doctor import first_look
 from forge_doctor.first_look import LOOKS, samples
-from tests.support.patients import Healthy, loader, numbers, said
+from tests.support.patients import Healthy, Keeps, loader, numbers, said
 
 
 def made(kind: type[forge.TaskModule]) -> Any:
@@ -59,17 +59,6 @@ class Changes(Healthy):
     def training_step(self, batch: Any) -> Any:
         batch[0].mul_(0.5)
         return super().training_step(batch)
-
-
-class Keeps(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[Tensor] = []
-
-    def training_step(self, batch: Any) -> Any:
-        loss = super().training_step(batch)
-        self.history.append(loss)
-        return loss
 
 
 class Trains(Healthy):
@@ -256,6 +245,7 @@ class Wide(Relu):
         return self.net(x - x.mean(0))
 
 
+@pytest.mark.slow
 def test_of_a_large_task_nothing_runs_again() -> None:
     assert said(made(Wide), max_updates=LOOKS + 1) == ["relu_before_loss"]
 
@@ -269,6 +259,7 @@ def test_layers_without_a_size_are_looked_at_later() -> None:
     assert "unused_parameters" in said(made(Lazy))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "forge"):
         task = made(Unused)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from forge_doctor.doctor import AFTER, BEFORE
 from forge_doctor.findings import FINDINGS, LEVELS
 from forge_doctor.probes import class_labels, data, graph, independence, motion, start
-from tests.support.patients import Healthy, found, loader, numbers, said, splits
+from tests.support.patients import Healthy, Keeps, found, loader, numbers, said, splits
 from tests.support.probes_kit import task_with
 
 
@@ -457,17 +457,6 @@ def test_gradients_that_vanish() -> None:
     deep = Healthy()
     deep.net = nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.Sigmoid())), nn.Linear(8, 4))
     assert "vanishing_gradient" in found(deep, motion.gradients, after=2)
-
-
-class Keeps(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[Tensor] = []
-
-    def training_step(self, batch: Any) -> Any:
-        loss = super().training_step(batch)
-        self.history.append(loss)
-        return loss
 
 
 class Misnamed(Healthy):

@@ -144,14 +144,17 @@ def test_workers_of_a_foreign_loader_that_draw_alike(dataset: Callable[[], Datas
     assert names(dataset(), foreign=True) == {NAME}
 
 
+@pytest.mark.slow
 def test_workers_that_their_own_function_seeds_alike() -> None:
     assert names(FromNumpy(), foreign=True, worker_init_fn=seeds_alike) == {NAME}
 
 
+@pytest.mark.slow
 def test_workers_that_their_own_function_seeds_apart() -> None:
     assert names(FromAttribute(), foreign=True, worker_init_fn=seeds_apart) == set()
 
 
+@pytest.mark.slow
 def test_a_generator_that_forge_has_not_seen_yet() -> None:
     train = DataLoader(MadeInTheWorker(), 16, num_workers=2)
     report = forge.doctor(Healthy(), train, budget=0)
@@ -160,11 +163,13 @@ def test_a_generator_that_forge_has_not_seen_yet() -> None:
     assert finding.evidence["workers"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", some([FromTorch, FromAttribute, FromNumpy, MadeByWorker, ByIndex, Counts]))
 def test_workers_that_forge_seeds_differ(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset()) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", some([MadeByWorker, FromNumpy, ByIndex, Counts]))
 def test_foreign_workers_that_differ(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset(), foreign=True) == set()

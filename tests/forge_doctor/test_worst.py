@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ def squares(wrong: int | None) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+@pytest.mark.slow
 def test_a_sample_with_a_wrong_label_stands_out() -> None:
     train = loader(*squares(wrong=5), shuffle=False, batch=32)
     report = forge.doctor(Quick(), train, budget=0)
@@ -77,6 +79,7 @@ def results(task: forge.TaskModule) -> list[tuple[str, str]]:
     return [(finding.name, finding.where) for finding in report.findings if finding.name == "results_differ"]
 
 
+@pytest.mark.slow
 def test_the_first_module_that_bf16_changes_is_named() -> None:
     assert results(Sensitive()) == [("results_differ", "net.1")]
     assert results(Healthy()) == []

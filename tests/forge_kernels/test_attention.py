@@ -145,6 +145,7 @@ def test_strides_do_not_matter(kind):
     check_against_reference(ATTENTION, [part.requires_grad_() for part in parts], {"causal": True})
 
 
+@pytest.mark.slow
 def test_the_result_lies_as_the_queries_do():
     inside = tensors(2, 4, 2, 10)
     out = attention(*inside)
@@ -173,6 +174,7 @@ def test_nan_in_one_row_stays_there():
     assert torch.equal(out, clean)
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits():
     args = tensors(1, 2, 1, 70, 70, dtype=torch.bfloat16)
     first, second = (run(attention, args, {"causal": True}) for _ in range(2))

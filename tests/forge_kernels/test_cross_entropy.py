@@ -90,6 +90,7 @@ def parts(logits):
     return split(logits.shape[1], logits.element_size()).parts
 
 
+@pytest.mark.slow
 @settings(max_examples=3 if PROFILE == "quick" else 50)
 @given(classes=st.sampled_from([4609, 9217, 10000, 14000]), dtype=dtypes, chosen=options)
 def test_split_rows_equal_the_reference_with_any_option(classes, dtype, chosen):
@@ -99,9 +100,7 @@ def test_split_rows_equal_the_reference_with_any_option(classes, dtype, chosen):
     check_against_reference(CROSS_ENTROPY, (logits, target), chosen)
 
 
-@pytest.mark.parametrize(
-    ("smoothing", "target"), covering([(0.1, 10), (0.0, 5000)], itertools.product((0.0, 0.1), (10, 5000)))
-)
+@pytest.mark.parametrize(("smoothing", "target"), covering([(0.1, 10)], itertools.product((0.0, 0.1), (10, 5000))))
 def test_infinite_parts_of_split_rows_give_what_torch_gives(smoothing, target):
     logits = torch.randn(5, 5000, device=DEVICE)
     assert parts(logits) == 2

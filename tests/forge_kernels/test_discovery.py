@@ -100,6 +100,7 @@ def test_the_version_follows_the_source_and_what_it_makes_use_of(
     assert discovery.version(kernel) != first
 
 
+@pytest.mark.slow
 def test_a_third_partys_kernel_is_listed_shown_and_measured(run_forge: Run, tmp_path: Path) -> None:
     paths = [third_party(tmp_path)]
     listed = run_forge("kernels", paths=paths)

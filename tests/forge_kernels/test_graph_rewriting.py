@@ -103,7 +103,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     ("loss", "bias"),
     [
         (padded, False),
-        (transposed, True),
+        pytest.param(transposed, True, marks=pytest.mark.slow),
         *(pytest.param(loss, False, marks=pytest.mark.slow) for loss in (viewed, sliced, flattened)),
     ],
 )

@@ -140,10 +140,12 @@ def test_a_reduction_or_dtype_it_has_not_runs_as_plain_torch():
     assert "float16" in (LINEAR_CROSS_ENTROPY.supports(hidden.half(), weight.half(), target) or "")
 
 
+@pytest.mark.slow
 def test_it_compiles_whole():
     check_compiles_whole(LINEAR_CROSS_ENTROPY, head(6, 10, 50)[:3], {"chunk": 4})
 
 
+@pytest.mark.slow
 def test_the_operator_is_registered_as_torch_asks():
     from forge_kernels.triton.linear_cross_entropy import linear_cross_entropy as op
 

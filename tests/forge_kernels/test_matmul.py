@@ -72,6 +72,7 @@ def test_strides_do_not_matter(dtype, layouts, sizes):
     check_against_reference(MATMUL, [a, b, new(columns, dtype=dtype)], {"activation": "gelu"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1040, 70, 130), marks=pytest.mark.slow), (5, 200, 520)])
 def test_several_tiles_and_steps_equal_the_reference(shape):
     rows, depth, columns = shape
@@ -158,6 +159,7 @@ def test_autocast_casts_arguments_and_gradients_keep_dtypes():
         assert distance(result, right) < MATMUL.tolerance[torch.bfloat16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [pytest.param(None, marks=pytest.mark.slow), "gelu"])
 def test_compiles_whole(activation):
     check_compiles_whole(MATMUL, [new(3, 10, 20), new(20, 6), new(6)], {"activation": activation})

@@ -48,6 +48,7 @@ def test_any_shape_and_dtype_equals_the_reference(rows, width, hidden, out, dtyp
     check_against_reference(MLP, args, {"activation": activation})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["gelu", pytest.param("gelu_erf", marks=pytest.mark.slow)])
 def test_several_tiles_equal_the_reference(activation):
     torch.manual_seed(0)

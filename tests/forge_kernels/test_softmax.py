@@ -86,6 +86,7 @@ def test_rows_too_wide_for_registers_go_to_torch():
     assert "at most 32768 entries" in (SOFTMAX.supports(torch.empty(1, 32769, device=DEVICE)) or "")
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     check_compiles_whole(SOFTMAX, [leaf((3, 100))])
 
@@ -107,6 +108,7 @@ def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
     check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))
 
 
+@pytest.mark.slow
 def test_the_stand_in_compiles_whole():
     check_stand_in_compiles_whole(stand_in, leaf((3, 8), torch.bfloat16), -1)
 

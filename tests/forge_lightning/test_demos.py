@@ -30,6 +30,8 @@ from lightning.pytorch.demos.boring_classes import (  # noqa: E402
 from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM  # noqa: E402
 from lightning.pytorch.demos.transformer import LightningTransformer, WikiText2  # noqa: E402
 
+from tests.support.profiles import some  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -74,6 +76,7 @@ def words(empty_folder: Path) -> WikiText2:
     return WikiText2()
 
 
+@pytest.mark.slow
 def test_boring_model_with_schedule_and_validation() -> None:
     train, val = own(RandomDataset(32, 16)), own(RandomDataset(32, 8))
     theirs, ours = by_lightning(made(BoringModel), train, val), made(BoringModel)
@@ -94,6 +97,7 @@ def test_demo_model_also_with_accumulated_gradients() -> None:
     assert equal(ours[1].state_dict(), by_lightning(made(DemoModel), train, accumulate_grad_batches=3))
 
 
+@pytest.mark.slow
 def test_lstm_with_dropout_and_a_state_dropped_by_a_hook(words: WikiText2) -> None:
     def make() -> LightningLSTM:
         module = LightningLSTM(words.vocab_size)
@@ -108,6 +112,7 @@ def test_lstm_with_dropout_and_a_state_dropped_by_a_hook(words: WikiText2) -> No
     assert "train/train_loss" not in result.metrics
 
 
+@pytest.mark.slow
 def test_transformer_with_dropout(words: WikiText2) -> None:
     make, train = lambda: LightningTransformer(words.vocab_size), own(words, batch_size=3)
     theirs, ours = by_lightning(made(make), train, max_epochs=2), made(make)
@@ -209,7 +214,7 @@ class Rich(L.LightningModule):
         self.hear("train_end")
 
 
-@pytest.mark.parametrize("plateau", [False, True])
+@pytest.mark.parametrize("plateau", some([True, False]))
 def test_a_module_with_everything_is_equal_in_bits_and_hooks(plateau: bool) -> None:
     train, val = own(RandomDataset(32, 16), batch_size=4), own(RandomDataset(32, 10), batch_size=4)
     reference = made(lambda: Rich(plateau=plateau))
@@ -280,6 +285,7 @@ def test_two_ranks_train_what_one_process_trains() -> None:
             assert logged[name] == pytest.approx(metrics[name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_modules_of_the_package_pytorch_lightning_are_known_too() -> None:
     other = pytest.importorskip("pytorch_lightning.demos.boring_classes")
     task = forge.LightningAdapter(other.BoringModel())

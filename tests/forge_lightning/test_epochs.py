@@ -28,6 +28,8 @@ from torchmetrics.classification import (  # noqa: E402
     MulticlassPrecision,
 )
 
+from tests.support.profiles import some  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -155,7 +157,7 @@ STEP = {
 }
 
 
-@pytest.mark.parametrize("log_every", [1, 3, 50])
+@pytest.mark.parametrize("log_every", some([3, 1, 50]))
 def test_an_epochs_values_are_lightnings_however_often_is_logged(reference: Any, log_every: int) -> None:
     module, theirs = reference
     ours = made()
@@ -189,6 +191,7 @@ def test_with_several_loaders_a_metric_is_of_each() -> None:
     assert module.seen[0]["val_mean"] == pytest.approx(once["val/mean"])
 
 
+@pytest.mark.slow
 def test_a_run_cut_in_an_epoch_keeps_accumulated_metrics(tmp_path: Path) -> None:
     @forge.on("step_end")
     def power_cut(step: forge.Step) -> None:

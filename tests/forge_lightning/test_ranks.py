@@ -19,6 +19,7 @@ L = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 
 from tests.forge_lightning.both import Subject, loader  # noqa: E402
+from tests.support.profiles import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -65,7 +66,7 @@ def fit_on(folder: str, kind: type[Any]) -> None:
     fit(Path(folder), kind())
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP, Zero])
+@pytest.mark.parametrize("kind", some([DDP, FSDP, Zero]))
 def test_model_checkpoint_writes_whole_weights_on_ranks(kind: type[Any], tmp_path: Path) -> None:
     ranks(2)(fit_on, str(tmp_path), kind)
     last, weights = read_last(tmp_path), load_file(tmp_path / "weights.safetensors")

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping  # noqa: E402
 from tests.forge_lightning.both import Subject, loader  # noqa: E402
 from tests.forge_lightning.manual_scenarios import Scheduled, Shared  # noqa: E402
 from tests.forge_lightning.scenarios import scheduled  # noqa: E402
+from tests.support.profiles import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,7 +39,7 @@ def plateau() -> type[Any]:
     return scheduled(make, monitor="val_loss", interval="step", frequency=3, strict=False)
 
 
-@pytest.mark.parametrize("kind", [Logs, Shared, Scheduled, plateau()])
+@pytest.mark.parametrize("kind", some([Shared, plateau(), Logs, Scheduled]))
 def test_a_cut_run_goes_on_bit_for_bit(kind: type[Any], tmp_path: Path) -> None:
     @forge.on("step_end")
     def power_cut(step: forge.Step) -> None:
@@ -78,7 +79,7 @@ class Steady(Subject):
         return [optimizer], torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", some([2, 1]))
 def test_a_resumed_run_counts_as_under_lightning(epochs: int, tmp_path: Path) -> None:
     def make() -> Steady:
         torch.manual_seed(0)

@@ -14,11 +14,8 @@ from tests.forge_lightning.scenarios import all_scenarios
 
 SCENARIOS = all_scenarios()
 QUICK = {
-    *("schedule-onecycle-step-1", "schedule-step-epoch-2", "plateau-val_loss-epoch-1", "plateau-train_loss-step-2"),
-    *("update-adam-3-norm", "update-sgd-2-value", "validate-every-2-epochs", "validate-every-2-of-4-batches"),
-    *("log-train-stepepoch-max", "log-val-epoch-sum", "stop-min-1-0.0", "stop-by-module-on_train_batch_end-val"),
-    *("checkpoint-top-2-min", "hooks", "hooks-two-loaders", "callbacks-of-the-module", "no-optimizer", "inner-module"),
-    *("manual-manual-hooks", "manual-bymethods"),
+    *("schedule-step-epoch-2", "plateau-val_loss-epoch-1", "update-adam-3-norm", "validate-every-2-of-4-batches"),
+    *("log-train-stepepoch-max", "stop-min-1-0.0", "checkpoint-top-2-min", "hooks", "manual-manual-hooks"),
 }
 
 

@@ -183,6 +183,7 @@ def test_windows_by_epoch_that_say_too_little_are_refused(window: dict[int, int]
         Accumulate(window)
 
 
+@pytest.mark.slow
 def test_windows_by_epoch_resume_in_the_same_bits(tmp_path: Path) -> None:
     plugins = lambda: [Accumulate({0: 3, 1: 2}), Checkpoint("1 updates", background=False)]  # noqa: E731
     straight, _ = live(tmp_path / "straight", plugins())

@@ -170,8 +170,8 @@ def test_outside_a_fit_nothing_is_swapped(kind: Kind) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: EMA(0.9),
-        lambda: EMA(0.9, start=3, warmup=True, buffers="average"),
+        pytest.param(lambda: EMA(0.9), marks=pytest.mark.slow),
+        pytest.param(lambda: EMA(0.9, start=3, warmup=True, buffers="average"), marks=pytest.mark.slow),
         pytest.param(lambda: EMA(0.9, every=3), marks=pytest.mark.slow),
         lambda: SWA(3, every="2 updates", lr=0.05, anneal=4),
     ],

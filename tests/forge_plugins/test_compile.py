@@ -44,6 +44,7 @@ def test_without_generated_code_the_bits_are_those_of_eager(backend: str, blocks
     assert {name: result.metrics[name] for name in eagerly.metrics} == eagerly.metrics
 
 
+@pytest.mark.slow
 def test_weights_equal_the_loop_around_a_compiled_module() -> None:
     ours, theirs = Plain(), Plain()
     data = tiny_batches((8, 8, 8))
@@ -119,6 +120,7 @@ def test_the_task_is_handed_back_after_an_error() -> None:
     assert all(module._compiled_call_impl is None for module in task.modules())
 
 
+@pytest.mark.slow
 def test_late_hooks_of_a_compiled_module_are_heard() -> None:
     heard: list[tuple[int, int]] = []
 
@@ -140,6 +142,7 @@ def test_late_hooks_of_a_compiled_module_are_heard() -> None:
     assert_same_weights(compiled, plain)
 
 
+@pytest.mark.slow
 def test_evaluation_alone_runs_compiled_too(caplog: pytest.LogCaptureFixture) -> None:
     batches, task = tiny_batches(EVEN), TinyTask()
     plain = forge.Trainer(plugins=[], device="cpu").validate(task, batches)

@@ -73,6 +73,7 @@ def test_random_numbers_of_a_batch_are_drawn_again() -> None:
     assert_same_weights(compared, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.slow), "net.*"])
 def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pytest.LogCaptureFixture) -> None:
     fit(Compile(backend="eager", blocks=blocks, compare=True), odd(), max_updates=1)
@@ -81,6 +82,7 @@ def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pyte
     assert "The first module that differs when compiled by itself is net.2.1 (Odd): " in caplog.text
 
 
+@pytest.mark.slow
 def test_a_difference_in_the_step_is_blamed_on_no_module(caplog: pytest.LogCaptureFixture) -> None:
     class OddStep(Plain):
         def training_step(self, batch: Any) -> Any:

@@ -70,6 +70,7 @@ def test_a_warning_of_transformers_breaks_nothing(caplog: pytest.LogCaptureFixtu
     assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
     logged: list[tuple[int, dict[str, Any]]] = []
 
@@ -86,6 +87,7 @@ def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_shorter_last_batch_is_called_normal(caplog: pytest.LogCaptureFixture) -> None:
     result = fit(Compile(backend="eager"), train=tiny_batches((8, 8, 5)), max_epochs=3, validate_every=None)[1]
     assert counts(result) == (2, 0, 1)
@@ -107,16 +109,19 @@ def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureF
         assert "compile.dynamic=true" in text
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_need_one_graph() -> None:
     sizes = tiny_batches(range(3, 9))
     assert counts(fit(Compile(backend="eager", dynamic=True), train=sizes, validate_every=None)[1]) == (1, 0, 0)
 
 
+@pytest.mark.slow
 def test_by_default_the_second_size_makes_a_graph_for_all() -> None:
     sizes = tiny_batches(range(3, 9))
     assert counts(fit(Compile(backend="eager"), train=sizes, validate_every=None)[1]) == (2, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
     class Reads(Plain):
         def training_step(self, batch: Any) -> Any:
@@ -129,6 +134,7 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
     assert "became part of the graph: keep it in a tensor" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_folder_named_training_has_its_recompiles_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the path nor a word in the line is the flag; the number is a module's, to which torch adds a hint."""
     file = tmp_path / "training" / "steps.py"
@@ -262,6 +268,7 @@ def _handle_to(lines: list[str]) -> Callable[[logging.LogRecord], None]:
     return handle
 
 
+@pytest.mark.slow
 def test_a_break_for_a_number_is_left_to_the_report(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """torch says it once for each line of code, and this one is nobody else's."""
 
@@ -275,17 +282,20 @@ def test_a_break_for_a_number_is_left_to_the_report(printed: list[str], caplog: 
     assert f"  break at {__file__}:{line_of(Reads.training_step, '.item()')}: " in caplog.text
 
 
+@pytest.mark.slow
 def test_anything_else_that_torch_says_is_heard(printed: list[str]) -> None:
     fit(Compile(backend="eager"), Tells(), max_updates=1)
     assert printed == ["something else"]
 
 
+@pytest.mark.slow
 def test_with_torch_logs_set_torch_prints_all_of_it(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "graph_breaks")
     fit(Compile(backend="eager"), Tells(), max_updates=1)
     assert printed == [f"{NOISE} a", "something else"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["a whole run", "an error"])
 def test_torch_may_speak_again_after_the_run(error: Exception | None, printed: list[str]) -> None:
     before, task = list(logging.getLogger(SOURCE).filters), Tells()
@@ -326,6 +336,7 @@ def test_a_step_that_breaks_off_is_warned_of_with_its_line(caplog: pytest.LogCap
     assert "  at " in caplog.text
 
 
+@pytest.mark.slow
 def test_without_torchs_accounts_there_is_less_and_no_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ from forge_plugins import (
     Prefetch,
     Schedule,
 )
-from tests.forge.snapshot.test_resume import PowerCut, cut_at, log_of
+from tests.forge.snapshot.test_resume import ends_as_if_it_had_not_been_cut
 
 pytestmark = pytest.mark.gpu
 
@@ -352,12 +352,7 @@ def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("update", [5, 17, 30])
 def test_a_captured_run_that_was_cut_ends_the_same(tmp_path: Path, update: int) -> None:
-    straight = live(tmp_path / "straight")
-    with pytest.raises(PowerCut):
-        live(tmp_path / "cut", cut_at(update))
-    resumed = live(tmp_path / "cut")
-    assert_same_weights(resumed, straight)
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
+    ends_as_if_it_had_not_been_cut(live, tmp_path, update)
 
 
 def test_garbage_of_an_earlier_run_is_not_collected_in_a_capture() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 import forge
 from forge.testing import assert_same_weights
 from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Monitor, Schedule
-from tests.forge.snapshot.test_resume import PowerCut, cut_at, log_of
+from tests.forge.snapshot.test_resume import PowerCut, cut_at, ends_as_if_it_had_not_been_cut
 from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
 from tests.support.profiles import covering
 
@@ -133,12 +133,7 @@ def live(folder: Path, *more: Any) -> nn.Module:
 
 @pytest.mark.parametrize("update", [17, *(pytest.param(update, marks=pytest.mark.slow) for update in (4, 30))])
 def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
-    straight = live(tmp_path / "straight")
-    with pytest.raises(PowerCut):
-        live(tmp_path / "cut", cut_at(update))
-    resumed = live(tmp_path / "cut")
-    assert_same_weights(resumed, straight)
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
+    ends_as_if_it_had_not_been_cut(live, tmp_path, update)
 
 
 # -- what would make a replay another update --------------------------------------------------------------------------

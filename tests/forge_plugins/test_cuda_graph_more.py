@@ -96,12 +96,13 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("stack", TURNS.values(), ids=TURNS.keys())
-def test_each_turn_of_several_optimizers_has_its_graph(stack: Any) -> None:
-    graph = compare(stack, 10, task=GAN)
+@pytest.mark.parametrize("name", some(reversed(TURNS)))
+def test_each_turn_of_several_optimizers_has_its_graph(name: str) -> None:
+    graph = compare(TURNS[name], 10, task=GAN)
     assert graph.replayed in (33, 15)
 
 
+@pytest.mark.slow
 def test_turns_that_are_not_always_taken_are_replayed_too() -> None:
     class Rests(GAN):
         rests = True
@@ -109,6 +110,7 @@ def test_turns_that_are_not_always_taken_are_replayed_too() -> None:
     compare(lambda: [Noise(), Shrink()], 30, task=Rests)
 
 
+@pytest.mark.slow
 def test_turns_and_windows_of_several_shapes() -> None:
     compare(lambda: [Noise()], 20, batches(6, last=3), task=GAN, max_epochs=5)
 
@@ -121,16 +123,19 @@ def test_a_turn_that_begins_late_is_captured_late() -> None:
     compare(lambda: [Shrink()], 30, task=Late)
 
 
+@pytest.mark.slow
 def test_a_thaw_of_one_of_several_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="forge"):
         compare(lambda: [Freeze(modules="critic.0", thaw={"critic.0": "1 epoch"})], 20, task=GAN)
     assert "the set of trained parameters changed; the step will be captured again" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_plugin_due_now_and_then_sees_uncaptured_turns() -> None:
     compare(lambda: [Monitor(every="10 updates")], 20, task=GAN)
 
 
+@pytest.mark.slow
 def test_each_optimizer_has_its_own_schedule() -> None:
     class Scheduled(GAN):
         def configure_optimizers(self) -> Any:
@@ -226,7 +231,7 @@ def test_hooks_that_read_the_device_stay_outside(caplog: pytest.LogCaptureFixtur
     assert "hooks and the optimizer's step run outside of the graph, because 'guard' acts inside" in caplog.text
 
 
-@pytest.mark.parametrize(("call", "rest"), [(5, "gradient hooks and"), (6, "the optimizer's step runs")])
+@pytest.mark.parametrize(("call", "rest"), some([(6, "the optimizer's step runs"), (5, "gradient hooks and")]))
 def test_a_late_turn_that_reads_the_device_is_captured_in_part(
     call: int, rest: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +282,7 @@ def test_a_loss_scaler_skips_what_it_skips_without_graphs(stack: Any, caplog: py
     assert len(set(told)) == 1  # the same number, with and without
 
 
+@pytest.mark.slow
 def test_a_loss_scaler_serves_several_optimizers() -> None:
     compare(lambda: [AMP("fp16", init_scale=2.0**24), Clip(0.1)], 33, task=GAN)
 
@@ -303,7 +309,8 @@ class Blocks(forge.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=2.0**-7, fused=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.5}], ids=["all", "budget"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", some([{}, {"budget": 0.5}]), ids=["all", "budget"])
 def test_blocks_that_are_computed_again_are_captured(options: Any) -> None:
     compare(lambda: [Remat(**options), Shrink(), Accumulate(2)], 15, task=Blocks)
     captured, _ = run([Remat(**options), CudaGraph(strict=True)], task=Blocks())
@@ -327,6 +334,7 @@ def replayed(data: list[Any], graphs: int) -> int:
     return graph.replayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", some([2, 1]))
 def test_a_graph_that_is_no_longer_used_makes_room(graphs: int) -> None:
     """Lengths that grow, as in a curriculum: each gets a graph in its turn."""
@@ -358,7 +366,8 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize(("stack", "task"), LIVES.values(), ids=LIVES.keys())
+@pytest.mark.slow
+@pytest.mark.parametrize(("stack", "task"), some(LIVES.values()), ids=LIVES.keys())
 def test_a_run_that_was_cut_off_ends_the_same(tmp_path: Path, stack: Any, task: Any) -> None:
     straight = live(tmp_path / "straight", stack(), task())
     with pytest.raises(PowerCut):

@@ -22,6 +22,7 @@ from forge.testing import TinyTask, tiny_batches
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, EarlyStop, Freeze, Remat, Schedule
 from tests.support.ddp_kit import Plain, Reader, options, train, wide
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 from tests.support.tasks import PlainGAN
 
 EXACT = 1e-12
@@ -308,6 +309,7 @@ def averaged() -> dict[str, float]:
     return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_estimated_on_several_ranks() -> None:
     first, second = ranks(2)(averaged)
     assert first == second
@@ -341,7 +343,7 @@ def averaged_alone(strategy: type[forge.Plugin]) -> dict[str, float]:
     return trainer.fit(Series(), data, data).metrics
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP])
+@pytest.mark.parametrize("strategy", some([DDP, FSDP]))
 def test_a_rank_without_samples_helps_to_estimate(strategy: type[forge.Plugin]) -> None:
     alone = averaged_alone(strategy)
     for rank in ranks(2)(averaged_alone, strategy):
@@ -382,6 +384,7 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(option: str) -> None:
         DDP(**{option: 0})
 
 
+@pytest.mark.slow
 def test_options_reach_torch_and_leave_the_result_alone() -> None:
     compressed, static, small = ranks(2)(options)[0]
     assert static == pytest.approx(small, rel=1e-12)

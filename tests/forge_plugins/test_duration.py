@@ -72,6 +72,7 @@ def test_a_run_without_any_end_is_refused() -> None:
         forge.Trainer(plugins=[], run_dir=False).fit(TinyTask(), tiny_batches())
 
 
+@pytest.mark.slow
 def test_the_time_of_all_attempts_counts(clock: Clock, tmp_path: Path) -> None:
     plugins = lambda: [clock.plugin(), Checkpoint("1 updates", background=False)]  # noqa: E731
     straight, expected = live(tmp_path / "straight", plugins(), max_time="11 s", max_epochs=None)
@@ -122,6 +123,7 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
         fit_tiny([], max_epochs=2, min_epochs=3)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_between_early_stop_and_the_minimum(tmp_path: Path) -> None:
     plugins = lambda: [EarlyStop(patience=1, min_delta=1e9), Checkpoint("1 updates", background=False)]  # noqa: E731
     options = {"max_epochs": 9, "min_epochs": 4}
@@ -145,6 +147,7 @@ def test_a_first_validation_changes_no_weight(tmp_path: Path) -> None:
     assert {name: line[name] for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_validate_first(tmp_path: Path) -> None:
     plugins = lambda: [Checkpoint("1 updates", background=False), JSONL()]  # noqa: E731
     straight, _ = live(tmp_path / "straight", plugins(), task=Seen(), validate_first=True)

@@ -181,6 +181,7 @@ def test_a_run_that_was_cut_off_stops_where_it_would_have(
     assert repr(result.metrics) == repr(straight.metrics)  # in which NaN equals NaN
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_over_unless_it_gets_more_patience(tmp_path: Path) -> None:
     def live(patience: int, values: list[float]) -> forge.FitResult:
         plugins = [EarlyStop(patience=patience), saving()]

@@ -56,6 +56,7 @@ def test_a_name_without_its_stage_is_refused() -> None:
             EarlyStop(name)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_a_training_metric_resumes(tmp_path: Path) -> None:
     plugins = lambda: [EarlyStop("train/score", patience=2), Checkpoint("1 updates", background=False)]  # noqa: E731
     long = {"max_epochs": 9, "log_every": 100}

@@ -125,6 +125,7 @@ def test_any_freezing_and_thawing_equals_the_plain_loop(
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.slow
 @few
 @given(
     thaw=PLANS,

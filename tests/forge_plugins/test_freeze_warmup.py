@@ -69,6 +69,7 @@ def test_a_warm_up_makes_a_difference_and_none_by_default() -> None:
     assert not torch.equal(slow.get_parameter("net.0.weight"), plain.get_parameter("net.0.weight"))
 
 
+@pytest.mark.slow
 def test_a_run_cut_within_a_warm_up_resumes(tmp_path: Path) -> None:
     plugins = lambda: [  # noqa: E731
         Freeze("net.*", keep="net.4.*", thaw={"net.0": "2 updates", "net.1": "4 updates"}, warmup=5),

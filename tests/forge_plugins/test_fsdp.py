@@ -219,6 +219,7 @@ def fit_from_meta(kind: type[Deep]) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in task.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_task_says_what_is_in_weights_that_no_module_draws() -> None:
     first, second = ranks(2)(fit_from_meta, Initialised)
     assert torch.equal(first["scaled.scale"], torch.full((8,), 3.0))

@@ -114,7 +114,7 @@ STACKS: dict[str, Any] = {
     "asking": lambda: (deep(Tempered), [FSDP(find_unused=COUNTS_UNUSED)]),
     "hybrid": lambda: (deep(Tempered), [FSDP(replicate=2), Accumulate(2), Clip(0.05), EMA(0.9)]),
 }
-QUICK = ("levers", "foreach", "two optimizers")
+QUICK = ("levers",)
 
 
 def run_stack(name: str) -> dict[str, Any]:
@@ -218,6 +218,7 @@ def shortened_by_hand(options: dict[str, Any]) -> dict[str, Tensor]:
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
 def test_in_bf16_it_is_fsdp2_written_by_hand(options: dict[str, Any]) -> None:
     ours, theirs = ranks(2)(shortened, options), ranks(2)(shortened_by_hand, options)
@@ -260,6 +261,7 @@ def from_meta() -> dict[str, Tensor]:
     return started
 
 
+@pytest.mark.slow
 def test_a_scalar_from_the_meta_device_is_drawn() -> None:
     torch.manual_seed(7)
     full = Drawn()
@@ -281,6 +283,7 @@ def left_over(folder: str, options: dict[str, Any]) -> set[str]:
     return {name for name, parameter in task.named_parameters() if id(parameter) == own[name]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", some([False, True]))
 def test_a_task_keeps_its_scalars_and_exports_them(gather: bool, tmp_path: Path) -> None:
     every = left_over(str(tmp_path / "alone"), {})
@@ -320,6 +323,7 @@ def sorted_out(find_unused: bool) -> dict[str, Any]:
     return train(deep(Chosen), [FSDP(find_unused=find_unused)], [(each, y) for each in (mixed, low, high, mixed)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COUNTS_UNUSED, reason="needs torch 2.15")
 def test_a_scalar_that_one_rank_uses_trains_if_asked_for() -> None:
     alone = sorted_out(False)
@@ -347,6 +351,7 @@ def beside(kind: str) -> dict[str, Any]:
     return {"weights": weights, "metrics": result.metrics, "updates": result.updates}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "kind"),
     some([(2, "tensor"), (4, "tensor"), (4, "sharded stages")]),

@@ -150,8 +150,8 @@ CASES = [
     pytest.param(kind, option, id=f"{kind}-{option}", marks=() if quick else pytest.mark.slow)
     for kind, option, quick in (
         ("tensors", "overfit", True),
-        ("stream", "train", True),
-        ("stateful", "train", True),
+        ("stream", "train", False),
+        ("stateful", "train", False),
         ("tensors", "train", False),
         ("batches", "train", False),
         ("batches", "overfit", False),

@@ -232,6 +232,7 @@ def test_the_error_of_a_sink_is_its_own() -> None:
 # There is one profiler
 
 
+@pytest.mark.slow
 def test_another_profiler_is_left_to_itself(caplog: pytest.LogCaptureFixture) -> None:
     plugin = Profiler(**SHORT)
     with profile(activities=[ProfilerActivity.CPU]) as outer:

@@ -19,6 +19,7 @@ from forge_plugins.profiler.trace import Trace, analyse
 from forge_plugins.profiler.verdict import Measured, Setup, judge, measured
 from tests.support.lasting_ranks import ranks
 from tests.support.profiler_kit import micro, summary
+from tests.support.profiles import some
 
 Times = list[tuple[int, int]]
 MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
@@ -236,7 +237,8 @@ def profiled(folder: Path, strategy: str) -> str:
     return plugins[1].reports[-1].text()
 
 
-@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", {"all_reduce"}), ("fsdp", {"all_gather"})])
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "kinds"), some([("fsdp", {"all_gather"}), ("ddp", {"all_reduce"})]))
 def test_two_ranks_see_their_collectives(strategy: str, kinds: set[str], tmp_path: Path) -> None:
     texts = ranks(2)(profiled, tmp_path, strategy)
     assert all("collectives of an update" in text for text in texts)

@@ -353,6 +353,7 @@ def test_a_heavy_dataset_is_data_bound() -> None:
     assert "num_workers=" in plugin.reports[0].verdict.advice[0]
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_host_bound() -> None:
     # an update takes about 1 ms: in three of them, one pause by the system would decide
     assert verdict_of(Classifier(), make_batches(105), active=100)[0] == "host-bound"

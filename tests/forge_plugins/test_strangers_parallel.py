@@ -65,17 +65,6 @@ TABLE = [
     and pair[0] != "resnet"
     and (pair[1] != "tensor" or kit.CASES[pair[0]].plan)
 ]
-QUICK = [
-    ("gpt2", "pipeline"),
-    ("llama in two types", "fsdp"),
-    ("qwen2", "tensor"),
-    ("llama without padding", "context"),
-]
-QUICKLY_REFUSED = [("t5", "pipeline"), ("mistral", "context")]
-
-
-def marked(quick: list[Any], table: list[Any]) -> list[Any]:
-    return [*quick, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in table if pair not in quick)]
 
 
 @cache
@@ -83,7 +72,8 @@ def alone(name: str) -> dict[str, Any]:
     return kit.fit(name, None)
 
 
-@pytest.mark.parametrize(("name", "strategy"), marked(QUICK, TABLE))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), TABLE)
 def test_a_strangers_model_trains_as_in_one_process(name: str, strategy: str) -> None:
     expected, case = alone(name), kit.CASES[name]
     for rank in ranks(kit.STRATEGIES[strategy][0])(kit.fit, name, strategy):
@@ -102,7 +92,12 @@ def test_one_process_moves_what_is_trained(name: str) -> None:
     assert len(moved) > 0.8 * len(trained)
 
 
-@pytest.mark.parametrize(("name", "strategy"), marked(QUICKLY_REFUSED, list(REFUSED)))
+REFUSED_BY_EACH = [("t5", "pipeline"), ("mistral", "context")]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), some([*REFUSED_BY_EACH, *(pair for pair in REFUSED if pair not in REFUSED_BY_EACH)], quick=2)
+)
 def test_what_cannot_be_divided_is_refused_with_the_cure(name: str, strategy: str) -> None:
     errors = ranks(kit.STRATEGIES[strategy][0]).errors(kit.fit, name, strategy)
     assert all(error.startswith("PeerFailed") or REFUSED[name, strategy] in error for error in errors)

@@ -198,8 +198,7 @@ class CountsForwards(forge.Plugin):
     [
         (0, "3 updates"),
         (0, "1 epoch"),
-        (1, "3 updates"),
-        pytest.param(1, "1 epoch", marks=pytest.mark.slow),
+        *(pytest.param(1, every, marks=pytest.mark.slow) for every in ("3 updates", "1 epoch")),
     ],
 )
 def test_the_run_does_not_notice_the_estimate(workers: int, every: str) -> None:

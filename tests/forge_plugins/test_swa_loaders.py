@@ -25,6 +25,7 @@ from tests.support.swa_kit import Noisy
 # -- loaders that cannot be read twice at once ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_persistent_workers_are_not_asked_within_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
     def fit(plugins: list[Any], every: str) -> forge.TaskModule:
         loader = Loader(Noisy(), 8, shuffle=True, num_workers=1, multiprocessing_context="fork")
@@ -90,6 +91,7 @@ class OwnShuffle:
         return len(tiny_batches())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["2 updates", "1 epoch"])
 @pytest.mark.parametrize("allow_inexact", [True, False])
 def test_a_loader_that_draws_its_order_is_reread_at_the_end(

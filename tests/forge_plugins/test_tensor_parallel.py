@@ -22,6 +22,7 @@ from forge_plugins import EMA, Accumulate, Checkpoint, Clip, Freeze, Remat, Sche
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 EXACT = 1e-12
 """The tolerance in float64: sums are taken in another order, and nothing else."""
@@ -199,6 +200,7 @@ def from_meta() -> dict[str, Tensor]:
     return started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, FOUR])
 def test_weights_drawn_by_block_are_those_of_a_full_task(count: int) -> None:
     torch.manual_seed(3)
@@ -227,7 +229,8 @@ def dropped(seed: int | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", some([0, None]))
 @pytest.mark.parametrize("count", [2, FOUR])
 def test_ranks_that_share_layers_drop_the_same_and_others_do_not(count: int, seed: int | None) -> None:
     first, second, *others = ranks(count)(dropped, seed)

@@ -418,7 +418,7 @@ def check_lives(folder: Path, cuts: list[int], every: int) -> None:
         pytest.param([2], 3, id="before the first", marks=pytest.mark.slow),
         pytest.param([7, 8], 3, id="twice after one", marks=pytest.mark.slow),
         pytest.param([11, 5, 11], 4, id="again and again"),
-        pytest.param([6], 6, id="right after one"),
+        pytest.param([6], 6, id="right after one", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_was_cut_off_shows_every_update_once(tmp_path: Path, cuts: list[int], every: int) -> None:
@@ -531,6 +531,7 @@ def test_a_rewind_to_where_this_life_began_writes_its_card_again(tmp_path: Path)
     assert [step for step, _ in shown["train/loss"]] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_what_was_drawn_before_a_checkpoint_survives_a_kill(tmp_path: Path) -> None:
     live(tmp_path / "straight")
     code = f"""

@@ -111,6 +111,7 @@ def test_without_a_straggler_nothing_is_said() -> None:
     assert logs[18].keys() >= NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", some(["fsdp", "ddp"]))
 def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> None:
     (logs, told), _ = ranks(2)(run, strategy, (1.0, 1.0), (60.0, 0.0))
@@ -171,6 +172,7 @@ def bits(watched: bool) -> list[Any]:
     return list(task.state_dict().values())
 
 
+@pytest.mark.slow
 def test_the_weights_of_ranks_are_the_same_to_the_bit() -> None:
     for with_, without in zip(ranks(2)(bits, True), ranks(2)(bits, False), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(with_, without, strict=True))
@@ -184,6 +186,7 @@ def two_optimizers() -> set[str]:
     return set(sink.logs[8])
 
 
+@pytest.mark.slow
 def test_several_optimizers_compare_the_time_before_a_step() -> None:
     assert ranks(2)(two_optimizers)[0] >= NAMES
 

@@ -92,15 +92,15 @@ def fit(strategy: str, choices: list[list[int]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("count", "strategy", "choices"),
     [
-        (2, "fsdp that asks", ALTERNATING),
+        pytest.param(2, "fsdp that asks", ALTERNATING, marks=pytest.mark.slow),
         pytest.param(2, "windows", ALTERNATING, marks=pytest.mark.slow),
         pytest.param(2, "ddp", ALTERNATING, marks=pytest.mark.slow),
         (2, "ddp, windows", ALTERNATING),
         (2, "ddp, windows", [[0, 0, 0, 0], [1, 1, 1, 1]] * 2),
         (2, "zero, windows", [[0, 0, 0, 0], [1, 1, 1, 1]] * 2),
-        (2, "pipeline", ALTERNATING),
+        pytest.param(2, "pipeline", ALTERNATING, marks=pytest.mark.slow),
         pytest.param(4, "hybrid that asks", ALTERNATING, marks=pytest.mark.slow),
-        (2, "fsdp", [[0, 1, 0, 1]] * 3),
+        pytest.param(2, "fsdp", [[0, 1, 0, 1]] * 3, marks=pytest.mark.slow),
         pytest.param(4, "two pipelines", [[0, 0, 0, 0]] * 3, marks=pytest.mark.slow),
         pytest.param(4, "sharded pipelines", [[0, 0, 0, 0]] * 3, marks=pytest.mark.slow),
     ],

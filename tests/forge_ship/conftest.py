@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,7 +11,8 @@ from forge_ship import runner
 from tests.support import forked
 
 
-@pytest.fixture(autouse=True)
-def quick_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = types.SimpleNamespace(PIPE=runner.subprocess.PIPE, Popen=forked.Popen)
-    monkeypatch.setattr(runner, "subprocess", stand_in)
+@pytest.fixture(autouse=True, scope="module")
+def quick_runner() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "subprocess", types.SimpleNamespace(PIPE=runner.subprocess.PIPE, Popen=forked.Popen))
+        yield

@@ -40,6 +40,7 @@ def run(empty_folder: Path) -> torch.Tensor:
     return expected
 
 
+@pytest.mark.slow
 def test_export_writes_the_best_weights(run: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", BEST, "--to", "pt2", *NAMED, "--out", "model.pt2"]) == 0
     assert "best weights of update 2" in capsys.readouterr().out

@@ -59,6 +59,7 @@ def texts(*lengths: int) -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.slow
 def test_named_inputs_and_a_structure_come_out_by_name(tmp_path: Path) -> None:
     made = export(Texts(), texts(5, 7, 6), tmp_path)
     assert [(port["name"], port["shape"]) for port in made.card["inputs"]] == [
@@ -80,6 +81,7 @@ class Sequences(Classifier):
         return super().forward(last)
 
 
+@pytest.mark.slow
 def test_a_named_tuple_is_taken_apart(tmp_path: Path) -> None:
     data = [
         (Padded(torch.randn(3, n, 4), torch.tensor([1, n, 2]), torch.ones(3, n).bool()), torch.arange(3))
@@ -178,6 +180,7 @@ class Bypassing(Classifier):
         return F.cross_entropy(self.last(self.first(batch[0]).relu()), batch[1])
 
 
+@pytest.mark.slow
 def test_a_validation_that_does_not_call_forward_is_noted(tmp_path: Path) -> None:
     made = export(Bypassing(), batches(), tmp_path)
     assert made.verified

@@ -283,6 +283,7 @@ def fit_on_this_rank(momentum: float) -> tuple[list[tuple[float, float]], list[l
     return task.seen, ranges, {name: value.detach().clone() for name, value in task.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_have_one_range_and_the_same_weights() -> None:
     (seen, ranges, weights), (seen2, ranges2, weights2) = pair(2)(fit_on_this_rank, 1.0)
     assert seen != seen2  # each has its share of a batch

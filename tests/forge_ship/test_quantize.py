@@ -34,6 +34,7 @@ from forge_ship.quantize import (
     refusal,
     weight_bytes,
 )
+from tests.support.profiles import some
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
@@ -73,9 +74,16 @@ def shapes() -> Any:
     return (({0: Dim("batch")},),)
 
 
+class OnDemand(dict[str, nn.Module]):
+    """The model in each kind that is asked for."""
+
+    def __missing__(self, kind: str) -> nn.Module:
+        return self.setdefault(kind, quantize(MODEL, kind, examples(), dynamic_shapes=shapes()))
+
+
 @pytest.fixture(scope="module")
 def made() -> dict[str, nn.Module]:
-    return {kind: quantize(MODEL, kind, examples(), dynamic_shapes=shapes()) for kind in CPU}
+    return OnDemand()
 
 
 def difference(model: Any, other: Any, batch: int = 64) -> float:
@@ -89,12 +97,12 @@ def difference(model: Any, other: Any, batch: int = 64) -> float:
 # -- values and sizes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "near"), [(CPU[0], 0.1), (CPU[1], 0.15), (CPU[2], 0.05), (CPU[3], 0.6)])
+@pytest.mark.parametrize(("kind", "near"), some(zip(CPU, (0.1, 0.15, 0.05, 0.6), strict=True)))
 def test_outputs_are_close_to_the_models(made: dict[str, nn.Module], kind: str, near: float) -> None:
     assert 0 < difference(Net().eval(), made[kind]) < near
 
 
-@pytest.mark.parametrize(("kind", "share"), [(CPU[0], 0.36), (CPU[1], 0.30), (CPU[2], 0.36), (CPU[3], 0.40)])
+@pytest.mark.parametrize(("kind", "share"), some(zip(CPU, (0.36, 0.30, 0.36, 0.40), strict=True)))
 def test_weights_take_fewer_bytes(made: dict[str, nn.Module], kind: str, share: float) -> None:
     assert weight_bytes(made[kind]) < share * weight_bytes(Net())
 
@@ -134,7 +142,8 @@ def test_eval_and_train_do_no_harm(made: dict[str, nn.Module]) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CPU)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", some(CPU))
 def test_an_exported_program_takes_any_batch(made: dict[str, nn.Module], kind: str) -> None:
     program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
     assert weight_bytes(program) == weight_bytes(made[kind])

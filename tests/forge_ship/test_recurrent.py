@@ -23,7 +23,7 @@ def close(found: Any, expected: Any) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS))
 @pytest.mark.parametrize(("layers", "both", "first", "bias"), some([SHAPES[13], SHAPES[3], *SHAPES[::2]]))
 def test_a_loop_is_the_layer(kind: Any, layers: int, both: bool, first: bool, bias: bool) -> None:
     rnn = kind(3, 5, num_layers=layers, bidirectional=both, batch_first=first, bias=bias).eval()
@@ -38,6 +38,7 @@ def test_a_loop_is_the_layer(kind: Any, layers: int, both: bool, first: bool, bi
             assert close(rnn(*arguments), expected)
 
 
+@pytest.mark.slow
 def test_a_sequence_alone_and_relu() -> None:
     rnn = nn.RNN(3, 5, nonlinearity="relu").eval()
     inputs = torch.randn(4, 3)

@@ -239,6 +239,7 @@ def searching_rank() -> Any:
     return tuned.answer
 
 
+@pytest.mark.slow
 def test_a_real_search_on_two_ranks_gives_one_answer() -> None:
     first, second = ranks(2)(searching_rank)
     assert first == second

@@ -97,6 +97,7 @@ def test_it_trains_beside_amp_clip_ema_and_freeze(emulated: None) -> None:
         assert torch.equal(a, b) == name.startswith("net.0.")
 
 
+@pytest.mark.slow
 def test_a_small_network_learns_as_well(emulated: None) -> None:
     x = torch.randn(256, 6, generator=torch.Generator().manual_seed(1))
     batches = [(part, (part[:, :3] * part[:, 3:]).argmax(1)) for part in x.split(32)]
@@ -115,6 +116,7 @@ def test_a_guard_stops_at_an_infinite_input(emulated: None) -> None:
         fit_tiny([FP8("all"), Guard()], train=batches)
 
 
+@pytest.mark.slow
 def test_the_contract_of_plugins_is_kept(emulated: None) -> None:
     check_plugin(lambda: FP8("all"), leave_out=[*PLAINEST, "order", "files", "graphs"])
 
@@ -166,6 +168,7 @@ def fit_on_this_rank(strategy: str, float8: bool = True) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in task.named_parameters()}
 
 
+@pytest.mark.slow
 def test_sharded_weights_train_as_whole_ones() -> None:
     pair = ranks(2)
     whole, _ = pair(fit_on_this_rank, "ddp")

@@ -96,6 +96,7 @@ def test_what_is_computed_again_runs_on_the_kernel_too(install: Any) -> None:
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_compiled_step_has_the_kernel_in_its_graph(install: Any, order: int) -> None:
     install("toy")

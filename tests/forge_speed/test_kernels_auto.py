@@ -150,6 +150,7 @@ def test_a_first_batch_that_fails_fails_in_the_runs_own_forward(install: Any, cl
     assert "kernels" not in "".join(getattr(caught.value, "__notes__", []))
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_replaced_loss_are_still_refused(clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.support.kernel_kit  # noqa: F401  (it mends the interpreter)
 
@@ -199,6 +200,7 @@ def on_one_rank(cache: str | bool = False, rows: int = 8, stack: tuple[Any, ...]
     return {"measured": Clock.measured, "calls": CALLS[-8:], "weights": weights}
 
 
+@pytest.mark.slow
 def test_several_ranks_measure_nothing_and_run_as_written() -> None:
     first, second = ranks(2)(on_one_rank)
     assert (first["measured"], second["measured"]) == (0, 0)
@@ -206,6 +208,7 @@ def test_several_ranks_measure_nothing_and_run_as_written() -> None:
     assert_same_weights(first["weights"], second["weights"])
 
 
+@pytest.mark.slow
 def test_several_ranks_use_what_one_process_has_measured(tmp_path: Path) -> None:
     alone = on_one_rank(str(tmp_path), 4, ())
     assert alone["measured"] == 1

@@ -127,6 +127,7 @@ def test_repeated_blocks_are_found_by_their_class() -> None:
     assert repeated_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
 
 
+@pytest.mark.slow
 def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
     told: list[str] = []
     report = speed_range(
@@ -140,6 +141,7 @@ def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
     assert not list(empty_folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_recipes_own_plugins_are_the_users_choice() -> None:
     report = speed_range(
         Pictures, pictures, leave_out=["compile", "amp"], device="cpu", recipe="default", plugins={"channels_last": {}}

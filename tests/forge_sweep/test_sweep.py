@@ -82,6 +82,7 @@ def test_a_grid_tries_everything_and_trials_are_runs(tmp_path: Path) -> None:
     assert found.best == min(found.trials, key=lambda row: row.value or 0.0)
 
 
+@pytest.mark.slow
 def test_the_best_recipe_repeats_the_best_trial(tmp_path: Path) -> None:
     found = sweep(tmp_path)
     assert found.best is not None
@@ -150,6 +151,7 @@ def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) ->
     assert 'raise RuntimeError("the rate' in (tmp_path / "trial-0002" / "output.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_complete_sweep_grows_and_repeats_nothing(tmp_path: Path) -> None:
     first = sweep(tmp_path, trials=2)
     again = sweep(tmp_path, trials=2)
@@ -233,6 +235,7 @@ def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder:
     assert holders == {f"trial-{n:04d}": 0 for n in range(10)}, "no trial ran twice"
 
 
+@pytest.mark.slow
 def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path) -> None:
     first = sweep(tmp_path, trials=2)
     with (tmp_path / "journal.log").open("a") as journal:

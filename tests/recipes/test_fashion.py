@@ -42,6 +42,7 @@ def loader(of: Any) -> TensorLoader:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_image_and_label_is_torchvisions_bit_for_bit(small_data: Path, tmp_path: Path) -> None:
     torchvision = pytest.importorskip("torchvision")
     transforms = torchvision.transforms

@@ -61,6 +61,7 @@ def test_without_a_network_weights_are_random_and_it_says_so(
         assert torch.equal(mine, its)
 
 
+@pytest.mark.slow
 def test_grey_images_become_photographs_as_in_torchvision() -> None:
     from torchvision.transforms import v2
 
@@ -74,6 +75,7 @@ def test_grey_images_become_photographs_as_in_torchvision() -> None:
     torch.testing.assert_close(made, v2.Compose(steps)(images.unsqueeze(1)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_part_learns_at_a_share_of_the_rate_above() -> None:
     task = Finetune(weights=False, lr=0.1, decay=0.5)
     groups = task.configure_optimizers().param_groups

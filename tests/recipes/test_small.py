@@ -21,6 +21,7 @@ from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint
 from forge_recipes import gan, multilabel, regression, sentiment
 from forge_recipes.digits import digits
+from tests.support.profiles import some
 
 NAMES = {
     "gan_digits": [],
@@ -75,7 +76,7 @@ RESUMED: dict[str, tuple[Callable[[], Any], Callable[[], Splits]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", some(RESUMED))
 def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str) -> None:
     make_task, make_splits = RESUMED[name]
 
@@ -183,6 +184,7 @@ def test_a_review_alone_gets_what_it_gets_among_longer_ones(texts: sentiment.Rev
     assert torch.equal(task(other), task(together))
 
 
+@pytest.mark.slow
 def test_bucketing_leaves_out_most_of_the_padding_and_no_review() -> None:
     def padding(bucketed: bool) -> tuple[float, int]:
         loader = sentiment.reviews(2000, 10, bucketed=bucketed).train
@@ -248,6 +250,7 @@ def test_regression_learns_what_can_be_learned() -> None:
 # -- multilabel -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pictures_hold_two_or_three_digits_of_their_own_split() -> None:
     splits, single = multilabel.digit_pairs(50, 50), digits()
     for pairs, source in ((splits.train, single.train), (splits.val, single.val)):
@@ -274,6 +277,7 @@ def test_multilabel_learns() -> None:
     assert 0.6 < evaluate(task, splits)["val/f1"] < 1
 
 
+@pytest.mark.slow
 def test_figures_of_multilabel_are_those_of_the_whole_set() -> None:
     torch.manual_seed(0)
     splits = multilabel.digit_pairs(300, 300, batch_size=16)  # a validation of two batches, of 256 and 44

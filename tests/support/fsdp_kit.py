@@ -150,8 +150,8 @@ def stacks() -> dict[str, Any]:
     }
 
 
-QUICK = ("levers", "two optimizers, two blocks", "tied")
-"""Together they have most parts of the others, which the long profile compares one by one, and all on four ranks."""
+QUICK = ("levers",)
+"""It has most parts of the others, which the long profile compares one by one, and all on four ranks."""
 SLOW = [*((2, name) for name in stacks() if name not in QUICK), *((4, name) for name in stacks())]
 
 

@@ -49,6 +49,19 @@ class Healthy(forge.TaskModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+class Keeps(Healthy):
+    """Keeps every loss, with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        self.history.append(loss)
+        return loss
+
+
 def numbers(count: int = 160, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     teacher = torch.randn(8, 4, generator=generator)

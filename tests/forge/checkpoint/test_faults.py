@@ -26,8 +26,8 @@ from benchmarks.fault_kinds.victim import HANG, exit_code
 from tests.conftest import REPO
 from tests.support import forked
 
-FEW = [f"--only={case}" for case in ("run:2", "signal:15", "damage:14", "log:21")]
-"""Every kind of case, and every way to die."""
+FEW = [f"--only={case}" for case in ("run:2", "signal:15")]
+"""A run that is killed, and one that is told to stop; damage and logs have tests of their own beside this one."""
 
 MANY = ["--runs=8", "--signals=4", "--damages=20", "--logs=12", "--io=0", "--crashes=0", "--jobs=2"]
 CALLS = ["--runs=0", "--signals=0", "--damages=0", "--logs=0", "--io=14", "--crashes=15", "--jobs=2"]
@@ -46,7 +46,7 @@ def rows(*words: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("words", "cases", "deaths"),
     [
-        ([*FEW, "--jobs=1"], 4, 4),
+        ([*FEW, "--jobs=1"], 2, 2),
         pytest.param(MANY, 44, 24, marks=pytest.mark.slow),
     ],
     ids=["few", "many"],

@@ -313,6 +313,7 @@ class TestPictures:
         monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
         assert "pip install tensorboard" in page([RunFolder(drawn)])
 
+    @pytest.mark.slow
     def test_reading_them_does_not_import_torch(self, drawn: Path, run_python: Any) -> None:
         code = "import sys; from forge.cli import main; main(['report', sys.argv[1]]); sys.exit('torch' in sys.modules)"
         assert run_python("-c", code, str(drawn)).returncode == 0

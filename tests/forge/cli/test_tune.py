@@ -87,6 +87,7 @@ def test_a_range_test_prints_rates_and_the_command_for_them(capsys: Any) -> None
     assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.png")}
 
 
+@pytest.mark.slow
 def test_the_picture_goes_where_it_is_asked_to(capsys: Any, file: str) -> None:
     from PIL import Image
 
@@ -116,6 +117,7 @@ def test_a_loss_that_hardly_falls_is_warned_of(capsys: Any, file: str) -> None:
     assert "warning: the loss hardly fell, so the suggestion means little." in err
 
 
+@pytest.mark.slow
 def test_asked_twice_it_gives_one_answer(capsys: Any, file: str) -> None:
     first, second = (ask(capsys, "lr", file + ":Task", "--updates", "20")[0] for _ in range(2))
     assert first == second
@@ -256,6 +258,7 @@ def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str]
     assert Path("runs/one/weights.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_speed_of_an_installed_recipe_is_a_whole_recipe(
     capsys: pytest.CaptureFixture[str], empty_folder: Path, quick: None
 ) -> None:

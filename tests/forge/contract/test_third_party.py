@@ -15,31 +15,20 @@ from tests.support import forked
 
 EXAMPLE = REPO / "plugins" / "example-lookahead"
 
+INFO = "forge_example_broken-1.2.3.dist-info"
 BROKEN = {
-    "pyproject.toml": """
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "forge-example-broken"
-version = "1.2.3"
-
-[project.entry-points."forge.plugins"]
-broken = "forge_broken:Broken"
-
-[tool.hatch.build.targets.wheel]
-packages = ["forge_broken"]
-""",
-    "forge_broken/__init__.py": '''
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: forge-example-broken\nVersion: 1.2.3\n",
+    f"{INFO}/entry_points.txt": "[forge.plugins]\nbroken = forge_broken:Broken\n",
+    "forge_broken/__init__.py": """
 import a_package_that_nobody_has
 import forge
 
 
 class Broken(forge.Plugin):
-    """Would do wonders if it could be imported."""
-''',
+    '''Would do wonders if it could be imported.'''
+""",
 }
+"""The files of an installed package."""
 
 
 @pytest.fixture(scope="session")
@@ -51,11 +40,11 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a package with a failing import was installed into."""
-    source = tmp_path_factory.mktemp("broken-source")
+    folder = tmp_path_factory.mktemp("broken")
     for name, text in BROKEN.items():
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text(text)
-    return install(source, tmp_path_factory.mktemp("broken"))
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 def install(source: Path, target: Path) -> Path:

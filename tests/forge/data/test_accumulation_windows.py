@@ -19,7 +19,7 @@ from forge.data import Feed, Loader, workers
 from forge.testing import TinyTask, assert_same_weights
 from forge_plugins import Accumulate, Anomaly, Checkpoint
 from tests.forge.snapshot.test_resume import die, live
-from tests.support.profiles import covering
+from tests.support.profiles import covering, some
 
 
 class Epochs:
@@ -189,11 +189,11 @@ class Jittered(Table):
         return self.x[index] + torch.randn(6), self.y[index]
 
 
-@pytest.mark.parametrize("update", [3, 7])  # in the middle of an epoch, and at its end
+@pytest.mark.parametrize("update", some([3, 7]))  # in the middle of an epoch, and at its end
 @pytest.mark.parametrize(
     ("data", "options"),
     [
-        (Table, {}),
+        pytest.param(Table, {}, marks=pytest.mark.slow),
         (Jittered, {}),
         pytest.param(Table, {"num_workers": 2}, marks=pytest.mark.slow),
         pytest.param(Table, {"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.slow),

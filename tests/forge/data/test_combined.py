@@ -217,7 +217,8 @@ class OneOrSeveral(TinyTask):
         return 1
 
 
-@pytest.mark.parametrize(("lengths", "mode"), some(itertools.product([(40, 20), (18, 62)], MODES), quick=2))
+@pytest.mark.slow
+@pytest.mark.parametrize(("lengths", "mode"), some(itertools.product([(40, 20), (18, 62)], MODES)))
 def test_a_run_over_streams_with_a_state_resumes(tmp_path: Path, mode: Any, lengths: tuple[int, int]) -> None:
     given = lambda: {"task": OneOrSeveral(), "train": CombinedLoader(stateful(*lengths), mode)}  # noqa: E731
     plugins = lambda: [Checkpoint("1 updates", background=False)]  # noqa: E731

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import forge
 from forge.data import Feed, Loader, TensorLoader, batch_size, epoch_order
 from forge_plugins import Accumulate
+from tests.support.profiles import some
 from tests.support.tasks import fit, make_batches
 
 
@@ -90,7 +91,7 @@ def test_a_one_shot_iterator_feeds_one_epoch_and_no_second() -> None:
         fit(train=iter(make_batches(3)), max_epochs=2)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", some([0, 2]))
 def test_torch_dataloaders_over_map_and_iterable_datasets_work(workers: int) -> None:
     x, y = torch.randn(10, 8), torch.randint(0, 3, (10,))
     assert fit(train=DataLoader(TensorDataset(x, y), batch_size=4, num_workers=workers)).updates == 3

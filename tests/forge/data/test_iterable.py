@@ -153,6 +153,7 @@ def test_no_worker_and_one_are_the_same() -> None:
     assert [batch[:, 0].tolist() for batch in helped] == [[2, 3], [4, 5], [6]]
 
 
+@pytest.mark.slow
 def test_streams_take_turns_as_torch_has_them() -> None:
     loader: Any = Loader(Stream(11), 2, num_workers=3)
     plain = DataLoader(Stream(11), 2, num_workers=3)

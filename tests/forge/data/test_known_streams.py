@@ -25,6 +25,7 @@ from forge.testing import TinyTask, assert_same_weights
 from forge_plugins import Checkpoint
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.docs_pages import blocks
+from tests.support.profiles import some
 
 SHARDS = [range(0, 7), range(7, 25), range(25, 29), range(29, 45)]
 
@@ -122,7 +123,7 @@ def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("buffer", [1, 16])
+@pytest.mark.parametrize("buffer", some([16, 1]))
 def test_a_stream_of_the_hub_resumes_to_the_same_bits(tmp_path: Path, buffer: int, workers: int) -> None:
     check_resume(tmp_path, lambda: Loader(HubStream(buffer), 9, num_workers=workers))  # no batch of one, for BatchNorm
 
@@ -206,7 +207,8 @@ def nodes() -> Any:
     return nodes.Loader(nodes.Mapper(batches, as_pairs))
 
 
-@pytest.mark.parametrize("make", [stateful_loader, nodes])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", some([stateful_loader, nodes]))
 def test_the_epoch_reaches_the_stream_in_torchdatas_loaders(tmp_path: Path, make: Callable[[], Any]) -> None:
     loader, epochs = make(), []
     for epoch in range(2):
@@ -253,6 +255,7 @@ class ShardLoader(DataLoader[Any]):
         self.start = state["used"]
 
 
+@pytest.mark.slow
 def test_a_loader_that_draws_with_its_first_batch_resumes(tmp_path: Path) -> None:
     class Noisy(TinyTask):
         def training_step(self, batch: Any) -> Any:

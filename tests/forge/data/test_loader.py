@@ -30,6 +30,7 @@ from forge.data import Loader, Weighted
 from forge.data.sample_seeding import is_pure
 from forge.rng import combine_seeds
 from tests.support import forked
+from tests.support.profiles import some
 
 
 class Augmented(Dataset):
@@ -318,7 +319,7 @@ class TestErrors:
 
 
 class TestWorkers:
-    @pytest.mark.parametrize("persistent", [True, False])
+    @pytest.mark.parametrize("persistent", some([True, False]))
     def test_a_killed_worker_is_named_and_the_loader_goes_on(self, persistent: bool) -> None:
         loader = Loader(Faulty(die), 2, num_workers=2, persistent_workers=persistent)
         with pytest.raises(
@@ -359,7 +360,7 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match="killed by signal 9"):
             list(taken)
 
-    @pytest.mark.parametrize("persistent", [True, False])
+    @pytest.mark.parametrize("persistent", some([True, False]))
     def test_a_worker_killed_with_a_lock_is_named_in_any_thread(
         self, persistent: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -142,6 +142,7 @@ def test_workers_get_the_command_less_what_concerns_the_launch(monkeypatch: pyte
     assert predict.parser().parse_intermixed_args(predicting).out == "p.safetensors"
 
 
+@pytest.mark.slow
 def test_a_verdict_of_two_ranks_is_given_once(trained: TinyTask, on_two_ranks: Forge) -> None:
     code, out, err = on_two_ranks("validate", "--at-least", "val/accuracy=2")
     assert code == 1

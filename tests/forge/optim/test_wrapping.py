@@ -24,6 +24,7 @@ from forge.testing import tiny_batches
 from forge_plugins import Checkpoint
 from tests.forge.snapshot.test_resume import die, live, log_of
 from tests.forge.snapshot.test_resume_state import Built, ends_the_same
+from tests.support.profiles import some
 from tests.support.tasks import fit
 
 # -- stand-ins --------------------------------------------------------------------------------------------------------
@@ -186,12 +187,12 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-COMBINED = {"two groups", "wrapped twice", "strides inside"}
-"""Kinds whose parts are each tried alone."""
+APART = {"two states", "parameters as keys", "no Optimizer"}
+"""The kinds that differ most from an optimizer of torch."""
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in COMBINED else kind for kind in WRAPPED]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in APART)) for kind in WRAPPED]
 )
 def test_wrapping_optimizers_resume_exactly(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     ends_the_same(tmp_path, lambda: Built(WRAPPED[kind]), max_updates=6, max_epochs=None)
@@ -344,7 +345,7 @@ def test_a_numbered_schedule_gets_its_numbers(in_epochs: bool, given: list[int])
     assert made[0].given == given
 
 
-@pytest.mark.parametrize("in_epochs", [False, True])
+@pytest.mark.parametrize("in_epochs", some([False, True]))
 def test_a_numbered_schedule_resumes_exactly(tmp_path: Path, in_epochs: bool) -> None:
     def make(parameters: Any) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.1)

@@ -174,6 +174,7 @@ def test_a_fused_optimizer_takes_a_copy_of_the_parameters(monkeypatch: pytest.Mo
     assert together.worst == "optimizer"
 
 
+@pytest.mark.slow
 def test_gradients_are_there_in_the_second_forward_of_a_window() -> None:
     windowed = run_dry(Net, batch(2048), {"accumulate": {"window": 2}})
     assert plain(2048).moments["forward"].gradients == 0
@@ -181,6 +182,7 @@ def test_gradients_are_there_in_the_second_forward_of_a_window() -> None:
     assert windowed.activations == plain(2048).activations
 
 
+@pytest.mark.slow
 def test_what_plugins_hold_is_counted() -> None:
     averaged = run_dry(Net, batch(), {"ema": {}})
     parameters = plain().parameters - plain().buffers
@@ -195,6 +197,7 @@ def test_plugins_that_look_at_values_are_no_obstacle() -> None:
     assert run_dry(Net, batch(), stack).peak > WORKSPACE
 
 
+@pytest.mark.slow
 def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
     class Reads(Net):
         def __init__(self) -> None:
@@ -204,6 +207,7 @@ def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
     assert run_dry(Reads, batch()) == plain()
 
 
+@pytest.mark.slow
 def test_a_task_that_counts_its_items_by_their_values_is_planned() -> None:
     class Counts(Net):
         def num_items(self, batch: Any) -> Tensor:

@@ -27,11 +27,11 @@ from tests.support.profiles import some
 EXACT = 1e-11
 """The tolerance in float64 over the whole chain: sums over samples are taken in another order, and nothing else."""
 CHAINS = {
-    "short": [(2, "ddp"), (1, None), (2, "fsdp"), (1, None), (2, "zero"), (2, "zero 2")],
+    "short": [(2, "ddp"), (1, None), (2, "fsdp"), (2, "zero")],
     "long": [(2, "ddp"), (1, None), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, None)],
 }
 """Ranks and strategy of one attempt after the other."""
-STRATEGIES = ["ddp", "fsdp", "zero 2", "pipeline", "context", "zero", "zbv"]
+STRATEGIES = ["fsdp", "ddp", "zero 2", "pipeline", "context", "zero", "zbv"]
 
 
 class Attending(nn.Linear):
@@ -175,7 +175,7 @@ INTO_AND_OUT_OF = [pair for other in (None, *STRATEGIES) for pair in ((SHARDED, 
     ("count", "pairs"),
     some(
         [
-            (2, [("zero", "pipeline"), ("pipeline", "context"), ("context", None)]),
+            (2, [("zero", "pipeline"), ("context", None)]),
             (2, EVERY),
             (4, [*EVERY, *INTO_AND_OUT_OF]),
         ]
@@ -194,7 +194,7 @@ def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_
         compare(saved(folder, 4), theirs, f"{pair[0]} to {pair[1]}")
 
 
-@pytest.mark.parametrize("strategy", some(STRATEGIES, quick=2))
+@pytest.mark.parametrize("strategy", some(STRATEGIES))
 def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)
     ranks(2)(go_on, str(tmp_path / "cut"), 7, strategy, 0.3, 4)

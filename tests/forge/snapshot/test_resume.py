@@ -92,6 +92,14 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
+def ends_as_if_it_had_not_been_cut(live: Callable[..., Any], folder: Path, update: int) -> None:
+    straight = live(folder / "straight")
+    with pytest.raises(PowerCut):
+        live(folder / "cut", cut_at(update))
+    assert_same_weights(live(folder / "cut"), straight)
+    assert log_of(folder / "cut") == log_of(folder / "straight")
+
+
 def loaders() -> dict[str, Callable[[], Any]]:
     x, y = Noisy().x, Noisy().y
     return {

@@ -11,9 +11,9 @@ from torch import nn
 
 import forge
 from forge.data import Loader
-from forge.testing import TinyTask, assert_same_weights
+from forge.testing import TinyTask
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Prefetch, Schedule
-from tests.forge.snapshot.test_resume import Noisy, PowerCut, cut_at, log_of
+from tests.forge.snapshot.test_resume import Noisy, PowerCut, cut_at, ends_as_if_it_had_not_been_cut
 
 pytestmark = pytest.mark.gpu
 
@@ -45,12 +45,7 @@ def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("update", [2, 4, 7])
 def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
-    straight = live(tmp_path / "straight")
-    with pytest.raises(PowerCut):
-        live(tmp_path / "cut", cut_at(update))
-    resumed = live(tmp_path / "cut")
-    assert_same_weights(resumed, straight)
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
+    ends_as_if_it_had_not_been_cut(live, tmp_path, update)
 
 
 def test_a_checkpoint_from_the_gpu_goes_on_on_the_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

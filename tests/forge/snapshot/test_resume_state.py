@@ -91,7 +91,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "multi-step")) for kind in SCHEDULES]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("multi-step", "per epoch"))) for kind in SCHEDULES]
 )  # it is a part of the sequential one
 def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     ends_the_same(tmp_path, lambda: Built(lambda p: SCHEDULES[kind](torch.optim.SGD(p, lr=0.1))))
@@ -102,8 +102,8 @@ def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     [
         Finer,
         lambda p: torch.optim.LBFGS(p, max_iter=3),
-        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
-        lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True),
+        pytest.param(lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)), marks=pytest.mark.slow),
+        pytest.param(lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True), marks=pytest.mark.slow),
     ],
     ids=["finer", "lbfgs", "tensor lr", "amsgrad"],
 )
@@ -111,6 +111,7 @@ def test_optimizers_go_on_where_they_were(tmp_path: Path, make: Callable[[Any], 
     ends_the_same(tmp_path, lambda: Built(make))
 
 
+@pytest.mark.slow
 def test_optimizer_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [
@@ -176,6 +177,7 @@ class Numbers(TinyTask):
         return np.int64(len(batch[0]))
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_saved_like_any_other(tmp_path: Path) -> None:
     ends_the_same(tmp_path, Numbers)
 

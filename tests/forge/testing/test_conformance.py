@@ -145,6 +145,7 @@ def test_what_a_plugin_requires_can_stand_beside_it() -> None:
     check_plugin(Needy, beside=lambda: [Shrink()], leave_out=[*PLAINEST, "order", "exceptions"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["throughput", pytest.param("ledger", marks=pytest.mark.slow)])
 def test_what_measures_time_can_stand_beside_an_observer(name: str) -> None:
     class Looks(forge.Plugin):

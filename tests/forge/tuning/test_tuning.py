@@ -319,6 +319,7 @@ def test_the_picture_shows_curve_and_suggestion(tmp_path: Path) -> None:
     assert min(columns) / WIDTH == pytest.approx(0.08 + place * 0.887, abs=0.02)
 
 
+@pytest.mark.slow
 @few
 @given(
     st.lists(st.floats(-1e3, 1e3) | st.floats(1e3, 1e30), min_size=1, max_size=40),

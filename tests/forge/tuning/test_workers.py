@@ -16,6 +16,7 @@ import forge
 from forge.cli import main, tune_workers
 from forge.data.fork_garbage import collections_paused
 from forge.tuning import WorkersProbe, WorkersReport, step_timer, workers, workers_range
+from tests.support.profiles import some
 
 TASK = """
 import torch
@@ -179,6 +180,7 @@ def test_the_fewest_workers_that_feed_the_step_are_recommended() -> None:
     assert "20 % of it" in tune_workers.verdict(never)[0]
 
 
+@pytest.mark.slow
 def test_the_need_is_the_speed_of_the_step_alone() -> None:
     data, measured = Made(Machine()), []
     found = workers_range(
@@ -216,11 +218,14 @@ def test_a_loader_is_made_again_with_the_same_batches() -> None:
 
 @pytest.mark.parametrize(
     ("data", "last"),
-    [
-        ("data", "recipe      data: {num_workers: "),
-        ("torchs", "code        DataLoader(..., num_workers="),
-        ("listed", "recipe      nothing to change"),
-    ],
+    some(
+        [
+            ("data", "recipe      data: {num_workers: "),
+            ("listed", "recipe      nothing to change"),
+            ("torchs", "code        DataLoader(..., num_workers="),
+        ],
+        quick=2,
+    ),
 )
 def test_it_ends_with_the_line_to_write_down(
     file: str, data: str, last: str, capsys: pytest.CaptureFixture[str]
