@@ -138,7 +138,7 @@ def test_an_attribute_that_no_checkpoint_holds_is_named(run_forge: Run, file: Pa
     assert lines[0] == "Uninterrupted run: 8 updates ..."
     assert [line.partition(":")[0] for line in lines[1:3]] == [f"Killed run, attempt {i} of 2" for i in (1, 2)]
     assert lines[3].startswith("Not the same. First difference at update ")
-    assert lines[3].endswith("in a value outside the task's state (count).")
+    assert lines[3].endswith("in a value outside the task's state (task.count).")
     assert "register_buffer" in lines[4]
     assert {path.name for path in (file.parent / "kept").iterdir()} == {"straight", "killed"}
 
@@ -149,7 +149,7 @@ def test_what_drifts_without_showing_is_not_the_same(run_forge: Run, file: Path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Bit for bit" not in done.stdout
     assert "Not the same: what no checkpoint holds has drifted. First difference at update " in done.stdout
-    assert "in a value outside the task's state (count). It has not shown in the batches" in done.stdout
+    assert "in a value outside the task's state (task.count). It has not shown in the batches" in done.stdout
 
 
 @pytest.mark.slow
