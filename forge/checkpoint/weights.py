@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -172,24 +173,34 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
     return report
 
 
+def as_saved_by(task: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return tensors with the versions of the task's modules, which `state_dict` carries and no file holds.
+
+    A module whose layout has changed in the past asks for its version, as torchvision's MNASNet does.
+    """
+    state = OrderedDict(tensors)
+    state._metadata = getattr(task.state_dict(), "_metadata", None)  # pyright: ignore[reportAttributeAccessIssue]
+    return state
+
+
 def _load(
     task: nn.Module, tensors: Mapping[str, Any], odd: dict[str, Any]
 ) -> tuple[list[str], list[str], dict[str, Any]]:
     """Load the matching tensors; return (missing, unexpected, of another shape)."""
     try:
-        missing, unexpected = task.load_state_dict(tensors, strict=False)
+        missing, unexpected = task.load_state_dict(as_saved_by(task, tensors), strict=False)
         return missing, unexpected, {}  # a module may accept another shape
     except RuntimeError:
         if not odd:
             raise
     fitting = {name: tensor for name, tensor in tensors.items() if name not in odd}
-    missing, unexpected = task.load_state_dict(fitting, strict=False)
+    missing, unexpected = task.load_state_dict(as_saved_by(task, fitting), strict=False)
     return [name for name in missing if name not in odd], unexpected, odd
 
 
 def _restore(task: nn.Module, before: Mapping[str, Any]) -> None:
     with suppress(RuntimeError):  # a module that always refuses has already raised
-        task.load_state_dict(before, strict=False)
+        task.load_state_dict(as_saved_by(task, before), strict=False)
 
 
 def _misfit(report: LoadReport) -> str:

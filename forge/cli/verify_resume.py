@@ -94,7 +94,7 @@ def run_child(args: Namespace) -> int:
 
 
 def verify(args: Namespace, folder: Path) -> int:
-    from forge.snapshot.evidence import compare
+    from forge.snapshot.evidence import compare, without_noise
     from forge.testing.trace import read_trace
 
     console = show.console()
@@ -112,6 +112,13 @@ def verify(args: Namespace, folder: Path) -> int:
         console.print(f"Killed run, attempt {attempt} of {len(kills) + 1}: {end} ...", style="dim")
         _run_attempt(args, folder / "killed", every, kill)
     killed = read_trace(folder / "killed" / "trace.jsonl")
+    began = compare(straight, killed[: kills[0]]) if kills else None
+    if began is not None and began.shown:
+        console.print(f"Two runs differ before any is resumed. First difference {began}.", style="bold red")
+        console.print("The task is not deterministic: forge determinism names the operation.", soft_wrap=True)
+        return 1
+    fresh = list(zip(straight, killed[: kills[0]] if kills else (), strict=False))
+    straight, killed = without_noise(straight, fresh), without_noise(killed, fresh)
     difference = compare(straight, killed) or _missing_update(straight, killed) or _final_weights(folder, last)
     if difference is None:
         console.print(equal_text(last, kills, [line["update"] for line in killed]), soft_wrap=True)

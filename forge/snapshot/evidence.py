@@ -120,6 +120,14 @@ def compare(straight: Iterable[Line], other: Iterable[Line]) -> Difference | Non
     return drift
 
 
+def without_noise(lines: Iterable[Line], pairs: Iterable[tuple[Line, Line]]) -> list[Line]:
+    """Return lines without the hidden values that differ between processes which should not: an id, a time."""
+    noise = {name for one, other in pairs for name in _names(one[HIDDEN], other[HIDDEN])}
+    return [
+        {**line, HIDDEN: {name: value for name, value in line[HIDDEN].items() if name not in noise}} for line in lines
+    ]
+
+
 def _names(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths that differ, or that only one of the two has."""
     return tuple(name for name in theirs | ours if ours.get(name) != theirs.get(name))

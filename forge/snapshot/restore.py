@@ -11,6 +11,7 @@ from torch import nn
 from forge.checkpoint.checkpoint import StoredCheckpoint
 from forge.checkpoint.placing import placed_like
 from forge.checkpoint.readers import Readers
+from forge.checkpoint.weights import as_saved_by
 from forge.contract.requests import Request
 from forge.errors import CheckpointError
 from forge.rng import RNGState, seed_all, seed_of
@@ -65,7 +66,7 @@ def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
         )
 
     try:
-        trainer.task.load_state_dict(tree["model"])
+        trainer.task.load_state_dict(as_saved_by(trainer.task, tree["model"]))
     except RuntimeError as error:
         raise CheckpointError(f"{where} does not fit {type(trainer.task).__name__}: {error}") from error
     restore_flags(trainer.task, tree["flags"])

@@ -20,6 +20,8 @@ from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
 from forge.runs.card import amend_card
 from forge_plugins.checkpoint.rehearsal import (
     ENDED,
+    ERROR,
+    REFUSED,
     SWITCH,
     Continuation,
     CopiedProcess,
@@ -170,7 +172,12 @@ class Checkpoint(forge.Plugin):
         self.forge_setup_env = None  # pyright: ignore[reportAttributeAccessIssue]
         given = trainer.given_plugins or list(trainer.stack)
         acting = [plugin for plugin in given if plugin is self or not _only_looks_or_saves(plugin)]
-        trainer.fit_again(task, loaders, acting, folder / "run")
+        try:
+            trainer.fit_again(task, loaders, acting, folder / "run")
+        except Exception as error:
+            is_refused = trainer.step is None  # before its first update
+            (folder / ERROR).write_text(f"{REFUSED}{error}" if is_refused else f"{type(error).__name__}: {error}")
+            raise
 
     def _end_rehearsal(self) -> None:
         if self._rehearsal is not None:

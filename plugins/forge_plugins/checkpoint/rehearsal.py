@@ -24,13 +24,12 @@ import torch
 
 import forge
 from forge.env import pick_device
-from forge.errors import CheckpointError
 from forge.snapshot.evidence import HIDDEN, PARTS, Line, batches, difference, line_of, listed
 from forge.snapshot.fingerprint import differences, surroundings
 from forge.util.files import atomic_write
 from forge_plugins.checkpoint.apart import can_fork, end_with_parent, fork_apart
 
-EVIDENCE, ERROR = "evidence.json", "error.txt"
+EVIDENCE, ERROR, OUTPUT = "evidence.json", "error.txt", "output.txt"
 FOLDER = ".rehearsal"
 """The folder, in the run's, in which the second process works."""
 SWITCH = "FORGE_REHEARSE"
@@ -152,8 +151,6 @@ def _perform(play: Callable[[Path], None], folder: Path) -> None:
     """Play in a process that must never return to the user's program."""
     try:
         play(folder)
-    except BaseException as error:
-        (folder / ERROR).write_text(told(error))
     finally:
         os._exit(1)  # an understudy that has seen its last update ends there, with 0
 
@@ -167,7 +164,7 @@ class NewProcess:
 
     def play(self, folder: Path, then: Callable[[str], None]) -> None:
         def wait() -> None:  # starts it too: it ends with the thread that starts it
-            with (folder / ERROR).open("w") as output:
+            with (folder / OUTPUT).open("w") as output:
                 self.process = subprocess.Popen(
                     [*self.command, str(folder)],
                     stdin=subprocess.DEVNULL,
@@ -191,16 +188,13 @@ def _modest() -> None:
     end_with_parent()
 
 
-def told(error: BaseException) -> str:
-    """Return what a second process says of its error; one that forge raises for a checkpoint is a refusal."""
-    return f"{REFUSED if isinstance(error, CheckpointError) else ''}{type(error).__name__}: {error}"
-
-
 def problem(folder: Path) -> str:
-    """Return the first line that a second process left."""
-    with suppress(OSError):
-        text = (folder / ERROR).read_text().strip().splitlines()
-        return text[0][:400] if text else "it ended without a word"
+    """Return the first line that a second process left of its error."""
+    for name in (ERROR, OUTPUT):
+        with suppress(OSError):
+            lines = (folder / name).read_text().strip().splitlines()
+            if lines:
+                return lines[0].removeprefix("error: ")[:400]
     return "it ended without a word"
 
 
