@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from forge import options
+
 _last_seed: int | None = None
 """The seed that torch's generator got from forge."""
 
@@ -24,7 +26,7 @@ def seed(seed: int) -> None:
     `random`, `numpy.random` and torch's default generators. It does not reach generators of your own
     (`numpy.random.default_rng()`, `torch.Generator()`): give each its seed.
     """
-    seed_all(int(seed))
+    seed_all(options.whole(seed, "seed", *options.WORD))
 
 
 def seed_all(seed: int) -> None:

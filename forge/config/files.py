@@ -13,6 +13,7 @@ from typing import Any
 from forge import registry
 from forge.errors import RecipeError, did_you_mean
 from forge.util import strict_yaml
+from forge.util.files import check_name
 
 TOP_LEVEL = ("description", "extends", "task", "data", "trainer", "plugins")
 SECTIONS = {"task": "{name: ...}", "data": "{name: ...}", "trainer": "{max_epochs: 10}", "plugins": "{name: {}}"}
@@ -64,6 +65,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         path = beside.parent / path if beside else path
+        check_name(path)
         if not path.is_file():
             raise RecipeError(f"No recipe file {str(path)!r}.{did_you_mean(path.stem, _installed())}")
         return path

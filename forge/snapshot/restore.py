@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from forge.checkpoint import captured
 from forge.checkpoint.checkpoint import StoredCheckpoint
 from forge.checkpoint.placing import placed_like
 from forge.checkpoint.readers import Readers
 from forge.contract.requests import Request
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, ForgeError
 from forge.rng import RNGState, seed_all, seed_of
 from forge.snapshot import hidden
 from forge.snapshot.capture import describe_plugin
@@ -48,6 +50,20 @@ def load_for(trainer: Run, checkpoint: StoredCheckpoint) -> dict[str, Any]:
 
 def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     """Restore a capture. All checks come before any change; the RNG is restored last."""
+    captured.check(tree, where)
+    try:
+        _restore(trainer, tree, where)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, (ForgeError, *RuntimeError.__subclasses__())):  # those of devices and of other ranks
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(
+            f"{where} does not fit this run ({said}): forge did not write it, or a plugin or loader has changed. Use "
+            "another checkpoint, or start a new run."
+        ) from error
+
+
+def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
     refuse_another_model(tree["model"], trainer.task.state_dict(), where)
     trainer.optimizers.refuse_others(tree["optimizers"], trainer.task, where)
@@ -71,8 +87,8 @@ def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     restore_flags(trainer.task, tree["flags"])
     trainer.optimizers.load_state_dict(tree["optimizers"], trainer.task)
     trainer.optimizers.rates_used = tree["rates_used"]
-    for field, value in tree["progress"].items():
-        setattr(trainer.progress, field, value)
+    for field in fields(trainer.progress):
+        setattr(trainer.progress, field.name, tree["progress"].get(field.name, 0))
     trainer.feed.load_state_dict(tree["data"])
     trainer.means.load_state_dict(tree["means"])
     for asked in tree["requests"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.checkpoint import Checkpoints, Writers
+from forge.checkpoint import Checkpoints, Writers, captured
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, name_of, new_run_dir
@@ -158,7 +158,9 @@ def _fetched(remote: RemoteCheckpoints, update: int, folder: Checkpoints) -> boo
 
 def _best(path: Path) -> list[int]:
     """Return the updates that the state of a checkpoint names as best, the best first."""
-    for state in SavedState(path).outline().get("plugins", {}).values():
+    tree = SavedState(path).outline()
+    captured.check(tree, str(path), ("plugins",))
+    for state in tree["plugins"].values():
         match state:
             case {"monitor": str(), "mode": str(), "best": [*entries]}:
                 return [entry["update"] for entry in entries if isinstance(entry, dict) and "update" in entry]
