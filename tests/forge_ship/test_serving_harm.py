@@ -90,7 +90,7 @@ async def test_headers_that_trickle_have_one_deadline() -> None:
     protocol, wire = connected(answers)
     assert protocol.clock is None  # nothing came yet: the connection is idle
     protocol.data_received(b"G")
-    clock = protocol.clock
+    clock: Any = protocol.clock
     for sign in b"ET /health HTTP/1.1\r\nHost: a\r\nX-A: " + b"b" * 100:
         protocol.data_received(bytes([sign]))
         assert protocol.clock is clock
@@ -103,7 +103,7 @@ async def test_headers_that_trickle_have_one_deadline() -> None:
 async def test_headers_that_are_complete_stop_the_clock() -> None:
     protocol, wire = connected(waits)
     protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
-    clock = protocol.clock
+    clock: Any = protocol.clock
     protocol.data_received(b"\r\n")
     assert clock.cancelled()
     assert protocol.clock is None  # from here on it is the application's time
@@ -116,7 +116,7 @@ async def test_a_body_that_trickles_after_its_answer_has_a_deadline() -> None:
     protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
     while b"ok" not in wire.written:
         await asyncio.sleep(0)
-    clock = protocol.clock
+    clock: Any = protocol.clock
     assert clock is not None
     protocol.data_received(b"b")
     assert protocol.clock is clock
@@ -131,7 +131,7 @@ async def test_a_second_request_has_its_own_deadline() -> None:
     protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")
     while b"ok" not in wire.written or protocol.clock is None:
         await asyncio.sleep(0)
-    clock = protocol.clock
+    clock: Any = protocol.clock
     protocol.data_received(b"TP/1.1\r\nHost: a\r\n\r\n")
     assert clock.cancelled()
     while wire.written.count(b"ok") < 2:
