@@ -87,11 +87,6 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     return result
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether `convert` would take a value."""
-    return _try_convert(value, kind) is not _NO
-
-
 def whole(value: Any, name: str, least: int, most: int = 2**63 - 1) -> int:
     """Return a whole number in its range; else raise a ForgeError that names it."""
     with suppress(TypeError, ValueError, OverflowError):
