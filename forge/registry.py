@@ -157,9 +157,14 @@ def hint(about: str, name: str) -> str:
 
     `about` says where it was used: "Trainer" (an argument), a verb ("fit"), or "task" (an attribute).
     """
-    for source in installed("hint"):
-        if answer := load("hint", source)(about, name):
-            return answer
+    for source, entry in installed("hint").items():
+        try:
+            if answer := load("hint", source)(about, name):
+                return answer
+        except Exception as error:
+            _warn_once(
+                f"Repair or uninstall {origin(entry)}: its hint {source!r} failed ({type(error).__name__}: {error})."
+            )
     return ""
 
 
