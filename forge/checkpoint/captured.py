@@ -15,6 +15,8 @@ PARTS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("recipe", "rates_used"), (dict, NoneType)),
     "planned_updates": (int, NoneType),
 }
+INSIDE = {"task": {"class": str, "options": dict}, "flags": {"frozen": list, "evaluating": list}}
+"""What is used of a part by its name."""
 MOST = 2**53
 """What a count stays below: beyond it a float cannot hold every whole number."""
 
@@ -24,9 +26,11 @@ def check(tree: Mapping[str, Any], where: str, parts: Collection[str] = PARTS.ke
     for name in parts:
         if name not in tree:
             raise CheckpointError(f"{where} is no state of a run: it has no {name}. Use another checkpoint.")
-        if not isinstance(tree[name], PARTS[name]):
-            found = type(tree[name]).__name__
-            raise CheckpointError(f"{where}: {name} is a {found}, so forge did not write it. Use another checkpoint.")
+        inside = {f"{name}.{key}": (tree[name], key, kind) for key, kind in INSIDE.get(name, {}).items()}
+        for path, (holder, key, kind) in {name: (tree, name, PARTS[name]), **inside}.items():
+            if not isinstance(holder.get(key), kind):
+                found = type(holder.get(key)).__name__
+                raise CheckpointError(f"{where}: {path} is a {found}; forge did not write it. Use another checkpoint.")
     for name, value in _counts({name: tree[name] for name in parts}):
         if type(value) is not int or not 0 <= value < MOST:
             big = isinstance(value, int) and abs(value) >= 2**64  # too many digits to show

@@ -43,17 +43,11 @@ def redacted(text: str) -> str:
 
 def check_url(url: str, option: str) -> None:
     """Raise a RecipeError for an address that cannot be used, or that holds credentials: it is written to run cards."""
-    from fsspec.registry import known_implementations, registry  # torch depends on it
-
     scheme, found, rest = url.partition("://")
     if not found or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
         raise RecipeError(
             f"{option} is {redacted(url)[:200]!r}; it must be a URL with a place in it, such as s3://bucket/prefix, "
             "gs://bucket/prefix or file:///shared/folder."
-        )
-    if scheme not in {*known_implementations, *registry}:
-        raise RecipeError(
-            f"{option} is {redacted(url)[:200]!r}: fsspec knows no {scheme[:40]}://, and it reads the rest."
         )
     place, *names = rest.split("/")
     odd = not url.isprintable() or "\\" in url or "::" in url or len(url.encode("utf-8", "replace")) > 1000

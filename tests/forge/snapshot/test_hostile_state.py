@@ -113,10 +113,11 @@ def as_text(value: Any) -> Any:
     return "x" if type(value) in (int, float) else value
 
 
+@pytest.mark.parametrize("odd", [{"progress": ["x"]}, {"task": "x"}, {"task": {"class": 5, "options": []}}], ids=str)
 def test_the_verbs_that_read_a_checkpoint_refuse_it(
-    saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    odd: dict[str, Any], saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = signed(tmp_path, saved, lambda tree: tree.update(progress=["x"], task="x"))
+    path = signed(tmp_path, saved, lambda tree: tree.update(odd))
     for words in (["ckpt", "show", str(path)], ["ckpt", "export", str(path), str(tmp_path / "out.safetensors")]):
         assert main(words) == 2, words
         assert "Use another checkpoint" in capsys.readouterr().err
