@@ -15,13 +15,16 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.errors import RecipeError, TaskError, did_you_mean
+from forge.errors import ForgeError, RecipeError, TaskError, did_you_mean
 
 REQUIRED: Any = inspect.Parameter.empty
+WORD = -(2**63), 2**64 - 1
+"""The range of an option that is a whole number: what torch takes, signed or not."""
 INTERVALS = (".every", ".thaw", ".after", ".start")
 """The suffixes of options that are intervals, given as text."""
 
@@ -82,6 +85,16 @@ def convert(value: Any, kind: Any, where: str) -> Any:
             f"{where} is {value!r} ({type(value).__name__}), but it takes {type_name(kind)}.{_hint(value, kind, where)}"
         )
     return result
+
+
+def whole(value: Any, name: str, least: int, most: int = 2**63 - 1) -> int:
+    """Return a whole number in its range; else raise a ForgeError that names it."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, (bool, str)) and int(value) == value and least <= value <= most:
+            return int(value)
+    shown = value if not isinstance(value, int) or abs(value) < 2**80 else "a number of many digits"
+    end = f"of at least {least:,}" if most == 2**63 - 1 else f"from {least:,} to {most:,}"
+    raise ForgeError(f"{name}={shown!r}: it must be a whole number {end}.")
 
 
 def type_name(kind: Any) -> str:
@@ -158,18 +171,18 @@ def _try_convert(value: Any, kind: Any) -> Any:
     if kind is Any or kind is REQUIRED or isinstance(kind, typing.TypeVar):
         return value
     if origin in (typing.Union, types.UnionType):
-        if any(type(value) is arg for arg in args):  # an exact match wins over a widening one
-            return value
-        results = (_try_convert(value, arg) for arg in args)
+        exact_first = sorted(args, key=lambda arg: type(value) is not arg)  # over a widening one
+        results = (_try_convert(value, arg) for arg in exact_first)
         return next((result for result in results if result is not _NO), _NO)
     if origin is Literal:
         return next((arg for arg in args if type(arg) is type(value) and arg == value), _NO)
     if kind is None or kind is type(None):
         return None if value is None else _NO
     if kind is float:
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _NO
+        is_number = isinstance(value, float) or (_try_convert(value, int) is not _NO)
+        return float(value) if is_number else _NO
     if kind is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+        return value if isinstance(value, int) and not isinstance(value, bool) and WORD[0] <= value <= WORD[1] else _NO
     if kind is Path:
         return Path(value) if isinstance(value, (str, Path)) else _NO
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):

@@ -78,6 +78,8 @@ class Interval:
         unit = match[2].lower() if match else ""
         unit = unit if unit in _SECONDS else unit.removesuffix("s")
         count = float(match[1]) if match else 0.0
+        if not count < 2**53:
+            unit = ""
         if unit in _SECONDS and count > 0:
             self.count, self.unit = count * _SECONDS[unit], "second"
         elif unit in _COUNTED and count >= 1 and count == int(count):

@@ -8,15 +8,16 @@ for a name that is missing; and it names no plugin, but asks what the installed 
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -43,12 +44,25 @@ GROUPS = {
 """A kind of thing, and its group of entry points."""
 
 
+NEEDS = {"command": ("parser", "run"), **dict.fromkeys(("plugin", "task", "data", "hint"), ("__call__",))}
+"""What an entry of a kind must have to be used."""
+MALFORMED = "The {kind} {name!r} of {package} is malformed ({why}). Repair or uninstall that package."
+
+_malformed: dict[tuple[str, str], str] = {}
+"""Why entries are left out, by kind and name."""
+
+
 @cache
 def installed(kind: str) -> dict[str, EntryPoint]:
-    """Return every installed entry of a kind of `GROUPS` by name, without importing any."""
+    """Return every installed entry of a kind of `GROUPS` by name, without importing any; not those that are malformed,
+    which `to_install` explains."""
     found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUPS[kind]):
-        if to_install(kind, entry.name) and not _exists(entry.module.partition(".")[0]):
+    for entry in _entries(GROUPS[kind]):
+        if entry.pattern.match(entry.value) is None:
+            why = f"{entry.value!r} is no MODULE:NAME"
+            _malformed[kind, entry.name] = MALFORMED.format(kind=kind, name=entry.name, package=origin(entry), why=why)
+            continue
+        if _offered(kind, entry.name) and not _exists(entry.module.partition(".")[0]):
             continue  # the metadata of a package around the core outlived it
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
@@ -59,6 +73,25 @@ def installed(kind: str) -> dict[str, EntryPoint]:
     return dict(sorted(found.items()))
 
 
+def _entries(group: str) -> Iterator[EntryPoint]:
+    """Yield the entries of a group, of each package once; one whose list of them cannot be read has none."""
+    seen: dict[str, object] = {}
+    for package in distributions():
+        try:
+            entries = [entry for entry in package.entry_points if entry.group == group]
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            _warn_once(f"Repair or uninstall the package {package.name}: its entry points cannot be read ({said}).")
+            continue
+        if entries and seen.setdefault(package.name, package) is package:
+            yield from entries
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger("forge").warning(text)
+
+
 def load(kind: str, name: str) -> Any:
     """Import the entry `name`; raise ForgeError with similar names if it is missing, or its package if it fails."""
     entries = installed(kind)
@@ -66,16 +99,27 @@ def load(kind: str, name: str) -> Any:
         raise ForgeError(to_install(kind, name) or f"No {kind} is called {name!r}.{did_you_mean(name, entries)}")
     entry = entries[name]
     try:
-        return entry.load()
-    except Exception as error:
+        found = entry.load()
+    except (Exception, SystemExit) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise ForgeError(
-            f"The {kind} {name!r} of {origin(entry)} cannot be imported ({entry.value}): "
-            f"{type(error).__name__}: {error}. Repair or uninstall that package."
+            f"The {kind} {name!r} of {origin(entry)} cannot be imported ({entry.value}): {said}. Repair or uninstall "
+            "that package."
         ) from error
+    lacks = [need for need in NEEDS.get(kind, ()) if not hasattr(found, need)]
+    if lacks:
+        why = f"{entry.value} is of type {type(found).__name__}, without {' and '.join(lacks)}"
+        raise ForgeError(MALFORMED.format(kind=kind, name=name, package=origin(entry), why=why))
+    return found
 
 
 def to_install(kind: str, name: str) -> str:
     """Return the line that says which package has a missing name; "" if none of those around the core has it."""
+    installed(kind)
+    return _malformed.get((kind, name)) or _offered(kind, name)
+
+
+def _offered(kind: str, name: str) -> str:
     for package, offers in packages().items():
         if name in offers.get(kind, ()):
             return f"The {kind} {name!r} is in the package {package}, which is not installed: pip install {package}."
@@ -113,9 +157,14 @@ def hint(about: str, name: str) -> str:
 
     `about` says where it was used: "Trainer" (an argument), a verb ("fit"), or "task" (an attribute).
     """
-    for source in installed("hint"):
-        if answer := load("hint", source)(about, name):
-            return answer
+    for source, entry in installed("hint").items():
+        try:
+            if answer := load("hint", source)(about, name):
+                return answer
+        except Exception as error:
+            _warn_once(
+                f"Repair or uninstall {origin(entry)}: its hint {source!r} failed ({type(error).__name__}: {error})."
+            )
     return ""
 
 

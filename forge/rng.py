@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from forge.errors import ForgeError
 
 _last_seed: int | None = None
 """The seed that torch's generator got from forge."""
@@ -24,7 +27,10 @@ def seed(seed: int) -> None:
     `random`, `numpy.random` and torch's default generators. It does not reach generators of your own
     (`numpy.random.default_rng()`, `torch.Generator()`): give each its seed.
     """
-    seed_all(int(seed))
+    try:
+        seed_all(operator.index(seed))
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ForgeError("The seed must be a whole number from -2^63 to 2^64 - 1: torch takes no other.") from error
 
 
 def seed_all(seed: int) -> None:

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
 from forge import registry
-from forge.checkpoint import sharding, temp_names
+from forge.checkpoint import captured, sharding, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
@@ -272,7 +272,8 @@ def read_weights(path: str | Path, weights: str | None = None) -> Weights:
     if found.is_dir():
         average = None if weights == RAW else weights
         tree = StoredCheckpoint(found).load_weights(average)
-        return Weights(found, tree["model"], tree["task"], tree["progress"]["update"], average)
+        captured.check(tree, str(found), ("model", "task", "progress"))
+        return Weights(found, tree["model"], tree["task"], tree["progress"].get("update", 0), average)
     if found.suffix in SUFFIXES:
         return Weights(found, read_foreign(found), None)
     return _read_safetensors(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -82,6 +83,9 @@ def _main(words: list[str]) -> int:
             show.error("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return exit_code(error.EXIT_CODE, str(error), final=True) if isinstance(error, NegativeVerdict) else 2
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            show.error(f"{str(error.filename)[:80]}…: {error.strerror}. Choose another name, or fewer links.")
+            return 2
         if not _is_reported(error):
             _print_crash(error)
         return 1

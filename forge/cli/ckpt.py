@@ -121,11 +121,13 @@ def _show_run(path: Path, folder: Checkpoints, as_json: bool) -> int:
 
 def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
     """Describe one checkpoint of a run, as far as it can be read."""
-    from forge.checkpoint import StoredCheckpoint
+    from forge.checkpoint import StoredCheckpoint, captured
 
     tree, error = {}, None
     try:
-        tree = StoredCheckpoint(path).outline()
+        found = StoredCheckpoint(path).outline()
+        captured.check(found, str(path), found.keys() & captured.PARTS.keys())
+        tree = found
     except CheckpointError as problem:
         error = str(problem)
     watching = [state for state in tree.get("plugins", {}).values() if isinstance(state, dict) and "monitor" in state]
@@ -151,9 +153,12 @@ def _state(row: Mapping[str, Any]) -> Text:
 
 
 def _print_checkpoint(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> None:
+    from forge.checkpoint import captured
     from forge.checkpoint.checkpoint import averages
     from forge.cli.ckpt_diff import flat
 
+    shown = ("task", "progress", "metrics", "fingerprint", "versions")
+    captured.check(tree, str(checkpoint.path), shown)
     console = show.console()
     found = list(_tensors(tree))
     total = sum(tensor.bytes for _, tensor in found)

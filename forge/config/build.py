@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,7 +27,12 @@ def make_plugin(key: str, values: Mapping[str, Any]) -> Plugin:
     """Build the installed plugin that `key` names, with these options; the part after an @ is only its label."""
     if not isinstance(values, Mapping):
         raise StackError(f"The options of {key!r} are {values!r}: write a mapping, as in {key}: {{option: value}}.")
-    plugin = plugin_class(key.partition("@")[0])(**values)
+    name, _, label = key.partition("@")
+    if not re.fullmatch(r"[\w-]{0,100}", label):
+        raise StackError(
+            f"{key[:80]!r} has a label that is no name: use up to 100 letters, digits, - and _ after the @."
+        )
+    plugin = plugin_class(name)(**values)
     plugin.name = key
     return plugin
 

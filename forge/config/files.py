@@ -12,6 +12,8 @@ from typing import Any
 
 from forge import registry
 from forge.errors import RecipeError, did_you_mean
+from forge.util import strict_yaml
+from forge.util.files import check_name
 
 TOP_LEVEL = ("description", "extends", "task", "data", "trainer", "plugins")
 SECTIONS = {"task": "{name: ...}", "data": "{name: ...}", "trainer": "{max_epochs: 10}", "plugins": "{name: {}}"}
@@ -63,6 +65,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         path = beside.parent / path if beside else path
+        check_name(path)
         if not path.is_file():
             raise RecipeError(f"No recipe file {str(path)!r}.{did_you_mean(path.stem, _installed())}")
         return path
@@ -77,6 +80,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
 def with_bases(path: Path) -> list[SourceFile]:
     """Return a recipe after all its bases, each once, so that a shared base cannot undo what another base changed."""
     done: dict[Path, SourceFile] = {}
+    budget = strict_yaml.Budget(f"{path.name} with its bases")
 
     def visit(path: Path, chain: list[Path]) -> None:
         path = path.resolve()
@@ -86,6 +90,7 @@ def with_bases(path: Path) -> list[SourceFile]:
         if path in done:
             return
         file = read(path)
+        budget.spend(path.stat().st_size, len(chain))
         bases = file.values.pop("extends", None) or []
         for base in [bases] if isinstance(bases, str) else bases:
             visit(locate(base, beside=path), [*chain, path])
@@ -100,13 +105,8 @@ def with_bases(path: Path) -> list[SourceFile]:
 
 def read(path: Path) -> SourceFile:
     """Read one file, unresolved, and check its shape."""
-    lib = omegaconf()
-    import yaml
-
-    try:
-        values, lines = deepcopy(_parsed(path, path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, lib.errors.OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path.name} cannot be read as YAML: {error}") from error
+    omegaconf()
+    values, lines = deepcopy(_parsed(path, strict_yaml.read(path)))
     _settle_optional(values, lines)
     file = SourceFile(path, values, lines)
     check_shape(values, file.where)
@@ -132,15 +132,12 @@ def _settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
 @lru_cache(maxsize=32)
 def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the values of a recipe and the line of each key; the same text is parsed once."""
-    lib = omegaconf()
-    import yaml
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is not None and not isinstance(root, yaml.MappingNode):
-        raise RecipeError(f"{path.name} is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
+    values, root = strict_yaml.compose(text, path.name)
     if root is None:
         return {}, {}
-    return lib.OmegaConf.to_container(lib.OmegaConf.load(path), resolve=False), dict(_lines(root))
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path.name} is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
+    return values, dict(_lines(root))
 
 
 def check_shape(values: Mapping[str, Any], where: Where) -> None:

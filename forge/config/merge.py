@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forge import registry
-from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape, omegaconf
+from forge.config import references
+from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape
 from forge.config.schema import Maker, label, options_of
 from forge.errors import RecipeError, did_you_mean
+from forge.util import strict_yaml
 
 COMMAND_LINE = "command line"
 
@@ -38,8 +40,7 @@ class Layers:
         holder = self.values
         for parent in parents:
             holder = holder.get(parent, {})
-        holder.pop(last, None)
-        self._forget(key)
+        self._forget(key, holder.pop(last, None))
 
     def change_stack(self, add: Sequence[str], remove: Sequence[str]) -> None:
         """Add plugins with their defaults and remove others, by name."""
@@ -64,6 +65,7 @@ class Layers:
             if not equals or not key:
                 raise RecipeError(f"{text!r} is no override: write key=value, as in trainer.max_epochs=3.")
             parts = self._full_key(key, local)
+            strict_yaml.Budget(f"{key[:80]} ({COMMAND_LINE})").spend(len(text), len(parts))
             holder = layer
             for part in parts[:-1]:
                 inner = holder.get(part)
@@ -74,25 +76,8 @@ class Layers:
 
     def resolved(self) -> dict[str, Any]:
         """Return the values as plain data, with references between keys resolved; nothing else is evaluated."""
-        lib = omegaconf()
-        self._refuse_resolvers()
         ordered = {key: self.values[key] for key in TOP_LEVEL if key in self.values}
-        try:
-            return lib.OmegaConf.to_container(lib.OmegaConf.create(ordered), resolve=True, throw_on_missing=True)
-        except lib.errors.OmegaConfBaseException as error:
-            key = str(getattr(error, "full_key", None) or "")
-            raise RecipeError(f"{label(key, self.origin)}: {str(error).partition(chr(10))[0]}") from error
-
-    def _refuse_resolvers(self) -> None:
-        """Raise if a value calls a resolver: ${oc.env:TOKEN} would write a secret into the run folder."""
-        for key, text in _texts(self.values):
-            name = _resolver_in(text)
-            if name:
-                raise RecipeError(
-                    f"{label(key, self.origin)}: {text!r} calls the resolver {name!r}, which is refused: a recipe "
-                    "refers only to its own keys, as in ${trainer.seed}. Give the value itself, on the command line or "
-                    "in Python."
-                )
+        return references.resolved(ordered, lambda key: label(key, self.origin))
 
     def _lay(self, layer: Mapping[str, Any], onto: dict[str, Any], where: Where, parent: str) -> None:
         for key, value in layer.items():
@@ -101,14 +86,16 @@ class Layers:
                 self.drop(name)
                 continue
             if not (isinstance(value, Mapping) and isinstance(onto.get(key), dict)):
-                self._forget(name)
+                self._forget(name, onto.get(key))
                 self.origin[name] = where(name)
                 onto[key] = {} if isinstance(value, Mapping) else value
             if isinstance(value, Mapping):
                 self._lay(value, onto[key], where, name)
 
-    def _forget(self, key: str) -> None:
-        self.origin = {k: at for k, at in self.origin.items() if k != key and not k.startswith(f"{key}.")}
+    def _forget(self, key: str, value: Any) -> None:
+        self.origin.pop(key, None)
+        for inner in value if isinstance(value, Mapping) else ():
+            self._forget(f"{key}.{inner}", value[inner])
 
     def _full_key(self, key: str, local: Mapping[str, Maker]) -> list[str]:
         parts = key.split(".")
@@ -154,43 +141,15 @@ def refuse_unknown_plugin(name: str, problem: str) -> None:
 
 def _parse(key: str, text: str) -> Any:
     """Read a value as YAML: 1e-3 is a float, [1, 2] a list, null None."""
-    import yaml
-
-    lib = omegaconf()
     try:
-        return lib.OmegaConf.to_container(lib.OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except (yaml.YAMLError, lib.errors.OmegaConfBaseException) as error:
-        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        return strict_yaml.load(text, "it")
+    except RecipeError as error:
+        problem = getattr(error.__cause__, "problem", None) or error
         meant = "{}='{}'".format(key, text.replace("'", "''"))
         meant = shlex.quote(meant) if set(meant) & set('"$`\\!') else f'"{meant}"'
+        if len(text) > strict_yaml.LONGEST:
+            raise RecipeError(f"{key[:80]}={text[:40]}… ({COMMAND_LINE}): {error}") from error
         raise RecipeError(
             f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML ({problem}). If it is text, quote it for "
             f"YAML, and all of it for the shell: {meant}."
         ) from error
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (full key, text) of every text at every depth, in lists too."""
-    if isinstance(value, str):
-        yield key, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in items:
-        yield from _texts(inner, f"{key}.{name}" if key else str(name))
-
-
-def _resolver_in(text: str) -> str:
-    """Return the name of a resolver that a text calls, as OmegaConf's own grammar reads it; empty if none."""
-    if "${" not in text:
-        return ""
-    from omegaconf.errors import GrammarParseError
-    from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
-
-    try:
-        found = [parse(text)]
-    except GrammarParseError:  # refused later, with the reason
-        return ""
-    for node in found:
-        if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
-            return str(node.resolverName().getText())  # pyright: ignore[reportOptionalMemberAccess]
-        found.extend(getattr(node, "children", None) or ())
-    return ""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
-from forge import registry
+from forge import options, registry
 from forge.errors import ForgeError, did_you_mean
 from forge.progress import Interval
+from forge.util.files import check_name
 
 CARRIED = ("max_time", "min_epochs", "min_updates", "validate_first", "smoke")
 """Settings that a plugin carries out, found by the entry point of that name in `forge.settings`."""
@@ -76,11 +77,13 @@ class Settings:
     "Run two batches of everything, and keep nothing: to see whether it runs at all."
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "max_updates", "min_epochs", "min_updates", "log_every"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ForgeError(f"{name}={value!r}: it must be a whole number of at least 1.")
-        self.seed = None if self.seed is None else int(self.seed)
+        for name in ("max_epochs", "max_updates", "min_epochs", "min_updates", "log_every", "seed"):
+            value, ends = getattr(self, name), options.WORD if name == "seed" else (1,)
+            if value is not None:
+                setattr(self, name, options.whole(value, name, *ends))
+        for path in (self.run_dir, self.resume):
+            if isinstance(path, (str, Path)):
+                check_name(path)
         self.device = str(self.device)
         kept = {"run_dir": self.run_dir or None, "resume": self.resume or None}
         if self.smoke and any(kept.values()):

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
+from forge import options
 from forge.data.known_streams import streams_in_nodes
 from forge.data.own_generators import data_roots, data_states, states_of
 from forge.data.sample_rng import restored_generators, seed_generators
@@ -174,7 +175,11 @@ class Feed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next epoch at this position."""
+        for name in ("batches", "samples"):
+            options.whole(state[name], f"data.{name}", 0)
         self.batches, self.samples, self._state = state["batches"], state["samples"], state["loader"]
+        if self.length is not None and self.batches > self.length:
+            raise DataError(f"The checkpoint is {self.batches:,} batches into an epoch that has {self.length:,}.")
         self._resuming = True
 
     def fingerprint(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -17,6 +18,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from forge.errors import RecipeError
 from forge.progress import Counters
 from forge.runs.lock import is_held
 from forge.util.files import is_regular, read_regular, regular_only
@@ -29,8 +31,6 @@ MOST_BYTES = 64 * 2**20
 """The largest file that is read as a whole."""
 MOST_LOG_BYTES = 512 * 2**20
 """As much of a log is read; a line has at most MOST_BYTES."""
-MOST_SETTINGS = 10_000
-"""Values in a recipe; a longer one is not read."""
 DEEPEST = 50
 """Levels of nesting; forge writes far fewer."""
 
@@ -251,7 +251,7 @@ class RunFolder:
         for entry in _entries(folder):
             if entry.is_symlink():
                 marks.setdefault(os.readlink(entry), []).append(entry.name)
-            elif entry.name.startswith("update-") and entry.name[7:].isdigit() and entry.is_dir():
+            elif entry.name.startswith("update-") and entry.name[7:].isdecimal() and entry.is_dir():
                 found.append(entry.name)
         return [
             ListedCheckpoint(name, int(name[7:]), _size(folder / name), tuple(sorted(marks.get(name, ()))))
@@ -278,13 +278,11 @@ class RunFolder:
 
 def recipe_section(run: RunFolder, name: str) -> dict[str, Any]:
     """Return a section of the recipe in config.yaml, with the values that were given; empty if it cannot be read."""
-    import yaml
+    from forge.util import strict_yaml
 
-    try:
-        config = yaml.safe_load(run.recipe_text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return as_dict(as_dict(config).get(name)) if is_modest(config, MOST_SETTINGS) else {}
+    with suppress(RecipeError):
+        return as_dict(as_dict(strict_yaml.load(run.recipe_text, "config.yaml")).get(name))
+    return {}
 
 
 def is_run(path: Path) -> bool:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from forge.checkpoint import captured
 from forge.checkpoint.checkpoint import StoredCheckpoint
 from forge.checkpoint.placing import placed_like
 from forge.checkpoint.readers import Readers
 from forge.checkpoint.weights import as_saved_by
 from forge.contract.requests import Request
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, ForgeError
 from forge.rng import RNGState, seed_all, seed_of
 from forge.snapshot import hidden
-from forge.snapshot.capture import describe_plugin
+from forge.snapshot.capture import describe_plugin, plugin_states
 from forge.snapshot.fingerprint import differences, fingerprint, refuse_another_model, refuse_another_run, surroundings
 
 if TYPE_CHECKING:
@@ -49,6 +52,33 @@ def load_for(trainer: Run, checkpoint: StoredCheckpoint) -> dict[str, Any]:
 
 def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     """Restore a capture. All checks come before any change; the RNG is restored last."""
+    captured.check(tree, where)
+    try:
+        _restore(trainer, tree, where)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, (ForgeError, *RuntimeError.__subclasses__())):  # those of devices and of other ranks
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(
+            f"{where} does not fit this run ({said}): forge did not write it, or a plugin or loader has changed. Use "
+            "another checkpoint, or start a new run."
+        ) from error
+
+
+def _no_numbers(saved: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of what is a number in a run's state before it is restored, and is none in the saved one."""
+    if isinstance(now, (dict, list, tuple)) and isinstance(saved, type(now)):
+        pairs = now.items() if isinstance(now, dict) else enumerate(now)
+        there = saved if isinstance(saved, dict) else dict(enumerate(saved))
+        for key, value in pairs:
+            if key in there:
+                yield from _no_numbers(there[key], value, f"{path}.{key}" if path else str(key))
+    elif isinstance(now, (int, float)) and isinstance(saved, (str, dict, list, tuple)):
+        yield path
+
+
+def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
+    odd: list[str] = []
     refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
     refuse_another_model(tree["model"], trainer.task.state_dict(), where)
     trainer.optimizers.refuse_others(tree["optimizers"], trainer.task, where)
@@ -57,6 +87,11 @@ def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     if changed:
         logger.warning("Resuming with %s: the last bits may differ.", ", ".join(changed))
     _refuse_shorter_run(trainer, tree["progress"], where)
+    with suppress(Exception):  # a plugin may have no state before it starts
+        now = {"plugins": plugin_states(trainer), "optimizers": trainer.optimizers.state_dict(trainer.task)}
+        odd = list(_no_numbers(tree, now))
+    if odd:
+        raise CheckpointError(f"{where}: {odd[0]} is no number, so forge did not write it. Use another checkpoint.")
     if trainer.optimizers.has_schedules and tree["planned_updates"] != trainer.planned_updates:
         logger.warning(
             "The run was planned for %s updates and is now for %s: a learning-rate schedule that depends on it differs "
@@ -72,8 +107,8 @@ def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     restore_flags(trainer.task, tree["flags"])
     trainer.optimizers.load_state_dict(tree["optimizers"], trainer.task)
     trainer.optimizers.rates_used = tree["rates_used"]
-    for field, value in tree["progress"].items():
-        setattr(trainer.progress, field, value)
+    for field in fields(trainer.progress):
+        setattr(trainer.progress, field.name, tree["progress"].get(field.name, 0))
     trainer.feed.load_state_dict(tree["data"])
     trainer.means.load_state_dict(tree["means"])
     for asked in tree["requests"]:

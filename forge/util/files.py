@@ -52,8 +52,17 @@ def access(path: Path, bits: int) -> int:
     return bits * 0o110 if is_shared else bits * 0o100
 
 
+def check_name(path: str | Path) -> None:
+    """Raise a ForgeError for a path that no file system can hold."""
+    parts = [os.fsencode(part) for part in Path(path).parts]
+    if any(len(part) > 255 or b"\0" in part for part in parts) or sum(map(len, parts)) > 4000:
+        raise ForgeError(f"{str(path)[:80]!r}… is no name of a file: it has over 255 bytes, or a NUL. Choose another.")
+
+
 def absolute(path: str | Path) -> Path:
-    """Return an absolute path; raise a ForgeError if it is relative and the working directory was deleted."""
+    """Return an absolute path; raise a ForgeError for a name that no file system can hold, and for a relative one where
+    the working directory was deleted."""
+    check_name(path)
     try:
         return Path(path).absolute()
     except FileNotFoundError as error:

@@ -13,13 +13,16 @@ from typing import Any
 
 from forge.errors import ForgeError
 from forge.util.files import read_regular
+from forge.util.text import format_bytes
 from forge.version import __version__
-from forge_ship.engine import ExportError, Port
+from forge_ship.engine import ExportError, Port, row_bytes
 from forge_ship.export_formats import formats
 
 NAME = "export.json"
 MOST = 1 << 20
 """Bytes that a card may have."""
+MOST_ROW = 1 << 30
+"""Bytes that one row of all tensors of a card may have."""
 VERSIONS = ("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "executorch")
 DTYPES = frozenset(
     "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128".split()  # noqa: SIM905
@@ -61,6 +64,8 @@ class CheckedCard:
         if self.format not in formats():
             raise self._refused(f"the format {self.format!r} is unknown")
         self.inputs, self.outputs = self._ports("inputs"), self._ports("outputs")
+        if row_bytes([*self.inputs, *self.outputs]) > MOST_ROW:
+            raise self._refused(f"one row of its tensors would take more than {format_bytes(MOST_ROW)}")
         files = self.values.get("files")
         self._noted = files.get(file.name) if isinstance(files, dict) else None
         if not isinstance(self._noted, dict):
@@ -91,7 +96,7 @@ class CheckedCard:
         name, dtype, shape = item.get("name"), item.get("dtype"), item.get("shape")
         if not isinstance(name, str) or not name.isidentifier() or dtype not in DTYPES or not isinstance(shape, list):
             raise self._refused(f"{key} has an entry without a name, a dtype and a shape")
-        if not all(isinstance(size, (int, str)) and not isinstance(size, bool) for size in shape) or len(shape) > 32:
+        if not all(isinstance(size, str) or _is_size(size) for size in shape) or len(shape) > 32:
             raise self._refused(f"the shape of {name} is no list of sizes")
         return Port(name, dtype, tuple(shape), self._seen(item.get("seen"), shape))
 
@@ -101,11 +106,15 @@ class CheckedCard:
         return {
             axis: (pair[0], pair[1])
             for axis, pair in pairs
-            if axis in shape and isinstance(pair, list) and len(pair) == 2 and all(type(size) is int for size in pair)
+            if axis in shape and isinstance(pair, list) and len(pair) == 2 and all(map(_is_size, pair))
         }
 
     def _refused(self, why: str) -> ExportError:
         return ExportError(f"{self.file.parent / NAME} is no card of an export: {why}.")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _read(file: Path) -> dict[str, Any]:

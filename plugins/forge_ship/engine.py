@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from forge.errors import ForgeError
@@ -38,6 +40,16 @@ class Engine(Protocol):
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the outputs by name. Inputs are on the CPU or on the engine's device; outputs are on the CPU."""
         ...
+
+
+def row_bytes(ports: Sequence[Port]) -> int:
+    """Return what one row of tensors takes, with the least sizes that the data had."""
+    sizes = ([_least(size, port) for size in port.shape] for port in ports)
+    return sum(prod(each) * getattr(torch, port.dtype).itemsize for each, port in zip(sizes, ports, strict=True))
+
+
+def _least(size: int | str, port: Port) -> int:
+    return size if isinstance(size, int) else 1 if size == "batch" else (port.seen or {}).get(size, (1, 1))[0]
 
 
 def check_inputs(given: Mapping[str, Tensor], ports: Sequence[Port]) -> int | None:

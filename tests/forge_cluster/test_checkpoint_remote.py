@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 
 import forge
 from forge.checkpoint import Checkpoints, StoredCheckpoint
+from forge.checkpoint.weights import read_weights
 from forge.errors import CheckpointError, RecipeError
 from forge.testing import assert_same_weights
 from forge_cluster.storage import object_storage
 from forge_cluster.storage.object_storage import redacted
 from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins.checkpoint import Checkpoint
+from tests.support import limited
 from tests.support.flaky_storage import FlakyFileSystem
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -328,6 +331,41 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(RecipeError, match="it must be a URL"):
         Checkpoint(remote=url)
+
+
+BAD = {
+    "an empty place": "s3:///x",
+    "a line break": "s3://bucket/x\ny",
+    "a space in the place": "s3://my bucket/x",
+    "a part of dots": "s3://bucket/../other",
+    "a backslash": "file:///a\\b",
+    "a chain": "simplecache::s3://bucket/x",
+    "a chain behind": "s3://bucket/x::file:///y",
+    "a long part": "file:///" + "n" * 300,
+    "long": "s3://bucket/" + "n/" * 600,
+    "an unknown scheme": "nope://bucket/x",
+    "a port too high": "sftp://host:99999999/x",
+    "half an address": "http://[::1/x",
+    "a scheme that needs more": "github://x/y",
+    "a folder in a file": "file:///dev/null/x/y",
+    "an unprintable sign": "s3://bucket/\x1b[2J",
+    "a quote": "s3://buck'et/x",
+    "no scheme": "://bucket/x",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_url_is_one_line_within_a_second(name: str) -> None:
+    done = limited.call(partial(_open, BAD[name]))
+    assert done.returncode == 2, done.stderr
+
+
+def _open(url: str) -> int:
+    for act in (lambda: Checkpoint(remote=url) and RemoteCheckpoints(url).names(), lambda: read_weights(url)):
+        with pytest.raises(forge.ForgeError) as caught:
+            act()
+        assert len(str(caught.value).splitlines()) == 1
+    return 2
 
 
 def test_secrets_reach_no_file_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_pods_without_a_shared_volume_are_refused() -> None:
 def test_the_ray_driver_is_python_with_the_command_in_it() -> None:
     text = ray_driver(JOB)
     compile(text, "driver.py", "exec")
-    assert "--rdzv-endpoint @ENDPOINT@:29400" in text
+    assert "--rdzv-endpoint $FORGE_ENDPOINT:29400" in text
     assert '"STRICT_SPREAD"' in text
 
 

@@ -165,12 +165,13 @@ def _text(args: Namespace, job: LaunchJob, words: list[str]) -> str:
 
 
 def _submit_words(args: Namespace, file: Path) -> list[str]:
-    address = ["--address", args.address] if args.address else []
+    address = [f"--address={args.address}"] if args.address else []
+    named = f"./{file}" if str(file).startswith("-") else str(file)
     return {
-        "slurm": ["sbatch", str(file)],
-        "kubernetes": ["kubectl", "apply", "-f", str(file)],
+        "slurm": ["sbatch", named],
+        "kubernetes": ["kubectl", "apply", "-f", named],
         "ray": ["ray", "job", "submit", *address, "--", "python", str(absolute(file))],
-        "ssh": ["bash", str(file)],
+        "ssh": ["bash", named],
     }[args.system]
 
 

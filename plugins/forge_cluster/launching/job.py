@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import product
+from math import prod
+from typing import Any, ParamSpec
 
 from forge.errors import ForgeError
 
 PORT = 29400
 """The port of the rendezvous on the first node."""
+MOST_JOBS = 10_000
+"""Jobs of an array."""
+
+P = ParamSpec("P")
+
+
+def of_printable_lines(render: Callable[P, str]) -> Callable[P, str]:
+    """Make a function that writes a job refuse what the job's file could take for something else than a value.
+
+    A line break would begin a command, or a key. So every text, at every depth of the arguments, is one printable line;
+    and one that is a word of its own does not begin with a dash, or it would be an option. What is left is quoted.
+    """
+    names = inspect.signature(render)
+
+    @functools.wraps(render)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> str:
+        for name, value in names.bind(*args, **kwargs).arguments.items():
+            _refuse_odd(name, value)
+        return render(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_odd(name: str, value: Any) -> None:
+    if isinstance(value, LaunchJob):
+        for field in fields(value):
+            _refuse_odd(field.name, getattr(value, field.name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_odd(name, item)
+    elif isinstance(value, str):
+        what = NAMES.get(name, f"--{name.replace('_', '-')}")
+        if not value.isprintable():
+            raise ForgeError(f"{what} is {value[:80]!a}: it must be one line of printable signs. Change or rename it.")
+        if value.startswith("-") and name not in WITH_DASHES:
+            raise ForgeError(f"{what} is {value[:80]!r}: it must not begin with a dash, or it would be an option.")
+
+
+NAMES = {"folder": "The working directory", "words": "A word of the command", "sweep": "--array", "more": "--option"}
+WITH_DASHES = ("words", "more", "time", "submit")
+"""Values that may begin with a dash: words of `forge fit`, options of sbatch, what stands behind an = or in text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +96,7 @@ class LaunchJob:
             ("--nodes", self.nodes, 1),
             ("--gpus", self.gpus, 0),
             ("--procs", self.procs, 1),
+            ("--cpus", self.cpus if self.cpus is not None else 1, 1),
             ("--grace", self.grace, 1),
             ("--restarts", self.restarts, 0),
         ):
@@ -86,4 +132,7 @@ def parse_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         if not found or not key or not given:
             raise ForgeError(f"--array {text!r}: write a key and its values, as in --array task.lr=1e-3,1e-2.")
         axes.append([f"{key}={value}" for value in given])
+    count = prod(map(len, axes))
+    if count > MOST_JOBS:
+        raise ForgeError(f"--array makes {count:,} jobs; {MOST_JOBS:,} is the most. Give fewer values.")
     return tuple(product(*axes)) if axes else ()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 from forge.errors import ForgeError
-from forge_cluster.launching.job import PORT, LaunchJob
+from forge_cluster.launching.job import PORT, LaunchJob, of_printable_lines
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 CONTAINER = "pytorch"
@@ -15,6 +18,7 @@ NODE = "node"
 VOLUME = "runs"
 
 
+@of_printable_lines
 def manifest(job: LaunchJob, kind: str, image: str, claim: str | None = None, mount: str = "/runs") -> str:
     """Return a manifest as YAML. `claim` is a PersistentVolumeClaim that all pods mount at `mount`."""
     if job.sweep:
@@ -23,7 +27,7 @@ def manifest(job: LaunchJob, kind: str, image: str, claim: str | None = None, mo
         raise ForgeError(
             f"{job.nodes} pods write one run folder together: name the volume that they share with --claim PVC."
         )
-    if claim is not None and not f"{job.run_dir}/".startswith(f"{mount.rstrip('/')}/"):
+    if claim is not None and not PurePosixPath(normpath(job.run_dir)).is_relative_to(normpath(mount)):
         raise ForgeError(
             f"--run-dir {job.run_dir} is not in the volume, which is mounted at {mount}: use --run-dir {mount}/…"
         )
@@ -62,7 +66,7 @@ def _pytorchjob(job: LaunchJob, image: str, claim: str | None, mount: str) -> di
 def _trainjob(job: LaunchJob, image: str, claim: str | None, mount: str) -> dict[str, Any]:
     trainer = {
         "image": image,
-        "command": ["/bin/sh", "-c", f"exec {job.node_command('$PET_MASTER_ADDR', '$PET_NODE_RANK')}"],
+        "command": _shell(f"exec {job.node_command('$PET_MASTER_ADDR', '$PET_NODE_RANK')}"),
         "numNodes": job.nodes,
         "numProcPerNode": job.procs,
         "resourcesPerNode": _resources(job),
@@ -124,7 +128,7 @@ def _pod(job: LaunchJob, image: str, claim: str | None, mount: str, script: str)
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": image,
-        "command": ["/bin/sh", "-c", script],
+        "command": _shell(script),
         "ports": [{"name": "rendezvous", "containerPort": PORT}],
         "resources": _resources(job),
     }
@@ -133,6 +137,12 @@ def _pod(job: LaunchJob, image: str, claim: str | None, mount: str, script: str)
         container["volumeMounts"] = [{"name": VOLUME, "mountPath": mount}]
         pod["volumes"] = [_volume(claim)]
     return pod
+
+
+def _shell(script: str) -> list[str]:
+    """Return the command that runs a script. Kubernetes itself would fill in $(NAME), and make $$ a single sign: in the
+    quoted values, the only place of either, the two signs are parted by empty quotes."""
+    return ["/bin/sh", "-c", re.sub(r"\$(?=[$(])", "$''", script)]
 
 
 def _volume(claim: str) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import json
 import shlex
 
 from forge.errors import ForgeError, Interrupted
-from forge_cluster.launching.job import LaunchJob
+from forge_cluster.launching.job import LaunchJob, of_printable_lines
 
-MARK = "@ENDPOINT@"
+ENDPOINT = "FORGE_ENDPOINT"
+"""The variable in which the nodes find the first of them."""
 DRIVER = '''\
-"""Train on a Ray cluster: {submit}
+# To submit it: {submit}
+"""Train on a Ray cluster.
 
 `ray job submit` turns every exit code but 0 into 1. So the true one is printed, as `forge exit code: 85`, and this
 driver itself starts again after {code} (preempted, state saved) and after a lost node, {restarts} times at most.
@@ -34,10 +36,10 @@ def address():
 
 
 @ray.remote(max_retries=0)
-def node(command, number):
+def node(command, first, number):
     names = [name for name in os.environ if name.startswith("RAY_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
     environment = {{name: value for name, value in os.environ.items() if name not in names}}
-    environment["FORGE_NODE_RANK"] = str(number)
+    environment |= {{"FORGE_NODE_RANK": str(number), "{endpoint}": first}}
     return subprocess.run(["/bin/sh", "-c", command], env=environment).returncode
 
 
@@ -48,10 +50,9 @@ def attempt():
     try:
         places = [PlacementGroupSchedulingStrategy(group, index) for index in range(JOB["nodes"])]
         first = ray.get(address.options(num_cpus=0, scheduling_strategy=places[0]).remote())
-        command = JOB["command"].replace("{mark}", first)
         amounts = {{"num_cpus": JOB["cpus"], "num_gpus": JOB["gpus"]}}
         running = [
-            node.options(scheduling_strategy=place, **amounts).remote(command, number)
+            node.options(scheduling_strategy=place, **amounts).remote(JOB["command"], first, number)
             for number, place in enumerate(places)
         ]
         codes = ray.get(running)
@@ -72,12 +73,13 @@ for left in reversed(range(JOB["restarts"] + 1)):
 '''
 
 
+@of_printable_lines
 def ray_driver(job: LaunchJob, strategy: str = "STRICT_SPREAD", submit: str = "python FILE") -> str:
     """Return the driver, a Python file that needs ray alone."""
     if job.sweep:
         raise ForgeError("--array is for SLURM. On Ray, launch one job for each value.")
     content = {
-        "command": f"cd {shlex.quote(job.folder)} && exec {job.node_command(MARK)}",
+        "command": f"cd {shlex.quote(job.folder)} && exec {job.node_command(f'${ENDPOINT}')}",
         "nodes": job.nodes,
         "gpus": job.gpus,
         "cpus": (job.cpus or 1) * job.procs,
@@ -85,4 +87,4 @@ def ray_driver(job: LaunchJob, strategy: str = "STRICT_SPREAD", submit: str = "p
         "strategy": strategy if job.nodes > 1 else "PACK",
     }
     shown = json.dumps(content, indent=4)
-    return DRIVER.format(job=shown, code=Interrupted.EXIT_CODE, restarts=job.restarts, mark=MARK, submit=submit)
+    return DRIVER.format(job=shown, code=Interrupted.EXIT_CODE, restarts=job.restarts, endpoint=ENDPOINT, submit=submit)

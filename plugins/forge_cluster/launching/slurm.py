@@ -6,16 +6,15 @@ import shlex
 from collections.abc import Sequence
 
 from forge.errors import ForgeError, Interrupted
-from forge_cluster.launching.job import LaunchJob
+from forge_cluster.launching.job import LaunchJob, of_printable_lines
 
 
+@of_printable_lines
 def sbatch_script(
     job: LaunchJob, time: str | None = None, partition: str | None = None, more: Sequence[str] = ()
 ) -> str:
-    """Return the script. `more` are options of sbatch as they are: `--constraint=a100`."""
-    for option in more:
-        if not option.startswith("-") or "\n" in option:
-            raise ForgeError(f"--option {option!r}: give an option of sbatch, as in --option=--constraint=a100.")
+    """Return the script. `more` are options of sbatch, written as for a shell: `--constraint=a100`."""
+    given = [_words(option) for option in more]
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -33,8 +32,18 @@ def sbatch_script(
     }
     # sbatch reads these lines as a shell does: a folder with a space is quoted
     head = [f"#SBATCH {shlex.quote(f'--{name}={value}')}" for name, value in options.items() if value is not None]
-    head += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in more)]
+    head += ["#SBATCH --requeue", *(f"#SBATCH {shlex.join(words)}" for words in given)]
     return "\n".join(["#!/bin/bash", *head, "", *_body(job), ""])
+
+
+def _words(option: str) -> list[str]:
+    try:
+        words = shlex.split(option)
+    except ValueError:
+        words = []
+    if not words or not words[0].startswith("-"):
+        raise ForgeError(f"--option {option!r}: give an option of sbatch, as in --option=--constraint=a100.")
+    return words
 
 
 def _body(job: LaunchJob) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
 from forge.errors import ForgeError, Interrupted
-from forge_cluster.launching.job import LaunchJob
+from forge_cluster.launching.job import LaunchJob, of_printable_lines
 
+HOST = re.compile(r"(\w[\w.-]*@)?\w[\w.:-]*", re.ASCII)
+"""A name or an address, which means the same to every shell without quotes."""
 SCRIPT = """\
 #!/bin/bash
 # Start the same command on every host; the first one holds the rendezvous. TERM, INT and USR1 are passed on: all ranks
@@ -48,6 +51,7 @@ exit $result
 """
 
 
+@of_printable_lines
 def ssh_script(job: LaunchJob, hosts: Sequence[str]) -> str:
     """Return the script. The hosts share the run folder, and the working directory with its Python."""
     if job.sweep:
@@ -55,7 +59,7 @@ def ssh_script(job: LaunchJob, hosts: Sequence[str]) -> str:
     if len(hosts) != job.nodes:
         raise ForgeError(f"--hosts names {len(hosts)} hosts, but --nodes is {job.nodes}: leave --nodes out.")
     for host in hosts:
-        if not host or host.startswith("-") or any(sign.isspace() or sign in "'\"$`;&|<>(){}*?\\/" for sign in host):
+        if not HOST.fullmatch(host):
             raise ForgeError(f"--hosts: {host!r} is no name of a host, nor user@host.")
     first = hosts[0].rpartition("@")[2]
     return SCRIPT.format(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import ForgeError, did_you_mean
+from forge.util import strict_yaml
 
 GB, TERA, MICRO = 1e9, 1e12, 1e-6
 PRECISIONS = ("fp32", "bf16", "fp8")
@@ -133,12 +134,7 @@ def load_cluster(source: str) -> Cluster:
     if not path.is_file():
         names = ", ".join(f"{name}xN" for name in KNOWN)
         raise ForgeError(f"--cluster {source}: no such file. Give a YAML file, or N nodes of 8 GPUs by name: {names}.")
-    import yaml
-
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ForgeError(f"{source} is no valid YAML: {error}") from error
+    given = strict_yaml.load(strict_yaml.read(path), source)
     if not isinstance(given, dict):
         raise ForgeError(f"{source} must hold keys and values, such as 'nodes: 2'.")
     return read_cluster(given, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -17,7 +18,8 @@ ATTEMPTS = 6
 """How often an operation is tried, with pauses of about 0.5, 1, 2, 4 and 8 seconds between."""
 FIRST_PAUSE = 0.5
 FINAL = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError)
-"""Errors that another try would only repeat."""
+NAMES = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS}
+"""Errors that another try would only repeat; those of a file's name by their numbers."""
 
 CREDENTIALS = (
     "Give credentials to the machine: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a role for s3://, "
@@ -44,8 +46,15 @@ def check_url(url: str, option: str) -> None:
     scheme, found, rest = url.partition("://")
     if not found or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
         raise RecipeError(
-            f"{option} is {redacted(url)!r}; it must be a URL with a place in it, such as s3://bucket/prefix, "
+            f"{option} is {redacted(url)[:200]!r}; it must be a URL with a place in it, such as s3://bucket/prefix, "
             "gs://bucket/prefix or file:///shared/folder."
+        )
+    place, *names = rest.split("/")
+    odd = not url.isprintable() or "\\" in url or "::" in url or len(url.encode("utf-8", "replace")) > 1000
+    if odd or not re.fullmatch(r"[\w.~:@?#=&%+\[\]-]*", place) or any(n in (".", "..") or len(n) > 255 for n in names):
+        raise RecipeError(
+            f"{option} is {redacted(url)[:200]!r}: a place is letters, digits and signs such as - and .; a URL has no "
+            "part . or .., none of over 255 characters, no control character, and 1,000 bytes at most."
         )
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
         raise RecipeError(
@@ -61,11 +70,12 @@ def connect(url: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0]
     try:
         fs, root = fsspec.core.url_to_fs(url)
+        return fs, root.rstrip("/")
     except ImportError as error:
         raise ValueError(f"{scheme}:// needs a package that is not installed: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{redacted(url)}: {redacted(str(error))}.") from error
-    return fs, root.rstrip("/")
+    except Exception as error:  # a file system may connect when it is made, or take an address apart
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{redacted(url)}: {redacted(said)}.") from error
 
 
 class Unreachable(Exception):
@@ -88,7 +98,7 @@ def attempt(
             return act()
         except Exception as error:
             said = redacted(f"{type(error).__name__}: {error}")
-            if not left or isinstance(error, FINAL):
+            if not left or isinstance(error, FINAL) or getattr(error, "errno", None) in NAMES:
                 missing = isinstance(error, FileNotFoundError)
                 raise Unreachable(said, missing) from None  # its own text may hold secrets
             failed(f"{said}; {left} tries left")

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsspec.registry import known_implementations, registry
+
 import forge
-from forge.checkpoint import Checkpoints, Writers
+from forge.checkpoint import Checkpoints, Writers, captured
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, RecipeError
 from forge.runs.card import group_of, name_of, new_run_dir
 from forge.runs.choose import checkpoints_of, newest_first
 from forge.runs.job import another_job, changed_plan, job_in, job_of
@@ -34,6 +36,9 @@ class RemoteRun:
 
     def __init__(self, url: str):
         check_url(url.replace(RUN, "run"), "checkpoint.remote")
+        scheme = url.partition("://")[0]
+        if scheme not in {*known_implementations, *registry}:
+            raise RecipeError(f"checkpoint.remote is {url[:200]!r}: fsspec, which reads it, knows no {scheme[:40]}://.")
         self._url = url
 
     def mirror(self, run_dir: Path, folder: Checkpoints, writers: Writers | None, keep_older: bool) -> Mirror:
@@ -158,7 +163,9 @@ def _fetched(remote: RemoteCheckpoints, update: int, folder: Checkpoints) -> boo
 
 def _best(path: Path) -> list[int]:
     """Return the updates that the state of a checkpoint names as best, the best first."""
-    for state in SavedState(path).outline().get("plugins", {}).values():
+    tree = SavedState(path).outline()
+    captured.check(tree, str(path), ("plugins",))
+    for state in tree["plugins"].values():
         match state:
             case {"monitor": str(), "mode": str(), "best": [*entries]}:
                 return [entry["update"] for entry in entries if isinstance(entry, dict) and "update" in entry]

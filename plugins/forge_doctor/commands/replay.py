@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    from forge.checkpoint import StoredCheckpoint, manifest
+    from forge.checkpoint import StoredCheckpoint, captured, manifest
     from forge.checkpoint.checkpoint import NAME
 
     if not path.is_dir():
@@ -70,6 +70,7 @@ def _load(path: Path) -> dict[str, Any]:
     tree = StoredCheckpoint(path).load()
     if not tree.keys() >= PARTS:
         raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, written by the plugin anomaly.")
+    captured.check(tree, str(path), ("progress",))
     if tree["window"] is None:
         where = f" Its samples have these indices in the dataset: {tree['indices']}." if tree.get("indices") else ""
         raise ForgeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ examples:
 
 endpoints: POST /predict, GET /health, GET /ready, GET /metrics, GET /v1/model (docs/serving.md)
 """
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 def parser() -> ArgumentParser:
@@ -78,6 +80,21 @@ def parser() -> ArgumentParser:
         help="time limit of a request, and of the end after a signal, in seconds (default: %(default)g)",
     )
     parser.add_argument(
+        "--header-timeout",
+        metavar="S",
+        type=_number(float, 0.001),
+        default=10.0,
+        help="time in which the headers of a request must come, in seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--host-header",
+        metavar="NAME",
+        type=_names,
+        action="extend",
+        help="names that requests may call the server by: example.com, *.example.com or *, several with commas "
+        "(default: those of this machine, with --host: *)",
+    )
+    parser.add_argument(
         "--max-axis",
         metavar="NAME=N",
         type=_axis,
@@ -113,6 +130,7 @@ def run(args: Namespace) -> int:
         queue=args.queue,
         max_connections=args.max_connections,
         timeout=args.timeout,
+        header_timeout=args.header_timeout,
         max_axes=dict(args.max_axis),
         allow_nonfinite=args.allow_nonfinite,
     )
@@ -128,7 +146,9 @@ def run(args: Namespace) -> int:
             data=target.function(args.data) if args.data else None,
         )
         kind = getattr(engine, "format", "") or Path(args.model).suffix.removeprefix(".")
-        app = make_app(engine, limits, name=args.model, kind=kind, warmup=not args.no_warmup)
+        name = os.path.basename(os.path.abspath(args.model))  # the folders above it are nobody's business
+        hosts = args.host_header or (LOCAL if args.host in LOCAL else ["*"])
+        app = make_app(engine, limits, name=name, kind=kind, warmup=not args.no_warmup, hosts=hosts)
         if args.host not in LOCAL:
             show.warning(f"{args.host} admits other machines, and requests are not authenticated: see docs/serving.md.")
 
@@ -165,6 +185,14 @@ def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")
         return value
 
     return parse
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[?[0-9a-fA-F:.]+\]?", name):
+            raise ArgumentTypeError(f"{name!r} must be a name without a port, as in example.com or *.example.com, or *")
+    return names
 
 
 def _axis(text: str) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -14,12 +14,15 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from torch import Tensor
 
-from forge_ship.engine import Engine
+from forge.util.text import format_bytes
+from forge_ship.engine import Engine, ExportError, row_bytes
 from forge_ship.serving import protocol
 from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, Outputs
 from forge_ship.serving.limits import ServeLimits
@@ -39,11 +42,24 @@ ENDPOINTS = "POST /predict, GET /health, GET /ready, GET /metrics, GET /v1/model
 
 
 def make_app(
-    engine: Engine, limits: ServeLimits | None = None, *, name: str = "model", kind: str = "", warmup: bool = True
+    engine: Engine,
+    limits: ServeLimits | None = None,
+    *,
+    name: str = "model",
+    kind: str = "",
+    warmup: bool = True,
+    hosts: Sequence[str] = ("*",),
 ) -> Starlette:
     """Return the ASGI application that serves an engine; `kind` is the model's format. `app.state.service` has its
-    state."""
-    service = ModelService(engine, limits or ServeLimits(), name, kind, warmup)
+    state. `hosts` are the names that requests may call the server by, as in starlette's TrustedHostMiddleware."""
+    limits = limits or ServeLimits()
+    row = row_bytes(engine.inputs)
+    if row > limits.max_body:
+        raise ExportError(
+            f"One row of the model's inputs takes {format_bytes(row)}, and a request may have "
+            f"{format_bytes(limits.max_body)}. If the model is right about its inputs, raise --max-body."
+        )
+    service = ModelService(engine, limits, name, kind, warmup)
     routes = [
         Route("/predict", service.predict, methods=["POST"]),
         Route("/health", service.health, methods=["GET"]),
@@ -52,7 +68,8 @@ def make_app(
         Route("/v1/model", service.model, methods=["GET"]),
     ]
     handlers: Mapping[Any, Any] = {HTTPException: _http_problem, Exception: _unexpected_problem}
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=service.lifespan)
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app = Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers, lifespan=service.lifespan)
     app.state.service = service
     return app
 
@@ -143,6 +160,7 @@ class ModelService:
                     "queue": self.limits.queue,
                     "max_connections": self.limits.max_connections,
                     "timeout_s": self.limits.timeout,
+                    "header_timeout_s": self.limits.header_timeout,
                     "max_axes": dict(self.limits.max_axes),
                 },
             }

@@ -24,6 +24,8 @@ class ServeLimits:
     "Connections that are open at once; processes may often have 1,024 open files."
     timeout: float = 20.0
     "Seconds from a request's arrival to its answer."
+    header_timeout: float = 10.0
+    "Seconds from the first byte of a request to the last of its headers; and for a body that comes after its answer."
     max_axes: Mapping[str, int] = field(default_factory=dict)
     "The largest size of dynamic axes by name; for other axes it is the largest one that the data had, if known."
     allow_nonfinite: bool = False

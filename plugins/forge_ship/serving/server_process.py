@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -59,7 +60,7 @@ def serve(app: Starlette, bound: socket.socket, when_ready: Callable[[], Any] = 
     service: ModelService = app.state.service
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(service.limits.max_connections),
+        http=bounded_protocol(service.limits.max_connections, service.limits.header_timeout),
         lifespan="on",
         ws="none",
         log_config=None,
@@ -85,33 +86,69 @@ def serve(app: Starlette, bound: socket.socket, when_ready: Callable[[], Any] = 
     return not server.force_exit and service.cancelled == 0
 
 
-def bounded_protocol(most: int) -> type[H11Protocol]:
-    """Return the protocol of a server that has at most so many connections open.
+def bounded_protocol(most: int, header_timeout: float) -> type[H11Protocol]:
+    """Return the protocol of a server that has at most so many connections open, each for a bounded time.
 
     It is h11's, whatever else is installed: that one limits the size of headers. One connection too many is told so and
     closed, before anything of it is read. Of a connection on which nothing comes, uvicorn would wait for ever for the
-    first request, and for the second one KEEP_ALIVE seconds: here it is that long for each.
+    first request, and for the second one KEEP_ALIVE seconds: here it is that long for each. Once a byte has come, the
+    headers must be there within `header_timeout`, however they trickle: only a request that is being answered has no
+    clock here, but the application's.
     """
 
     class BoundedProtocol(H11Protocol):
+        clock: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
             if len(self.connections) > most:
-                transport.write(_refusal(most))
+                text = f"The server has {most} connections open already: use one for many requests, or try again later."
+                transport.write(_refusal("503 Service Unavailable", text, "Retry-After: 1\r\n"))
                 transport.close()
                 return
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._set_clock()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._set_clock()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop_clock()
+
+        def _set_clock(self) -> None:
+            """Start the clock where something is left unfinished that no request waits for; stop it otherwise."""
+            answering = self.cycle is not None and not self.cycle.response_complete
+            begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+            if answering or not begun:
+                self._stop_clock()
+            elif self.clock is None:
+                self.clock = self.loop.call_later(header_timeout, self._end)
+
+        def _end(self) -> None:
+            if self.conn.our_state is h11.IDLE:
+                text = f"The headers did not come within {header_timeout:g} seconds."
+                self.transport.write(_refusal("408 Request Timeout", text))
+            self.transport.close()
+
+        def _stop_clock(self) -> None:
+            if self.clock is not None:
+                self.clock.cancel()
+                self.clock = None
+
     return BoundedProtocol
 
 
-def _refusal(most: int) -> bytes:
-    text = f"The server has {most} connections open already: use one for many requests, or try again later."
+def _refusal(status: str, text: str, more: str = "") -> bytes:
     body = json.dumps({"error": text}).encode()
-    head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}{more}Connection: close\r\n\r\n".encode() + body
 
 
 class StoppableServer(uvicorn.Server):

@@ -1,0 +1,270 @@
+"""`forge serve` against those who hold connections, call it by other names, look around, or write its card."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+from uvicorn.server import ServerState
+
+from forge import cli
+from forge_ship import card
+from forge_ship.engine import ExportError, Port
+from forge_ship.serving.http_answers import make_app
+from forge_ship.serving.limits import ServeLimits
+from forge_ship.serving.server_process import bounded_protocol
+from tests.conftest import PLAIN
+from tests.forge_ship.test_serving_process import PROGRAM, request
+from tests.support import forked, limited
+from tests.support.small_engines import LinearEngine
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+class Wire(asyncio.Transport):
+    """A connection of which the test is the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.closed = b"", False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+async def answers(scope: Any, receive: Any, send: Any) -> None:
+    """Answer without reading the body."""
+    await PlainTextResponse("ok")(scope, receive, send)
+
+
+async def waits(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def connected(app: Any) -> tuple[Any, Wire]:
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+    config.load()
+    protocol = bounded_protocol(8, 10.0)(config, ServerState(), {}, asyncio.get_running_loop())
+    wire = Wire()
+    protocol.connection_made(wire)
+    return protocol, wire
+
+
+def in_a_loop(test: Any) -> Any:
+    def run() -> None:
+        asyncio.run(test())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@in_a_loop
+async def test_headers_that_trickle_have_one_deadline() -> None:
+    protocol, wire = connected(answers)
+    assert protocol.clock is None  # nothing came yet: the connection is idle
+    protocol.data_received(b"G")
+    clock: Any = protocol.clock
+    for sign in b"ET /health HTTP/1.1\r\nHost: a\r\nX-A: " + b"b" * 100:
+        protocol.data_received(bytes([sign]))
+        assert protocol.clock is clock
+    clock._run()
+    assert wire.closed
+    assert wire.written.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+
+
+@in_a_loop
+async def test_headers_that_are_complete_stop_the_clock() -> None:
+    protocol, wire = connected(waits)
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
+    clock: Any = protocol.clock
+    protocol.data_received(b"\r\n")
+    assert clock.cancelled()
+    assert protocol.clock is None  # from here on it is the application's time
+    assert not wire.closed
+
+
+@in_a_loop
+async def test_a_body_that_trickles_after_its_answer_has_a_deadline() -> None:
+    protocol, wire = connected(answers)
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
+    while b"ok" not in wire.written:
+        await asyncio.sleep(0)
+    clock: Any = protocol.clock
+    assert clock is not None
+    protocol.data_received(b"b")
+    assert protocol.clock is clock
+    clock._run()
+    assert wire.closed
+    assert b"408" not in wire.written  # it has its answer
+
+
+@in_a_loop
+async def test_a_second_request_has_its_own_deadline() -> None:
+    protocol, wire = connected(answers)
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")
+    while b"ok" not in wire.written or protocol.clock is None:
+        await asyncio.sleep(0)
+    clock: Any = protocol.clock
+    protocol.data_received(b"TP/1.1\r\nHost: a\r\n\r\n")
+    assert clock.cancelled()
+    while wire.written.count(b"ok") < 2:
+        await asyncio.sleep(0)
+    assert protocol.clock is None
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[int]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", PROGRAM, *words]
+    with forked.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **PLAIN}) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r":(\d+): batches", process.stdout.readline())
+            assert found
+            yield int(found[1])
+        finally:
+            process.kill()
+
+
+def test_places_that_are_held_are_given_back() -> None:
+    with serving("--max-connections", "2", "--header-timeout", "0.2") as port:
+        held = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
+        for connection in held:
+            connection.sendall(b"GET /health HTTP/1.1\r\nX-A:")
+        for connection in held:
+            assert b"408" in connection.makefile("rb").read()  # to the end: the server closes it
+        status = 0
+        while status != 200:  # until the server has seen that they are closed
+            with suppress(OSError):
+                status = request(port, "GET", "/health")[0]
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["example.com", "a.example.com", "evil.com", "example.com.evil.com", "EXAMPLE.com:81", "", "a"]
+)
+@pytest.mark.parametrize("names", [["example.com"], ["*.example.com"], ["*"], ["a", "example.com"]])
+def test_hosts_are_those_of_starlette(host: str, names: list[str]) -> None:
+    plain = Starlette(routes=[Route("/health", lambda _: PlainTextResponse("up"))])
+    plain.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
+    statuses = []
+    for app in (plain, make_app(LinearEngine(), warmup=False, hosts=names)):
+        with TestClient(app) as client:
+            statuses.append(client.get("/health", headers={"Host": host}).status_code)
+    assert statuses[0] == statuses[1]
+
+
+def test_by_default_a_local_server_has_local_names() -> None:
+    with serving() as port:
+        for host, status in {"localhost": 200, f"127.0.0.1:{port}": 200, "[::1]": 200, "rebound.example": 400}.items():
+            with socket.create_connection(("127.0.0.1", port), 30) as connection:
+                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
+    with serving("--host-header", "a.example,*.b.example", "--host-header", "c.example") as port:
+        for host, status in {"a.example": 200, "x.b.example": 200, "c.example": 200, "localhost": 400}.items():
+            with socket.create_connection(("127.0.0.1", port), 30) as connection:
+                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
+
+
+@pytest.mark.parametrize("name", ["a*.com", "*com", "http://a", "a/b", "a b", "", "a.*", "a,,b"])
+def test_a_name_that_starlette_would_not_take_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "a.pt2", "--host-header", name]) == 2
+    assert "must be a name" in capsys.readouterr().err
+
+
+def test_the_model_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("forge_ship.open_engine.open_engine", lambda path, **_: LinearEngine())
+
+    def serve(app: Any, bound: Any, when_ready: Any) -> bool:
+        with TestClient(app, base_url="http://localhost") as client:
+            shown.append(client.get("/v1/model").text)
+        return True
+
+    monkeypatch.setattr("forge_ship.serving.server_process.serve", serve)
+    (tmp_path / "secret" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "secret" / "run")
+    for model in (str(tmp_path / "secret" / "run"), f"{tmp_path}/secret/run/", ".", f"{tmp_path}/secret/run/../run"):
+        assert cli.main(["serve", model, "--port", "0"]) == 0
+        assert json.loads(shown[-1])["model"] == "run"
+        assert "secret" not in shown[-1]
+
+
+# -- cards ------------------------------------------------------------------------------------------------------------
+
+GOOD = {"name": "x", "dtype": "float32", "shape": ["batch", 4], "seen": {}}
+CLAIMS: dict[str, dict[str, Any]] = {
+    "10^12 columns": {"inputs": [{**GOOD, "shape": ["batch", 10**12]}]},
+    "10^400 columns": {"inputs": [{**GOOD, "shape": ["batch", 10**400]}]},
+    "columns that multiply": {"inputs": [{**GOOD, "shape": ["batch", *[1000] * 20]}]},
+    "many inputs": {"inputs": [{**GOOD, "name": f"x{i}", "shape": ["batch", 10**7]} for i in range(900)]},
+    "a least size of 10^12": {"inputs": [{**GOOD, "shape": ["batch", "n"], "seen": {"n": [10**12, 10**12]}}]},
+    "outputs of 10^12": {"outputs": [{**GOOD, "name": "y", "shape": ["batch", 10**12]}]},
+    "negative columns": {"inputs": [{**GOOD, "shape": ["batch", -5]}]},
+    "half a column": {"inputs": [{**GOOD, "shape": ["batch", 0.5]}]},
+    "no shape": {"inputs": [{**GOOD, "shape": None}]},
+    "nested": {"inputs": [{**GOOD, "shape": [["batch"]]}]},
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_card_that_claims_too_much_is_refused_in_a_line(claim: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.pt2"
+    file.write_bytes(b"no program")
+    note = {"bytes": 10, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    values = {
+        "format": "pt2",
+        "inputs": [GOOD],
+        "outputs": [{**GOOD, "name": "y"}],
+        "files": {file.name: note},
+        **CLAIMS[claim],
+    }
+    (tmp_path / card.NAME).write_text(json.dumps(values))
+    done = limited.call(partial(_main, ["serve", str(file), "--port", "0"]))
+    assert done.returncode == 2, done.stderr
+    assert "is no card of an export" in " ".join(done.stderr.split())
+
+
+def _main(words: list[str]) -> int:
+    import forge_ship.open_engine
+
+    assert forge_ship.open_engine
+    return cli.main(words)
+
+
+def test_a_row_that_no_request_can_hold_is_refused() -> None:
+    engine = LinearEngine()
+    engine.inputs = [Port("x", "float32", ("batch", 2**20))]
+    with pytest.raises(ExportError, match="raise --max-body"):
+        make_app(engine, ServeLimits(max_body=2**20))
+    make_app(engine, ServeLimits(max_body=2**22))
