@@ -63,6 +63,9 @@ class Checkpoint(forge.Plugin):
     With `background`, training continues as soon as the state is copied to host memory; hashing and writing follow in a
     thread. If a write fails, earlier checkpoints stay intact.
 
+    At the first checkpoint of a run on a CPU, `rehearse` has a second process continue it for two updates, and compares: a
+    resume that would differ is a warning that names the cause, or, with `strict`, the end of the run.
+
     What you see: one directory per checkpoint, and the links `checkpoints/latest` and `checkpoints/best`. `forge ckpt
     show RUN` lists them.
 
