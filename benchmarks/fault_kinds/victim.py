@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -57,12 +58,12 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Victim(forge.TaskModule):
-    """A network with dropout, batch normalisation, generators of its own and an optimizer of one of several kinds, that
-    can be killed in its step."""
+    """A network with dropout, batch normalisation, generators of its own (one has children), state that it saves itself
+    and an optimizer of one of several kinds, that can be killed in its step."""
 
     def __init__(self, seed: int):
         super().__init__()
-        self.seed = seed
+        self.seed, self.clock = seed, Decimal(0)
         self.rng, self.nested = np.random.default_rng(seed), [{"torch": torch.Generator().manual_seed(seed)}]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -72,11 +73,19 @@ class Victim(forge.TaskModule):
         count_down("micro-batch")
         x, y = batch
         if self.training:
-            x = x + 0.1 * self.rng.normal() + 0.1 * torch.randn(8, generator=self.nested[0]["torch"])
+            self.clock += Decimal("0.01")
+            x = x + 0.1 * self.rng.normal() + float(self.clock * Decimal(self.rng.spawn(1)[0].random()))
+            x = x + 0.1 * torch.randn(8, generator=self.nested[0]["torch"])
         logits = self.net(x)
         return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
 
     validation_step = training_step
+
+    def get_extra_state(self) -> Any:
+        return {"clock": str(self.clock)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.clock = Decimal(state["clock"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimizer_of(self.seed, self.parameters())

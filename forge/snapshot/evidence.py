@@ -145,7 +145,10 @@ def listed(names: Iterable[str]) -> str:
 def unsaved(trainer: Run) -> Iterator[tuple[str, str]]:
     """Yield (path, digest) of every value of the user's that the task's `state_dict` does not hold."""
     known = {id(value) for value in trainer.task.state_dict(keep_vars=True).values() if isinstance(value, Tensor)}
-    for path, value in walk(hidden.roots(trainer)):
+    roots = hidden.roots(trainer)
+    for path, value in walk(roots):
+        if path in roots:
+            continue
         if isinstance(value, Tensor):
             is_made = value.grad_fn is not None or value.is_inference()  # by the last forward
             if id(value) not in known and not is_made:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,8 +64,8 @@ class Checkpoint(forge.Plugin):
     With `background`, training continues as soon as the state is copied to host memory; hashing and writing follow in a
     thread. If a write fails, earlier checkpoints stay intact.
 
-    At the first checkpoint of a run on a CPU, `rehearse` has a second process continue it for two updates, and compares: a
-    resume that would differ is a warning that names the cause, or, with `strict`, the end of the run.
+    At the first checkpoint of a run on a CPU, a second process continues it for two updates, and both are compared
+    (`rehearse`). A resume that would differ is a warning that names the cause, or, with `strict`, the end of the run.
 
     What you see: one directory per checkpoint, and the links `checkpoints/latest` and `checkpoints/best`. `forge ckpt
     show RUN` lists them.
@@ -193,7 +194,8 @@ class Checkpoint(forge.Plugin):
             return
         assert trainer.run_dir is not None
         self._end_rehearsal()
-        amend_card(trainer.run_dir, str(verdict))
+        with suppress(OSError):  # it is logged too
+            amend_card(trainer.run_dir, str(verdict))
         text = verdict.as_text()
         if verdict.state in ("differs", "refused") and self.config.rehearse == "strict":
             raise CheckpointError(f"{text} checkpoint.rehearse is strict, so the run stops here.")

@@ -215,12 +215,16 @@ class Rehearsal:
         self._answers: list[str] = []
 
     def begin(self, checkpoint: Path, run_dir: Path) -> None:
-        """Begin with a complete checkpoint; in the thread that wrote it."""
+        """Begin with a complete checkpoint; in the thread that wrote it. A full disk is no reason to fail a run."""
         self._folder = run_dir / FOLDER
         target = self._folder / "run" / "checkpoints" / checkpoint.name
-        shutil.rmtree(self._folder, ignore_errors=True)
-        shutil.copytree(checkpoint, target, copy_function=_link)  # it may be removed from the run meanwhile
-        self._play()
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.copytree(checkpoint, target, copy_function=_link)  # it may be removed from the run meanwhile
+        except (OSError, shutil.Error) as error:
+            self._answers.append(str(error))
+        else:
+            self._play()
 
     def _play(self) -> None:
         assert self._folder is not None
@@ -241,7 +245,10 @@ class Rehearsal:
         if problem:
             return ResumeVerdict("not rehearsed", f"the second process failed: {problem}")
         assert self._folder is not None
-        self.played.append(json.loads((self._folder / EVIDENCE).read_text()))
+        try:
+            self.played.append(json.loads((self._folder / EVIDENCE).read_text()))
+        except (OSError, ValueError) as error:
+            return ResumeVerdict("not rehearsed", f"the second process left nothing that can be read: {error}")
         if len(self.played) == 1 and difference(self.played[0], self.own) is not None:
             self._play()  # once more: does the resume differ, or does every run?
             return self.verdict(until - time.monotonic())
@@ -310,13 +317,14 @@ class Resumes:
 
 
 def _keep(folder: Path, update: int, line: Line) -> None:
-    """Write what follows a checkpoint; forget what follows one that is gone."""
-    folder.mkdir(exist_ok=True)
-    for old in folder.glob("update-*.json"):
-        if not (folder.parent / "checkpoints" / old.stem).exists():
-            old.unlink(missing_ok=True)
-    with atomic_write(folder / f"update-{update:08d}.json") as beside:
-        beside.write_text(json.dumps(line))
+    """Write what follows a checkpoint; forget what follows one that is gone. A run does not need it."""
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        for old in folder.glob("update-*.json"):
+            if not (folder.parent / "checkpoints" / old.stem).exists():
+                old.unlink(missing_ok=True)
+        with atomic_write(folder / f"update-{update:08d}.json") as beside:
+            beside.write_text(json.dumps(line))
 
 
 def patience(strict: bool) -> float:
