@@ -130,7 +130,7 @@ def without_noise(lines: Iterable[Line], pairs: Iterable[tuple[Line, Line]]) -> 
 
 def _names(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths that differ, or that only one of the two has."""
-    return tuple(name for name in theirs | ours if ours.get(name) != theirs.get(name))
+    return tuple(name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -23,9 +23,12 @@ class Versioned(TinyTask):
 
 
 def test_a_module_with_a_version_is_resumed_and_loaded(tmp_path: Path) -> None:
-    whole, _ = fit_tiny([Checkpoint(every="4 updates")], task=Versioned(), run_dir=tmp_path, max_updates=8)
+    def live(**options: Any) -> Any:
+        return fit_tiny([Checkpoint("4 updates")], task=Versioned(), run_dir=tmp_path, max_updates=8, **options)[0]
+
+    whole = live()
     (tmp_path / "checkpoints" / "update-00000008").rename(tmp_path / "gone")
-    again, _ = fit_tiny([Checkpoint(every="4 updates")], task=Versioned(), run_dir=tmp_path, max_updates=8, resume="auto")
+    again = live(resume="auto")
     assert all(map(torch.equal, whole.parameters(), again.parameters()))
     fresh = Versioned()
     forge.load_weights(fresh, tmp_path / "weights.safetensors")
