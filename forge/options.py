@@ -175,7 +175,8 @@ def _try_convert(value: Any, kind: Any) -> Any:
         results = (_try_convert(value, arg) for arg in exact_first)
         return next((result for result in results if result is not _NO), _NO)
     if origin is Literal:
-        return next((arg for arg in args if type(arg) is type(value) and arg == value), _NO)
+        words = [value] if type(value) is not bool else [value, *(("on", "yes") if value else ("off", "no"))]  # as YAML
+        return next((arg for arg in args for word in words if type(arg) is type(word) and arg == word), _NO)
     if kind is None or kind is type(None):
         return None if value is None else _NO
     if kind is float:

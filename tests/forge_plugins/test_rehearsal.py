@@ -319,6 +319,12 @@ def test_a_run_that_ends_first_says_so_in_its_card_alone(tmp_path: Path, caplog:
     assert "rehearsed" not in caplog.text
 
 
+def test_off_is_a_word_in_a_recipe_too() -> None:
+    recipe = forge.load_recipe("quickstart", ["checkpoint.rehearse=off"])  # which YAML reads as false
+    [saver] = [plugin for plugin in forge.Trainer(recipe=recipe).stack if isinstance(plugin, Checkpoint)]
+    assert saver.config.rehearse == "off"
+
+
 def test_off_leaves_nothing(tmp_path: Path) -> None:
     live(tmp_path, InAttribute(), "off")
     assert RunFolder(tmp_path).card["resume"] is None
