@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from forge.contract.step import Step
 from forge.rng import RNGState
 from forge.snapshot import hidden
-from forge.util.walk import GENERATORS, is_atom, walk
+from forge.util.walk import GENERATORS, frozen, is_atom, walk
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -42,7 +40,6 @@ PARTS = {
 """The parts of a line that must be equal, causes before effects."""
 HIDDEN = "hidden"
 MAX_ENTRIES = 2**18
-MAX_PICKLED = 2**20
 
 
 def line_of(trainer: Run, step: Step) -> Line:
@@ -204,8 +201,8 @@ def _exact(value: Any) -> str:
 def digest(value: Any) -> str:
     """Return a short digest of nested tensors, arrays, plain values and objects.
 
-    A value of Python's or of a package's that has no attributes counts as it is pickled, and by its type alone where
-    that is impossible (an open file, a lock).
+    A value without attributes counts by its memory or as it is pickled, and by its type alone where neither is possible
+    (an open file, a lock).
     """
     return _Digests().of(value)
 
@@ -249,7 +246,7 @@ class _Digests:
         elif id(value) in self.open:
             yield b"<itself>"
         elif is_atom(value) and not isinstance(value, (Set, np.ndarray, type, ModuleType, FunctionType)):
-            yield pickled(value)
+            yield frozen(value) or type(value).__qualname__.encode()
         else:
             self.open.add(id(value))
             parts = [self.of(key) + self.of(item) for key, item in _items(value)]
@@ -257,40 +254,6 @@ class _Digests:
             yield f"{_kind(value)} of {len(parts)}".encode()
             # the order of a set differs between processes
             yield "".join(sorted(parts) if isinstance(value, Set) else parts).encode()
-
-
-def pickled(value: Any) -> bytes:
-    """Return a value of no class of the user's as it is pickled: so any type says what makes it equal to another."""
-    pieces = _Sink()
-    pickler = pickle.Pickler(pieces, protocol=4)
-    pickler.fast = True  # without a memo, which depends on what is shared, not on what is equal
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            pickler.dump(value)
-    except _Full:
-        pass
-    except Exception:
-        return type(value).__qualname__.encode()
-    return b"".join(pieces.parts)
-
-
-class _Full(Exception):
-    pass
-
-
-class _Sink:
-    """Takes the first megabyte."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
-
-    def write(self, piece: bytes) -> int:
-        self.parts.append(bytes(piece)[: MAX_PICKLED - self.size])
-        self.size += len(piece)
-        if self.size > MAX_PICKLED:
-            raise _Full
-        return len(piece)
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

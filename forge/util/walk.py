@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import pickle
 import random
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,7 @@ MAX_DEPTH = 12
 MAX_VALUES = 20_000
 MAX_ITEMS = 1_000
 """Items of one container that are looked at."""
+MAX_FROZEN = 2**20
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
@@ -64,8 +68,47 @@ def is_atom(value: Any) -> bool:
     """Whether a value has no parts that a walk looks into: its own digest stands for it."""
     if value is None or isinstance(value, _LEAVES):
         return True
-    parts = isinstance(value, (Mapping, list, tuple, deque, *_CODE))
-    return not parts and (_is_pythons(type(value)) or not (hasattr(value, "__dict__") or _slots(type(value))))
+    if isinstance(value, (Mapping, list, tuple, deque, threading.local, *_CODE)):
+        return False
+    has_parts = hasattr(value, "__dict__") or bool(_slots(type(value)))
+    return not has_parts or (_is_pythons(type(value)) and frozen(value) is not None)
+
+
+def frozen(value: Any) -> bytes | None:
+    """Return what makes a value of no class of the user's equal to another: its memory, or as it is pickled; else None.
+
+    Of more than a megabyte, the first one.
+    """
+    with suppress(TypeError, BufferError, ValueError):
+        return bytes(memoryview(value).cast("B")[:MAX_FROZEN])
+    sink = _Sink()
+    pickler = pickle.Pickler(sink, protocol=4)
+    pickler.fast = True  # without a memo, which depends on what is shared, not on what is equal
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            pickler.dump(value)
+    except _Full:
+        pass
+    except Exception:
+        return None
+    return b"".join(sink.parts)
+
+
+class _Full(Exception):
+    pass
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def write(self, piece: bytes) -> int:
+        self.parts.append(bytes(piece)[: MAX_FROZEN - self.size])
+        self.size += len(piece)
+        if self.size > MAX_FROZEN:
+            raise _Full
+        return len(piece)
 
 
 def _is_closed(value: Any) -> bool:
@@ -111,7 +154,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value.__self__), ("", value.__func__))
     elif isinstance(value, FunctionType):
         yield from _in_function(value)
-    elif isinstance(value, threading.local) or not _is_pythons(type(value)):
+    elif not is_atom(value):
         yield from _in_object(value)
 
 

@@ -39,6 +39,8 @@ REFUSED = "refused: "
 IS_RESUMED = "This run differs from the attempt that it continues"
 PATIENCE = 2.0
 """Seconds that the end of a run waits for a rehearsal under way."""
+IDLE = 10.0
+"""Seconds without any work after which a copied process is given up."""
 SHARE = 50.0
 """Times as long as it took to note what follows a checkpoint, nothing is noted again."""
 
@@ -149,10 +151,21 @@ class CopiedProcess:
 
 def _perform(play: Callable[[Path], None], folder: Path) -> None:
     """Play in a process that must never return to the user's program."""
+    threading.Thread(target=_leave_if_idle, args=(folder,), daemon=True).start()
     try:
         play(folder)
     finally:
         os._exit(1)  # an understudy that has seen its last update ends there, with 0
+
+
+def _leave_if_idle(folder: Path) -> None:
+    """End a copy that waits in vain: a thread that would answer was not copied."""
+    used = -1.0
+    while (now := time.process_time()) > used + 0.05:
+        used = now
+        time.sleep(IDLE)
+    (folder / ERROR).write_text("it waits for a thread, which a copy of a process does not have")
+    os._exit(1)
 
 
 class NewProcess:
