@@ -9,13 +9,13 @@ from torch.utils.data import DataLoader
 from forge.util.generators import Generators, find_generators, generator_state
 
 
-def data_roots(loader: Any, stage: str = "train") -> dict[str, Any]:
-    """Return the objects that make a loader's samples in this process, by name."""
+def data_roots(loader: Any, stage: str = "train", copied: bool = False) -> dict[str, Any]:
+    """Return the objects that make a loader's samples, by name; those that workers have `copied` only if asked for."""
     inner = loader
     while _is_ours(inner) and hasattr(inner, "loader"):
         inner = inner.loader
     if _is_ours(inner) and hasattr(inner, "loaders"):
-        each = [data_roots(part, f"{stage} {name}") for name, part in inner.loaders.items()]
+        each = [data_roots(part, f"{stage} {name}", copied) for name, part in inner.loaders.items()]
         return {name: root for roots in each for name, root in roots.items()}
     if _is_ours(inner) and not isinstance(inner, DataLoader):  # its own position is saved
         given = {} if hasattr(inner, "batches") else vars(inner)
@@ -24,7 +24,8 @@ def data_roots(loader: Any, stage: str = "train") -> dict[str, Any]:
         return {f"{stage} loader": inner}
     source = inner.dataset
     made_by: Any = (source.dataset, source.collate) if _is_seeded(source) else (source, inner.collate_fn)  # pyright: ignore[reportAttributeAccessIssue]
-    return {} if inner.num_workers else {f"{stage} dataset": made_by[0], f"{stage} collate_fn": made_by[1]}
+    here = copied or not inner.num_workers
+    return {} if not here else {f"{stage} dataset": made_by[0], f"{stage} collate_fn": made_by[1]}
 
 
 def data_states(loader: Any) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_data_that_differ_are_named_as_the_batch(capsys: Any, file: Path) -> Non
 @pytest.mark.usefixtures("in_this_process")
 def test_an_attribute_that_differs_as_well_is_a_hint(capsys: Any, file: Path) -> None:
     _, out, _ = ask(capsys, f"{file}:Clock", "--updates", "2")
-    assert "Attributes of the task outside its state_dict that differ as well: seen." in out
+    assert "Attributes of the task outside its state_dict that differ as well: task.seen." in out
 
 
 @pytest.mark.usefixtures("in_this_process")
