@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge import registry
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
+from forge.contract import modes
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.accumulation_windows import Feed, check_loader
@@ -57,6 +58,8 @@ class Session:
         self.card: dict[str, Any] | None = None
         "The run card of a fit that has begun, on the rank that writes it."
         self.started = 0.0
+        self.slept: modes.Asleep = {}
+        "The modules that were in evaluation mode before a fit."
         self.cleanup = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
@@ -174,8 +177,9 @@ class Session:
         if trainer.env.data_world > 1:
             torchmetrics.ignore_padding(trainer.task, build.model, self._is_padding)
         if trainer.verb == "fit":
-            trainer.task.train()
+            self.slept = modes.asleep(trainer.task)
             build.model.train()
+            modes.rest(trainer.task, self.slept, [p for p in trainer.task.parameters() if p.requires_grad])
         for phase in PHASES:
             if trainer.hooks.forge_build_model is not None:
                 trainer.hooks.forge_build_model(trainer, build, phase)
@@ -208,6 +212,7 @@ class Session:
         self._count_updates()
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
+        self._settle_modes()
         checks.refuse_plateau_without_val(trainer)
         task.zero_grad(set_to_none=True)  # gradients from before the run do not count
         trainer.means.track(task)
@@ -215,6 +220,20 @@ class Session:
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_rng = needs_replay or self._owner_replays()
         trainer.keep_batches = trainer.keep_rng or len(trainer.optimizers) > 1
+
+    def _settle_modes(self) -> None:
+        """Leave in evaluation mode what trains nothing, now that it is known what is trained; say what is woken."""
+        trainer, task = self.trainer, self.trainer.task
+        modes.rest(task, self.slept, [p for p in trainer.optimizers.parameters(None) if p.requires_grad])
+        names = modes.woken(task, self.slept)
+        if names and trainer.env.is_main:
+            logger.info(
+                "%s %s in eval mode, but %s parameters that are trained: forge trains in train mode. To train in eval "
+                "mode, call eval() in the task's forge_start.",
+                ", ".join(name or type(task).__name__ for name in names[:3]) + (", ..." if names[3:] else ""),
+                "was" if len(names) == 1 else "were",
+                "has" if len(names) == 1 else "have",
+            )
 
     def _count_updates(self) -> None:
         """Count the updates of an epoch and of the whole run, where known."""

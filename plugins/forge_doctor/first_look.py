@@ -25,7 +25,7 @@ from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
 from forge_doctor.findings import Finding
 from forge_doctor.outside import reaches_outside
-from forge_doctor.patient import Patient, copied, loss_of, no_trace, rows, tensors
+from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows, tensors
 from forge_doctor.probes import (
     aliases,
     class_labels,
@@ -102,17 +102,16 @@ class Observed(Patient):
         """Return a copy without the hooks of others: they would count its runs."""
         if not self.calls:  # the task is large
             raise Unseen
-        if self.twin is not None:
-            return self.twin.train()
-        if self.last_twin is not None:
+        if self.twin is None and self.last_twin is not None:
             self.twin = self.last_twin
             refresh(self.twin, self.task)
-            return self.twin.train()
+        if self.twin is not None:
+            return like(self.twin, self.task)
         if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
             raise Unseen
         self.twin = self.last_twin = twin = without_hooks(self.task)
         twin.trainer = self.trainer
-        return twin.train()
+        return like(twin, self.task)
 
     def again(self, task: TaskModule) -> list[Tensor]:
         """Run the modules that the step called once more, in place of the step."""

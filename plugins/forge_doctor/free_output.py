@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.torch_internals import pytree
-from forge_doctor.patient import Patient, tensors
+from forge_doctor.patient import Patient, like, tensors
 from forge_doctor.probes.graph import leaves
 from forge_doctor.watch import OuterCall, origin, outermost_calls
 
@@ -44,7 +44,8 @@ class FreeOutput:
         for call in self.calls:
             output = pytree.tree_map(lambda x: next(left) if _is_predicted(x) else x, call.output)
             self.task.get_submodule(call.path).forward = lambda *args, output=output, **kwargs: output
-        with outermost_calls(self.task.train(stage == "train")) as made:
+        task = like(self.task, self.patient.task) if stage == "train" else self.task.eval()
+        with outermost_calls(task) as made:
             result = self.patient.run(self.task, self.batch if batch is None else batch, stage)
         return result, made
 

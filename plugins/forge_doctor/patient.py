@@ -128,10 +128,10 @@ class Patient:
         return list(self.trainer.optimizers.entries) if self.trainer.optimizers.named else [None]
 
     def clone(self) -> TaskModule:
-        """Return a copy of the task, in training mode, that knows the run."""
+        """Return a copy of the task, in the modes in which it is trained, that knows the run."""
         twin = copy.deepcopy(self.task)
         twin.trainer = self.trainer
-        return twin.train()
+        return twin
 
     def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
         """Return the output of a step, with the same random numbers every time, unless a seed is given."""
@@ -274,3 +274,10 @@ def copied(task: nn.Module) -> dict[str, Tensor]:
 def gradient_hooks(task: nn.Module) -> dict[str, list[Any]]:
     """The functions that are hooked to the gradients of parameters, by name."""
     return {name: list(p._backward_hooks.values()) for name, p in task.named_parameters() if p._backward_hooks}
+
+
+def like(twin: TaskModule, task: nn.Module) -> TaskModule:
+    """Give a copy the modes of the task, which is being trained."""
+    for mine, own in zip(twin.modules(), task.modules(), strict=True):
+        mine.training = own.training
+    return twin

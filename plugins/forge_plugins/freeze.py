@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import forge
+from forge.contract import modes
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.runs.wording import counted
 from forge_plugins.common.patterns import as_list, covers, listed, names_of_parameters, parts, unknown
@@ -28,8 +29,8 @@ class Freeze(forge.Plugin):
 
     A frozen parameter has `requires_grad` off: no gradient, no step, no weight decay, no optimizer state. A frozen
     BatchNorm stays in evaluation mode, so that its statistics stay fixed too, unless `norm` is false; dropout is
-    unchanged. If a frozen BatchNorm is switched to training mode during the run, it is switched back after that update,
-    with a warning.
+    unchanged. A frozen module that the task had put into evaluation mode stays there until it thaws. If a frozen
+    BatchNorm is switched to training mode during the run, it is switched back after that update, with a warning.
 
     `thaw` sets when frozen parts begin to train: one moment for all, or moments by pattern, for gradual unfreezing from
     the top. A parameter that matches several patterns thaws at the earliest of their moments; one that matches none
@@ -89,6 +90,8 @@ class Freeze(forge.Plugin):
         "Moments not reached yet."
         self._frozen_norms: list[nn.Module] = []
         "The norms that are kept in evaluation mode."
+        self._untouched: modes.Asleep = {}
+        "The modules that are in evaluation mode in any case."
         self._warned = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -98,6 +101,7 @@ class Freeze(forge.Plugin):
         if phase == "surgery" and trainer.verb == "fit":
             self._begin()
             self._chosen = self._choose(trainer.task)
+            self._untouched = modes.asleep(trainer.task)
             self._apply(trainer.task)
             self._refuse_all(trainer.task)
             self._log_frozen(trainer.task)
@@ -237,13 +241,23 @@ class Freeze(forge.Plugin):
         if due:
             self._thawed |= due
             switch(step.trainer.task, due, on=True)
-            self._frozen_norms = self._norms(step.trainer.task)
             thawed = {name: p for name, p in step.trainer.task.named_parameters() if name in due}
+            self._wake(step.trainer.task, thawed.values())
+            self._frozen_norms = self._norms(step.trainer.task)
+            for module in self._frozen_norms:
+                module.training = False
             if self.config.warmup > 1:
                 self._warming |= dict.fromkeys(thawed, step.index + 1)
             many, values = counted(len(thawed), "parameter"), sum(each.numel() for each in thawed.values())
             text = "freeze: thawed %s after update %d, %s values: %s."
             logger.info(text, many, step.index + 1, f"{values:,}", listed(thawed))
+
+    def _wake(self, task: nn.Module, thawed: Iterable[nn.Parameter]) -> None:
+        """Set what was in evaluation mode only because it was frozen, and holds thawed parameters, to training mode."""
+        slept = {key: module for key, module in modes.asleep(task).items() if key not in self._untouched}
+        stay = {id(module) for module in modes.staying(task, slept, thawed)}
+        for key, module in slept.items():
+            module.training = key not in stay
 
     def _restore_eval(self, step: forge.Step) -> None:
         """Switch frozen norms back to evaluation mode after some `train()` call."""

@@ -203,7 +203,7 @@ def purity(patient: Patient) -> Iterator[Finding]:
     ):
         if batch is None:
             continue
-        task = patient.clone().train(stage == "train")
+        task = patient.clone() if stage == "train" else patient.clone().eval()
         traces = Traces(task, given := copy.deepcopy(batch), stage)
         with torch.set_grad_enabled(stage == "train"):
             patient.run(task, given, stage)
