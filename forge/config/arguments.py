@@ -68,7 +68,8 @@ def _switched(settings: Settings, plugins: list[Plugin]) -> tuple[Settings, list
     if settings.smoke:
         every = "1 epoch" if settings.validate_every else None
         ends = {"max_epochs": 1, "max_updates": None, "max_time": None, "min_epochs": None, "min_updates": None}
-        settings = replace(settings, run_dir=False, validate_every=every, log_every=1, **ends)
+        first = settings.validate_first or False
+        settings = replace(settings, run_dir=False, validate_every=every, validate_first=first, log_every=1, **ends)
         plugins = [plugin for plugin in plugins if getattr(plugin, "forge_save", None) is None]
     asked: dict[type[Plugin], dict[str, Any]] = {}
     for name in CARRIED:
@@ -77,6 +78,8 @@ def _switched(settings: Settings, plugins: list[Plugin]) -> tuple[Settings, list
                 raise StackError(f"{name}={value!r}: no installed plugin carries out this setting. Leave it out.")
             carrier: type[Plugin] = registry.load("setting", name)
             asked.setdefault(carrier, {}).update(carrier.for_setting(name, value))
+        elif value is False:  # a recipe may have the plugin of that name
+            plugins = [each for each in plugins if each.name != name]
     for carrier, values in asked.items():
         given = next((plugin_options(plugin) for plugin in plugins if type(plugin) is carrier), {})
         plugins = [*(plugin for plugin in plugins if type(plugin) is not carrier), carrier(**{**given, **values})]

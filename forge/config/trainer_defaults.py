@@ -35,7 +35,7 @@ class GivenSettings(TypedDict, total=False):
     max_time: str | int | None
     min_epochs: int | None
     min_updates: int | None
-    validate_first: bool
+    validate_first: bool | None
     smoke: bool
 
 
@@ -71,8 +71,8 @@ class Settings:
     "Epochs before which neither a plugin nor max_time ends the run."
     min_updates: int | None = None
     "Updates before which neither a plugin nor max_time ends the run."
-    validate_first: bool = False
-    "Validate before the first update."
+    validate_first: bool | None = None
+    "Validate before the first update: True on all data; False not even on one batch, as the recipe default does."
     smoke: bool = False
     "Run two batches of everything, and keep nothing: to see whether it runs at all."
 

@@ -286,6 +286,16 @@ class WorkerStart:
             raise DataError(f"worker_init_fn {name} raised {what(error)} in worker {worker}.") from error
 
 
+def end_workers(loader: Any) -> None:
+    """End persistent workers; the next pass starts new ones."""
+    while not isinstance(loader, DataLoader) and hasattr(loader, "loader"):
+        loader = loader.loader
+    running = getattr(loader, "_iterator", None)
+    if hasattr(running, "_shutdown_workers"):
+        loader._iterator = None
+        running._shutdown_workers()
+
+
 def _show_own_dataset() -> None:
     """Let `get_worker_info().dataset` be the user's dataset, which a worker_init_fn may give its share of a stream."""
     info = get_worker_info()

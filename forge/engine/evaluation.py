@@ -79,6 +79,17 @@ def forward_batches(trainer: Run, stage: str, name: str | None, loader: Any) -> 
         raise DataError(f"The {label} loader gave {given} batches{said}. Check its dataset, sampler and __len__.")
 
 
+@contextmanager
+def substituted(trainer: Run, stage: str, loaders: dict[Any, Any]) -> Iterator[None]:
+    """Evaluate a stage on other loaders inside the `with`; their batches are not counted."""
+    own, counted = trainer.loaders[stage], trainer.evaluated
+    trainer.loaders[stage] = loaders
+    try:
+        yield
+    finally:
+        trainer.loaders[stage], trainer.evaluated = own, counted
+
+
 def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: Step) -> None:
     """Add one batch's metrics to the means."""
     if isinstance(output, Tensor):

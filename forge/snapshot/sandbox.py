@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
 from forge.torch_internals import dynamo_is_loaded, foreach_copy_
 from forge.util.generators import find_generators, generator_state, set_generator_state
+from forge.util.walk import walk
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -23,11 +24,12 @@ Owned = tuple[dict[str, Tensor | None], str]
 
 
 @contextmanager
-def without_side_effects(trainer: Run) -> Iterator[None]:
-    """Restore the RNG, the task's own generators, its buffers and its metrics afterwards."""
+def without_side_effects(trainer: Run, more: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Restore the RNG, the generators of the task and of `more` objects, its buffers and its metrics afterwards."""
     device = trainer.env.device
     rng = RNGState.capture(device)
-    own = [(found, generator_state(found)) for found in find_generators({"task": trainer.task}).values()]
+    roots = {"task": trainer.task, **(more or {})}
+    own = [(found, generator_state(found)) for found in find_generators(roots).values()]
     try:
         with kept_buffers(trainer.task), kept_metrics(trainer.task):
             yield
@@ -35,6 +37,18 @@ def without_side_effects(trainer: Run) -> Iterator[None]:
         rng.restore(device)
         for generator, state in own:
             set_generator_state(generator, state)
+
+
+@contextmanager
+def kept_values(roots: Mapping[str, Any]) -> Iterator[None]:
+    """Restore the plain values that objects keep in attributes, such as an epoch that a sampler counts."""
+    found = [own for _, value in walk(roots) if isinstance(own := getattr(value, "__dict__", None), dict)]
+    before = [(own, {name: v for name, v in own.items() if type(v) in (bool, int, float, str)}) for own in found]
+    try:
+        yield
+    finally:
+        for own, values in before:
+            own.update(values)
 
 
 def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:

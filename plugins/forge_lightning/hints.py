@@ -38,7 +38,7 @@ TRAINER: dict[str, tuple[str, str]] = {
     "val_check_interval": ("validate_every='500 updates'", FLAGS),
     "check_val_every_n_epoch": ("validate_every='2 epochs'", FLAGS),
     "num_sanity_val_steps": (
-        "not needed; validate_first=True validates before training",
+        "validate_first=False for 0; by default one batch of each val loader runs before training",
         "docs/plugins/validate_first.md",
     ),
     "log_every_n_steps": ("log_every=...", FLAGS),

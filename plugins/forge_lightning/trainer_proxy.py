@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TrainerProxy:
     """The attributes of Lightning's Trainer that modules and callbacks use."""
 
-    barebones = sanity_checking = fast_dev_run = received_sigterm = interrupted = False
+    barebones = fast_dev_run = received_sigterm = interrupted = False
     limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = 1.0
     overfit_batches = 0.0
     num_sanity_val_steps = reload_dataloaders_every_n_epochs = node_rank = 0
@@ -70,6 +70,11 @@ class TrainerProxy:
     def stage(self) -> str | None:
         """The evaluation in progress: val, test or predict."""
         return self.adapter.stage
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether this is a validation before the first update."""
+        return self.verb == "fit" and self.stage == "val" and self.forge.progress.update == 0
 
     @property
     def _env(self) -> Env | RankInfo:

@@ -33,7 +33,9 @@ def noted_draws(step: Step, by_call: bool) -> Iterator[None]:
     with watch if by_call else nullcontext():
         yield
     moved = _moved(before, RNGState.capture(trainer.env.device))
-    if moved and trainer.env.is_main and not getattr(trainer.task, "keeps_evaluation_draws", False):
+    told = f"draws in {step.stage}"
+    if moved and trainer.env.is_main and not getattr(trainer.task, "keeps_evaluation_draws", told in trainer.said):
+        trainer.said.add(told)
         logger.warning(
             "Note: the first %s batch drew random numbers from %s%s. The generators are restored after an evaluation, "
             "so every one draws the same and its metrics repeat. If you do not mean it, as with dropout that is left "

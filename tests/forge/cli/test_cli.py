@@ -406,6 +406,7 @@ def test_plan_as_json_holds_every_hook_and_value(forge):
     plan = json.loads(forge("plan", "quickstart", "clip.max_norm=0.5", "--json"))
     assert plan["stack"] == [
         "first_look",
+        "validate_first",
         "progress",
         "jsonl",
         "tensorboard",

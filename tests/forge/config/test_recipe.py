@@ -483,6 +483,7 @@ def test_the_config_of_a_run_holds_what_was_given_in_code(tmp_path: Path) -> Non
     again = load_recipe(tmp_path / "a" / "config.yaml")
     assert again.trainer == {"max_updates": 1, "seed": 9}
     assert [name for name in again.plugins if name != "first_look"] == [
+        "validate_first",
         "progress",
         "jsonl",
         "tensorboard",
