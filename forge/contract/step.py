@@ -254,13 +254,15 @@ class Step:
         return weighed
 
     def closure(self) -> Callable[[], Tensor]:
-        """Return what a closure optimizer calls: the window again, through all gradient phases. The first call is free:
-        its gradients are there already."""
-        first = [self._whole_loss()]
+        """Return what a closure optimizer calls: the window again, through all gradient phases. The first call is free
+        where its gradients are there already: those of the weights as they stand."""
+        first, before = [self._whole_loss()], self._standing()
 
         def evaluate() -> Tensor:
             if first:
-                return first.pop()
+                loss = first.pop()
+                if self._standing() == before:
+                    return loss
             drop_gradients(self.optimizer)
             recorded, self.recording = self.recording, False
             self.run_window(record=False, replay=True)
@@ -270,6 +272,10 @@ class Step:
             return self._whole_loss()
 
         return evaluate
+
+    def _standing(self) -> list[tuple[int, int]]:
+        """Tell weights and gradients from changed ones, without reading them."""
+        return [(p._version, id(p.grad)) for p in self.parameters()]
 
     def _whole_loss(self) -> Tensor:
         """The window's loss over all ranks: a line search must decide the same on each of them."""

@@ -5,6 +5,7 @@ A step is pure: it returns its loss and metrics, and forge does the rest (zero, 
 
 from __future__ import annotations
 
+import logging
 from abc import ABCMeta
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 
 from forge import registry
 from forge.data.accumulation_windows import batch_size
-from forge.errors import DataError, TaskError
+from forge.errors import TaskError
 from forge.metrics.means import scalars_of
 from forge.options import bound_arguments, saved_arguments
 from forge.rng import DrawnWeights, RNGState, nobody_has_seeded
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
+
+logger = logging.getLogger("forge")
 
 STAGE_METHODS = {
     "train": "training_step",
@@ -150,15 +153,19 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def num_items(self, batch: Any) -> int | Tensor:
         """What a micro-batch weighs in its window and in metric means; asked on the raw batch.
 
-        Default: the number of samples. A language model returns its number of target tokens.
+        Default: the number of samples; 1, and a note, where a batch holds nothing that tells it. A language model
+        returns its number of target tokens.
         """
         size = batch_size(batch)
-        if size is None:
-            raise DataError(
-                f"Cannot tell how many samples a {type(batch).__name__} batch holds: it has no tensor with a first "
-                f"dimension. Define num_items(self, batch) on {type(self).__name__}."
+        if size is None and self.trainer is not None and "num_items" not in self.trainer.said:
+            self.trainer.said.add("num_items")
+            logger.warning(
+                "Note: cannot tell how many samples a %s batch holds: it has no tensor with a first dimension. Every "
+                "batch counts as one. Define num_items(self, batch) on %s if they are of different sizes.",
+                type(batch).__name__,
+                type(self).__name__,
             )
-        return size
+        return 1 if size is None else size
 
     @property
     def is_padding(self) -> bool:

@@ -27,15 +27,15 @@ from forge.util.generators import Generators, find_generators
 
 
 def length_of(loader: Any) -> int | None:
-    """Return a loader's number of batches, or None if it does not know."""
+    """Return a loader's number of batches, or None if it does not know, or not yet, whatever it raises then."""
     try:
         return len(loader)
-    except TypeError:  # no __len__, or a DataLoader over an IterableDataset without one
+    except Exception:
         return None
 
 
 def batch_size(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the first dimension of its first tensor, or None."""
+    """Return the number of samples in a batch: the first dimension of its first tensor or array, or None."""
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])  # these are always on the host
     if isinstance(batch, (tuple, list)):
@@ -47,7 +47,8 @@ def batch_size(batch: Any) -> int | None:
     elif is_dataclass(batch):
         parts = [getattr(batch, field.name) for field in fields(batch)]
     else:
-        return None
+        shape = getattr(batch, "shape", None)  # an array, such as numpy's
+        return int(shape[0]) if isinstance(shape, tuple) and shape else None
     for part in parts:
         if isinstance(part, torch.Tensor):
             if part.ndim:
@@ -122,7 +123,7 @@ class Feed:
         self._state: Any = None
         self._own: Generators = {}
         self._drawn: dict[str, Any] | None = None
-        self._used_up = False
+        self._has_given = False
         self._resuming = False
 
     def epoch(self, number: int, plan: Callable[[], int]) -> Iterator[tuple[list[Any], bool]]:
@@ -160,6 +161,7 @@ class Feed:
                     self._drawn = states_of(self._own)
                 if self._stateful:
                     self._state = self._loader_state()
+            self._has_given = True
             yield window, last
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,14 +202,7 @@ class Feed:
             return self._continue(number)
         elif resuming and self.batches:
             raise DataError(f"{type(self.loader).__name__} cannot resume in the middle of an epoch.")
-        batches = self._begin(number)
-        if batches is self.loader and self._used_up:
-            raise DataError(
-                f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is consumed. Pass a "
-                "loader or a list that can be iterated again, or set max_epochs=1."
-            )
-        self._used_up = True
-        return batches
+        return self._begin(number)
 
     def _position(self, number: int) -> int:
         """Return the samples consumed in this epoch; the loader's own count is better than the shapes of batches."""
@@ -260,6 +255,11 @@ class Feed:
 
     def _refuse_short_epoch(self, given: int, stop: StopIteration) -> None:
         """Refuse an epoch that ends before its length, or before its first window."""
+        if given == 0 and not self.batches and self._has_given:
+            raise DataError(
+                f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is consumed: iterated "
+                "again, it gives nothing. Pass a loader or a list that can be iterated again, or set max_epochs=1."
+            ) from stop
         if self.length is not None:
             raise DataError(
                 f"The train loader gave {self.batches + given} batches in this epoch, but its length is "

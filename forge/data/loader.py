@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.utils.data import IterableDataset, Sampler, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from forge.data.iterable import open_stream
 from forge.data.order import Order, OrderPlan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
@@ -18,7 +18,6 @@ from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 
 _OURS = {
-    "batch_sampler": "pass sampler=, one of forge's orders, or use a torch DataLoader",
     "generator": "pass seed=",
     "timeout": "pass data_timeout=",
     "in_order": "batches out of order cannot be resumed",
@@ -35,9 +34,10 @@ class Loader(OwnSeed):
     `dataset` has a length and indices, or is an iterable dataset; that one resumes exactly if it has `state_dict` and
     `load_state_dict`. Without a `seed` the loader uses the Trainer's.
 
-    `sampler` is one of forge's orders, `forge.data.Weighted(weights)` or `forge.data.Bucketed(lengths)`. Unless the
-    dataset is `pure` (draws no random numbers: by this option, by its attribute `pure`, or by its class), python's,
-    numpy's and torch's generators are seeded from (seed, epoch, index) before each sample.
+    `sampler` is one of forge's orders, `forge.data.Weighted(weights)` or `forge.data.Bucketed(lengths)`; one of torch's
+    or of your own, and a `batch_sampler`, are run as a torch DataLoader's would be by the Trainer. Unless the dataset
+    is `pure` (draws no random numbers: by this option, by its attribute `pure`, or by its class), python's, numpy's and
+    torch's generators are seeded from (seed, epoch, index) before each sample.
 
     `data_timeout`: seconds without a batch after which a worker counts as hanging. Further options (`collate_fn`,
     `pin_memory`, `prefetch_factor`, `worker_init_fn`, `multiprocessing_context`, ...) are torch.utils.data.DataLoader's
@@ -47,22 +47,26 @@ class Loader(OwnSeed):
     def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Self:
         if isinstance(dataset, IterableDataset):  # it has another kind of position
             return open_stream(dataset, *arguments, **options)  # pyright: ignore[reportReturnType]
+        if "batch_sampler" in options or isinstance(options.get("sampler"), Iterable):
+            return _sampled(dataset, *arguments, **options)
         return super().__new__(cls)
 
     def __init__(
         self,
         dataset: Any,
-        batch_size: int | None,
+        batch_size: int | None = 1,
         shuffle: bool = False,
         num_workers: int = 0,
         *,
         seed: int | None = None,
-        sampler: Order | None = None,
+        sampler: Order | Iterable[int] | None = None,
         pure: bool | None = None,
         drop_last: bool = False,
         data_timeout: float = DATA_TIMEOUT,
         **options: Any,
     ):
+        if hasattr(self, "order"):  # `__new__` has made it, of a sampler of torch's
+            return
         name = type(dataset).__name__
         for key, instead in _OURS.items():
             if key in options:
@@ -142,6 +146,25 @@ class Loader(OwnSeed):
             )
 
 
+def _sampled(dataset: Any, *arguments: Any, **options: Any) -> Any:
+    """Return a loader over a sampler that is no order of forge's: what the Trainer makes of a torch DataLoader."""
+    from forge.data.adapt import adopt
+
+    names = ("batch_size", "shuffle", "num_workers")
+    given = dict(zip(names, arguments, strict=False)) | options
+    seed, timeout = given.pop("seed", None), given.pop("data_timeout", DATA_TIMEOUT)
+    if given.pop("pure", None) is not None:
+        raise DataError(
+            "forge.data.Loader: with this sampler `pure` is an attribute of the dataset; leave it out here."
+        )
+    if given.get("num_workers"):
+        given.setdefault("persistent_workers", True)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return adopt(
+        DataLoader(dataset, timeout=timeout if given.get("num_workers") else 0, generator=generator, **given), ""
+    )
+
+
 def _draws(
     plan: OrderPlan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
 ) -> Iterator[Draw]:
@@ -151,16 +174,15 @@ def _draws(
         yield Draw(seed, epoch, _listed(plan.indices[begin:end]), again)
 
 
-def _chosen_order(dataset: Any, shuffle: bool, sampler: Order | None) -> Order:
+def _chosen_order(dataset: Any, shuffle: bool, sampler: Any) -> Order:
     if sampler is not None:
         if shuffle:
             raise DataError("forge.data.Loader: a sampler is an order already; leave shuffle off.")
         if isinstance(sampler, Order):
             return sampler
-        kind = f"torch's {type(sampler).__name__}" if isinstance(sampler, Sampler) else f"a {type(sampler).__name__}"
         raise DataError(
-            f"forge.data.Loader cannot take {kind} as sampler: its position could not be restored. Pass "
-            "forge.data.Weighted(weights) or forge.data.Bucketed(lengths), or pass a torch DataLoader to the Trainer."
+            f"forge.data.Loader cannot take a {type(sampler).__name__} as sampler: it gives no indices. Pass "
+            "forge.data.Weighted(weights), forge.data.Bucketed(lengths), or a sampler of torch's."
         )
     if not hasattr(dataset, "__getitem__") or _length(dataset) is None:
         raise DataError(

@@ -50,6 +50,13 @@ def _cure(scene: Scene, said: str) -> Iterator[str]:
             return
 
 
+def _no_tensor(scene: Scene, found: re.Match[str]) -> str:
+    return (
+        f"A step gets its batch as the loader gives it, and this is a {found[1]}. Make it a tensor in the dataset, or "
+        "in the step: torch.as_tensor(x).to(self.trainer.env.device). A torch DataLoader makes tensors of arrays."
+    )
+
+
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +221,7 @@ def _one_value(scene: Scene, found: re.Match[str]) -> str:
 
 
 CURES: list[tuple[str, Callable[[Scene, re.Match[str]], str]]] = [
+    (r"must be Tensor, not ([\w.]+)", _no_tensor),
     (r"mat1 and mat2 must have the same dtype|expected m1 and m2 to have the same dtype", _types),
     (r"expected scalar type Long but found|not implemented for 'Int'|expected target .* Long", _whole_labels),
     (r"expected scalar type|type .* and (bias|weight) type|Found dtype|same dtype|can't be cast to|Input type", _types),

@@ -206,6 +206,7 @@ class Session:
     def _prepare_training(self) -> None:
         """Prepare what the loop needs: the feed, the number of updates, the optimizers."""
         trainer, task = self.trainer, self.trainer.task
+        checks.warn_of_near_misses(trainer)
         checks.refuse_unusable_loaders(trainer)
         trainer.feed = Feed(trainer.loaders["train"][None])
         checks.refuse_inexact_data(trainer)

@@ -241,7 +241,7 @@ class Trainer(Run):
                     for batch in window:
                         items.append(num_items(batch))
                         if items[-1] is None:
-                            items[-1] = self.task.num_items(batch)  # refuses, and says what to define
+                            items[-1] = self.task.num_items(batch)  # says what to define
                     samples = count_samples(window, items) if self.task_defines_num_items else sum(items)
                 if not ends_epoch:
                     feed.samples += samples

@@ -43,7 +43,9 @@ class OptimizerEntry:
     def __post_init__(self) -> None:
         step = getattr(type(self.optimizer), "step", self.optimizer.step)  # a wrapper may delegate by __getattr__
         closure = inspect.signature(step).parameters.get("closure")
-        self.needs_closure = closure is not None and closure.default is closure.empty
+        self.needs_closure = closure is not None and (
+            closure.default is closure.empty or optimizer_state.fails_without_closure(self.optimizer)
+        )
         self.has_modes = all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
         if self.has_modes:
             self.optimizer.train()  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from forge.checkpoint import sharding
 from forge.checkpoint.strides import row_major, strides_to_note, with_strides
 from forge.errors import CheckpointError
 from forge.optim.naming import ParameterNames, saved_groups
+from forge.rng import RNGState
 
 if TYPE_CHECKING:
     from forge.optim.optimizers import OptimizerEntry, Optimizers
@@ -177,15 +179,58 @@ def unused_copy(optimizer: Any) -> Any:
     (torch's own methods), or not possible."""
     if is_standard(optimizer):
         return None
-    memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    made = object.__new__(type(optimizer))
-    memo[id(optimizer)] = made
     try:
-        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items()})
+        made = _copied(optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]})
         same = not any(state_differences(made.state_dict(), optimizer.state_dict()))
     except Exception:  # an optimizer that cannot be copied is tried when it is resumed
         return None
     return made if same else None
+
+
+def _copied(optimizer: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy with all attributes, which torch's own copy leaves out; `memo`: what stands for what, by id."""
+    made = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items()})
+    return made
+
+
+def fails_without_closure(optimizer: Any) -> bool:
+    """Whether a step needs the closure that its signature leaves free, as those of sharpness-aware optimizers do.
+
+    Copies over parameters of one element are stepped: one without a closure fails, one with it does not.
+    """
+    if type(optimizer).__module__.partition(".")[0] == "torch" or _holds_module(optimizer):
+        return False
+
+    def attempt(*closure: Any) -> bool:
+        memo: dict[int, Any] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            memo[id(p)] = small = nn.Parameter(torch.ones([1] * p.ndim), p.requires_grad)
+            small.grad = torch.ones_like(small) if p.requires_grad else None
+        small = [p for p in memo.values() if p.requires_grad]
+
+        def evaluate() -> Tensor:
+            for p in small:
+                p.grad = torch.ones_like(p)
+            return torch.ones(())
+
+        try:
+            _copied(optimizer, memo).step(*[evaluate for _ in closure])
+        except Exception:
+            return False
+        return True
+
+    rng = RNGState.capture(torch.device("cpu"))
+    with warnings.catch_warnings(action="ignore"):
+        found = not attempt() and attempt("closure")
+    rng.restore(torch.device("cpu"))
+    return found
+
+
+def _holds_module(optimizer: Any) -> bool:
+    """Whether an optimizer keeps the model, of which copies are too large."""
+    return any(isinstance(value, nn.Module) for value in vars(optimizer).values())
 
 
 def rehearse(entry: OptimizerEntry, state: Any, known: ParameterNames) -> None:

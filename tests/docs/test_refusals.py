@@ -220,8 +220,8 @@ SUSPICIONS: dict[str, Callable[[], Any]] = {
 
 def table(head: str) -> dict[str, str]:
     """One of the page's tables: mistake -> message."""
-    rows = read("docs/debugging.md").partition(f"{head}\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    pairs = [row.strip("| ").split(" | ") for row in rows]
+    rows = read("docs/debugging.md").partition(f"{head}")[2].partition("\n\n")[0].splitlines()[2:]
+    pairs = [row.strip("| ").split(" | ")[:2] for row in rows]
     return {mistake: message.strip("`") for mistake, message in pairs}
 
 

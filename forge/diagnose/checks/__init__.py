@@ -5,7 +5,7 @@ Certain mistakes are refused, likely ones cause a warning. Every check runs once
 
 from __future__ import annotations
 
-from forge.diagnose.checks.first_batch import check_metrics, check_training_output, first_forward
+from forge.diagnose.checks.first_batch import check_metrics, check_training_output, first_forward, gives_metrics_later
 from forge.diagnose.checks.loaders import (
     refuse_endless,
     refuse_inexact_data,
@@ -15,7 +15,7 @@ from forge.diagnose.checks.loaders import (
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.non_finite_metrics import warn_of_non_finite
 from forge.diagnose.checks.optimizers import check_optimizers, configured
-from forge.diagnose.checks.task import check_task, is_lightning
+from forge.diagnose.checks.task import check_task, is_lightning, warn_of_near_misses
 from forge.diagnose.checks.weights import look_at_weights
 
 OWNER_RETURNED_NONE = (
@@ -32,11 +32,13 @@ __all__ = [
     "check_training_output",
     "configured",
     "first_forward",
+    "gives_metrics_later",
     "is_lightning",
     "look_at_weights",
     "refuse_endless",
     "refuse_inexact_data",
     "refuse_plateau_without_val",
     "refuse_unusable_loaders",
+    "warn_of_near_misses",
     "warn_of_non_finite",
 ]

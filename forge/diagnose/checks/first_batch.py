@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge.contract.task import STAGE_METHODS, TaskModule
+from forge.contract.task import STAGE_METHODS, TaskModule, defines
 from forge.diagnose.checks.draws import noted_draws
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.errors import TaskError
 from forge.metrics.means import check_scalars
+from forge.metrics.torchmetrics import is_metric
 
 if TYPE_CHECKING:
     from forge.contract.step import Step
@@ -32,9 +33,14 @@ def first_forward(step: Step, batch: Any) -> Any:
         check_training_output(output, task)
         if task.check_first_batch:
             warn_of_new_parameters(task, before, step.trainer.optimizers)
-    elif step.stage != "predict":
+    elif step.stage != "predict" and not (output is None and gives_metrics_later(task)):
         check_metrics(output, where)
     return output
+
+
+def gives_metrics_later(task: TaskModule) -> bool:
+    """Whether an evaluation has metrics besides what its steps return: of evaluation_end, or of torchmetrics."""
+    return defines(task, "evaluation_end") or any(map(is_metric, task.modules()))
 
 
 def check_metrics(output: Any, where: str) -> None:
@@ -63,7 +69,7 @@ def check_training_output(output: Any, task: TaskModule) -> None:
             f"{where} returned a loss of type {type(loss).__name__}; it must be a tensor with its graph. "
             "Do not call .item() on it: forge reads it for you."
         )
-    if loss.ndim != 0:
+    if loss.numel() != 1:
         raise TaskError(
             f"{where} returned a loss of shape {tuple(loss.shape)}; it must be a scalar. Reduce it with .mean(), or "
             "use reduction='mean' in the loss."

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge.contract.task import STAGE_METHODS, TaskModule, defines
 from forge.diagnose.checks.signatures import check_signature
 from forge.diagnose.checks.unregistered import refuse_hidden_layers, warn_of_plain_tensors
+from forge.diagnose.checks.user_line import saying, warn_of
 from forge.errors import TaskError
+from forge.util.frames import libraries
+
+if TYPE_CHECKING:
+    from forge.contract.run import Run
 
 
 def check_task(task: Any, stages: Mapping[str, Any]) -> None:
@@ -44,14 +51,37 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
 
 def refuse_near_miss(task: TaskModule, method: str) -> None:
     """Refuse a method that is nearly called like one that is missing."""
-    own = [name for kind in type(task).__mro__ if kind is not TaskModule for name in vars(kind)]
-    near = get_close_matches(method, [name for name in own if not hasattr(TaskModule, name)], 1, 0.85)
+    near = next((name for _, name, meant in near_misses(task) if meant == method), None)
     if near:
         error = TaskError(
-            f"{type(task).__name__} defines no {method}, but {near[0]}, which forge never calls. Rename it to {method}."
+            f"{type(task).__name__} defines no {method}, but {near}, which forge never calls. Rename it to {method}."
         )
         error.finding = "method_name"
         raise error
+
+
+def warn_of_near_misses(trainer: Run) -> None:
+    """Warn of methods that are nearly called like one that forge calls, and that the task does not define."""
+    found = list(near_misses(trainer.task))
+    if found:
+        text = " ".join(
+            f"forge never calls {kind.__name__}.{name}: did you mean {meant}?" for kind, name, meant in found
+        )
+        with saying(trainer.said):
+            warn_of(getattr(*found[0][:2]), text, "method_name")
+
+
+def near_misses(task: TaskModule) -> Iterator[tuple[type, str, str]]:
+    """Yield (class, method, the name that is nearly the same) for what the user's classes define."""
+    known = [name for name, value in vars(TaskModule).items() if callable(value) and name[0] != "_"]
+    missing = [name for name in known if not defines(task, name)]
+    for kind in itertools.takewhile(lambda kind: kind is not TaskModule, type(task).__mro__):
+        own = [
+            name for name, value in vars(kind).items() if inspect.isfunction(value) and not hasattr(TaskModule, name)
+        ]
+        for name in own if kind.__module__.partition(".")[0] not in libraries() else ():
+            for meant in get_close_matches(name, missing, 1, 0.85):
+                yield kind, name, meant
 
 
 def is_lightning(kind: type) -> bool:

@@ -62,12 +62,12 @@ def _parameter_ids(item: nn.Module | nn.Parameter) -> set[int]:
 
 
 def _trainable(value: Any, depth: int) -> Iterator[nn.Module | nn.Parameter]:
-    """Yield trainable modules and parameters inside plain containers."""
+    """Yield trainable modules and parameters inside plain containers; a teacher, in eval mode, is not to be trained."""
     if depth == 0 or not isinstance(value, (list, tuple, set, dict)):
         return
     for item in value.values() if isinstance(value, dict) else value:
         if (isinstance(item, nn.Parameter) and item.requires_grad) or (
-            isinstance(item, nn.Module) and any(p.requires_grad for p in item.parameters())
+            isinstance(item, nn.Module) and item.training and any(p.requires_grad for p in item.parameters())
         ):
             yield item
         else:

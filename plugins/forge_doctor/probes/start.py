@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from forge.contract.run import Run
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
+from forge.diagnose.checks.task import near_misses
 from forge.torch_internals import BatchNorm
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, named, tensors
@@ -349,7 +349,6 @@ def _rises(rates: list[float], peak: float) -> int:
     return count
 
 
-KNOWN = {name for name in vars(TaskModule) if not name.startswith("_")} | {"forward", "train_loader", "val_loader"}
 LIGHTNING = {
     *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_epoch_end", "on_fit_start"),
     *("on_validation_epoch_end", "on_before_optimizer_step", "optimizer_step", "training_epoch_end"),
@@ -358,23 +357,15 @@ LIGHTNING = {
 
 
 def methods(patient: Patient) -> Iterator[Finding]:
-    """Methods of the task whose names nearly are those that forge calls."""
+    """Methods of the task that forge never calls: their names nearly are those that it calls, or are Lightning's."""
+    odd = [(kind, name, f"did you mean {meant}?") for kind, name, meant in near_misses(patient.task)]
     for kind in type(patient.task).__mro__:
         if kind is TaskModule or kind.__module__.startswith(("forge", "lightning")):
-            return
-        yield from _misnamed(kind)
-
-
-def _misnamed(kind: type) -> Iterator[Finding]:
-    for name, value in vars(kind).items():
-        near = get_close_matches(name, sorted(KNOWN), 1, 0.85) if name not in KNOWN else []
-        if not callable(value) or name.startswith("__") or isinstance(value, type):
-            continue
-        if name in LIGHTNING or (near and near[0] not in vars(kind)):
-            meant = f"did you mean {near[0]}?" if near else "it is one of Lightning's; see docs/from-lightning.md."
-            yield Finding(
-                "method_name", f"forge never calls {kind.__name__}.{name}: {meant}", f"{kind.__name__}.{name}"
-            )
+            break
+        theirs = "it is one of Lightning's; see docs/from-lightning.md."
+        odd += [(kind, name, theirs) for name, value in vars(kind).items() if name in LIGHTNING and callable(value)]
+    for kind, name, meant in odd:
+        yield Finding("method_name", f"forge never calls {kind.__name__}.{name}: {meant}", f"{kind.__name__}.{name}")
 
 
 def unequal(tensor: Tensor) -> bool:

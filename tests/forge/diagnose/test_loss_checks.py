@@ -233,6 +233,3 @@ class TestData:
             fit(plugins=[Nothing()])
         with pytest.raises(forge.DataError, match="nothing to average"):
             fit(Weightless(), plugins=[Accumulate(2)])
-
-    def test_a_batch_whose_size_nobody_knows_names_num_items(self) -> None:
-        assert_refused(None, r"Define num_items\(self, batch\) on Classifier", ["text"], forge.DataError)
