@@ -95,9 +95,9 @@ def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: St
     if isinstance(output, Tensor):
         means.add(f"{prefix}loss", output, weight)
         return
-    if output is None and checks.gives_metrics_later(step.trainer.task):
-        return
     if not isinstance(output, Mapping):
+        if output is None and checks.gives_metrics_later(step.trainer.task):
+            return
         checks.check_metrics(output, f"{type(step.trainer.task).__name__}.{STAGE_METHODS[step.stage]}")
     for name, value in output.items():
         means.add(prefix + name, value, weight)
