@@ -96,7 +96,7 @@ def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: St
         means.add(f"{prefix}loss", output, weight)
         return
     if not isinstance(output, Mapping):
-        if output is None and checks.gives_metrics_later(step.trainer.task):
+        if checks.gives_metrics_later(step.trainer.task) and output is None:
             return
         checks.check_metrics(output, f"{type(step.trainer.task).__name__}.{STAGE_METHODS[step.stage]}")
     for name, value in output.items():
