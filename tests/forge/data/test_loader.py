@@ -277,7 +277,7 @@ class TestEdges:
         with pytest.raises(forge.DataError, match=r"a length and indices.*object is neither"):
             Loader(object(), 2)
 
-    @pytest.mark.parametrize("option", ["batch_sampler", "generator", "timeout", "in_order"])
+    @pytest.mark.parametrize("option", ["generator", "timeout", "in_order"])
     def test_options_that_the_loader_has_its_own_of_are_refused(self, option: str) -> None:
         with pytest.raises(forge.DataError, match=f"its own {option}"):
             Loader(numbers(2), 1, **{option: 1})  # pyright: ignore[reportArgumentType]
