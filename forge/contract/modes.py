@@ -38,19 +38,15 @@ def staying(task: nn.Module, slept: Asleep, trained: Iterable[nn.Parameter]) -> 
 
 
 def rest(task: nn.Module, slept: Asleep, trained: Iterable[nn.Parameter]) -> None:
-    """Put what stays in evaluation mode back there; a module inside it that was in training mode trains on."""
+    """Put what stays in evaluation mode back there."""
     for module in staying(task, slept, trained):
-        inside = [each for each in module.modules() if each.training and id(each) not in slept]
-        if module.training:
-            module.eval()
-        for each in inside:
-            each.training = True
+        module.training = False
 
 
 def woken(task: nn.Module, slept: Asleep) -> list[str]:
-    """Return the names of the outermost modules that slept and are in training mode now."""
+    """Return the outermost modules that slept and are in training mode now, by name."""
     names: list[str] = []
     for name, module in task.named_modules():
         if id(module) in slept and module.training and not any(not out or name.startswith(f"{out}.") for out in names):
             names.append(name)
-    return names
+    return [name or type(task).__name__ for name in names]

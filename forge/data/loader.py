@@ -146,23 +146,13 @@ class Loader(OwnSeed):
             )
 
 
-def _sampled(dataset: Any, *arguments: Any, **options: Any) -> Any:
+def _sampled(dataset: Any, *arguments: Any, seed: int | None = None, data_timeout: float = 0, **options: Any) -> Any:
     """Return a loader over a sampler that is no order of forge's: what the Trainer makes of a torch DataLoader."""
     from forge.data.adapt import adopt
 
-    names = ("batch_size", "shuffle", "num_workers")
-    given = dict(zip(names, arguments, strict=False)) | options
-    seed, timeout = given.pop("seed", None), given.pop("data_timeout", DATA_TIMEOUT)
-    if given.pop("pure", None) is not None:
-        raise DataError(
-            "forge.data.Loader: with this sampler `pure` is an attribute of the dataset; leave it out here."
-        )
-    if given.get("num_workers"):
-        given.setdefault("persistent_workers", True)
+    given = dict(zip(("batch_size", "shuffle", "num_workers"), arguments, strict=False)) | options
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return adopt(
-        DataLoader(dataset, timeout=timeout if given.get("num_workers") else 0, generator=generator, **given), ""
-    )
+    return adopt(DataLoader(dataset, timeout=data_timeout, generator=generator, **given), "")
 
 
 def _draws(

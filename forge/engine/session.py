@@ -228,13 +228,9 @@ class Session:
         modes.rest(task, self.slept, [p for p in trainer.optimizers.parameters(None) if p.requires_grad])
         names = modes.woken(task, self.slept)
         if names and trainer.env.is_main:
-            logger.info(
-                "%s %s in eval mode, but %s parameters that are trained: forge trains in train mode. To train in eval "
-                "mode, call eval() in the task's forge_start.",
-                ", ".join(name or type(task).__name__ for name in names[:3]) + (", ..." if names[3:] else ""),
-                "was" if len(names) == 1 else "were",
-                "has" if len(names) == 1 else "have",
-            )
+            text = "In eval mode, with parameters that are trained: %s. forge trains in train mode. To train in eval mode, "
+            text += "call eval() in the task's forge_start."
+            logger.info(text, ", ".join(names[:3]) + (", ..." if names[3:] else ""))
 
     def _count_updates(self) -> None:
         """Count the updates of an epoch and of the whole run, where known."""

@@ -18,7 +18,6 @@ from forge.checkpoint import sharding
 from forge.checkpoint.strides import row_major, strides_to_note, with_strides
 from forge.errors import CheckpointError
 from forge.optim.naming import ParameterNames, saved_groups
-from forge.rng import RNGState
 
 if TYPE_CHECKING:
     from forge.optim.optimizers import OptimizerEntry, Optimizers
@@ -200,37 +199,28 @@ def fails_without_closure(optimizer: Any) -> bool:
 
     Copies over parameters of one element are stepped: one without a closure fails, one with it does not.
     """
-    if type(optimizer).__module__.partition(".")[0] == "torch" or _holds_module(optimizer):
+    holds_model = any(isinstance(value, nn.Module) for value in vars(optimizer).values())
+    if type(optimizer).__module__.partition(".")[0] == "torch" or holds_model:
         return False
 
-    def attempt(*closure: Any) -> bool:
-        memo: dict[int, Any] = {}
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            memo[id(p)] = small = nn.Parameter(torch.ones([1] * p.ndim), p.requires_grad)
-            small.grad = torch.ones_like(small) if p.requires_grad else None
-        small = [p for p in memo.values() if p.requires_grad]
+    def works(closures: int) -> bool:
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        small = {id(p): nn.Parameter(torch.ones([1] * p.ndim), p.requires_grad) for p in given}
 
         def evaluate() -> Tensor:
-            for p in small:
-                p.grad = torch.ones_like(p)
+            for p in small.values():
+                p.grad = torch.ones_like(p) if p.requires_grad else None
             return torch.ones(())
 
+        evaluate()
         try:
-            _copied(optimizer, memo).step(*[evaluate for _ in closure])
+            _copied(optimizer, dict[int, Any](small)).step(*[evaluate] * closures)
         except Exception:
             return False
         return True
 
-    rng = RNGState.capture(torch.device("cpu"))
-    with warnings.catch_warnings(action="ignore"):
-        found = not attempt() and attempt("closure")
-    rng.restore(torch.device("cpu"))
-    return found
-
-
-def _holds_module(optimizer: Any) -> bool:
-    """Whether an optimizer keeps the model, of which copies are too large."""
-    return any(isinstance(value, nn.Module) for value in vars(optimizer).values())
+    with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
+        return not works(0) and works(1)
 
 
 def rehearse(entry: OptimizerEntry, state: Any, known: ParameterNames) -> None:

@@ -14,7 +14,6 @@ from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
 from forge.torch_internals import dynamo_is_loaded, foreach_copy_
 from forge.util.generators import find_generators, generator_state, set_generator_state
-from forge.util.walk import walk
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -37,18 +36,6 @@ def without_side_effects(trainer: Run, more: Mapping[str, Any] | None = None) ->
         rng.restore(device)
         for generator, state in own:
             set_generator_state(generator, state)
-
-
-@contextmanager
-def kept_values(roots: Mapping[str, Any]) -> Iterator[None]:
-    """Restore the plain values that objects keep in attributes, such as an epoch that a sampler counts."""
-    found = [own for _, value in walk(roots) if isinstance(own := getattr(value, "__dict__", None), dict)]
-    before = [(own, {name: v for name, v in own.items() if type(v) in (bool, int, float, str)}) for own in found]
-    try:
-        yield
-    finally:
-        for own, values in before:
-            own.update(values)
 
 
 def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ from forge.data.own_generators import data_roots
 from forge.data.workers import end_workers
 from forge.engine.evaluation import substituted
 from forge.errors import RecipeError, StackError
-from forge.snapshot.sandbox import kept_values, without_side_effects
+from forge.snapshot.sandbox import without_side_effects
+from forge.util.walk import walk
 
 logger = logging.getLogger("forge")
 
@@ -140,6 +141,18 @@ def left_as_it_is(trainer: forge.Run, loaders: dict[Any, Any]) -> Iterator[None]
             end_workers(loader)
         for loader, state in states:
             loader.load_state_dict(state)
+
+
+@contextmanager
+def kept_values(roots: Mapping[str, Any]) -> Iterator[None]:
+    """Restore the plain values that objects keep in attributes, such as an epoch that a sampler counts."""
+    found = [own for _, value in walk(roots) if isinstance(own := getattr(value, "__dict__", None), dict)]
+    before = [(own, {name: v for name, v in own.items() if type(v) in (bool, int, float, str)}) for own in found]
+    try:
+        yield
+    finally:
+        for own, values in before:
+            own.update(values)
 
 
 def _given(loader: Any) -> Any:

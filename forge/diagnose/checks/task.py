@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -62,26 +61,22 @@ def refuse_near_miss(task: TaskModule, method: str) -> None:
 
 def warn_of_near_misses(trainer: Run) -> None:
     """Warn of methods that are nearly called like one that forge calls, and that the task does not define."""
-    found = list(near_misses(trainer.task))
-    if found:
-        text = " ".join(
-            f"forge never calls {kind.__name__}.{name}: did you mean {meant}?" for kind, name, meant in found
-        )
+    said = [
+        (getattr(k, n), f"forge never calls {k.__name__}.{n}: did you mean {m}?")
+        for k, n, m in near_misses(trainer.task)
+    ]
+    if said:
         with saying(trainer.said):
-            warn_of(getattr(*found[0][:2]), text, "method_name")
+            warn_of(said[0][0], " ".join(text for _, text in said), "method_name")
 
 
 def near_misses(task: TaskModule) -> Iterator[tuple[type, str, str]]:
     """Yield (class, method, the name that is nearly the same) for what the user's classes define."""
-    known = [name for name, value in vars(TaskModule).items() if callable(value) and name[0] != "_"]
-    missing = [name for name in known if not defines(task, name)]
-    for kind in itertools.takewhile(lambda kind: kind is not TaskModule, type(task).__mro__):
-        own = [
-            name for name, value in vars(kind).items() if inspect.isfunction(value) and not hasattr(TaskModule, name)
-        ]
-        for name in own if kind.__module__.partition(".")[0] not in libraries() else ():
-            for meant in get_close_matches(name, missing, 1, 0.85):
-                yield kind, name, meant
+    missing = [name for name, value in vars(TaskModule).items() if callable(value) and not defines(task, name)]
+    for kind in (kind for kind in type(task).__mro__ if kind.__module__.partition(".")[0] not in libraries()):
+        for name, value in vars(kind).items():
+            if inspect.isfunction(value) and not hasattr(TaskModule, name):
+                yield from ((kind, name, meant) for meant in get_close_matches(name, missing, 1, 0.85))
 
 
 def is_lightning(kind: type) -> bool:

@@ -125,14 +125,14 @@ def test_a_train_of_the_tasks_own_is_asked() -> None:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in caplog.messages if "in eval mode" in line]
+    return [line for line in caplog.messages if "In eval mode" in line]
 
 
 def test_one_note_says_what_is_woken(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "forge"):
         asleep_in_fit(lambda task: task.student.eval())
     (line,) = told(caplog)
-    assert line.startswith("student was in eval mode, but has parameters that are trained: forge trains in train mode.")
+    assert line.startswith("In eval mode, with parameters that are trained: student. forge trains in train mode.")
     caplog.clear()
     with caplog.at_level(logging.INFO, "forge"):
         asleep_in_fit(sleeping_teacher)
