@@ -290,7 +290,7 @@ def end_workers(loader: Any) -> None:
     """End persistent workers; the next pass starts new ones."""
     while not isinstance(loader, DataLoader) and hasattr(loader, "loader"):
         loader = loader.loader
-    running = getattr(loader, "_iterator", None)
+    running: Any = getattr(loader, "_iterator", None)
     if hasattr(running, "_shutdown_workers"):
         loader._iterator = None
         running._shutdown_workers()

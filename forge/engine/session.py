@@ -228,8 +228,8 @@ class Session:
         modes.rest(task, self.slept, [p for p in trainer.optimizers.parameters(None) if p.requires_grad])
         names = modes.woken(task, self.slept)
         if names and trainer.env.is_main:
-            text = "In eval mode, with parameters that are trained: %s. forge trains in train mode. To train in eval mode, "
-            text += "call eval() in the task's forge_start."
+            text = "In eval mode, with parameters that are trained: %s. forge trains in train mode. To train in "
+            text += "eval mode, call eval() in the task's forge_start."
             logger.info(text, ", ".join(names[:3]) + (", ..." if names[3:] else ""))
 
     def _count_updates(self) -> None:

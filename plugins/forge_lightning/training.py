@@ -259,7 +259,7 @@ class Trains(ModuleMethods):
             if calls[0] > 1:
                 raise TaskError(
                     f"{type(self.module).__name__}.optimizer_step calls its closure more than once, which forge does "
-                    f"only for optimizers whose step needs one. Use manual optimization: automatic_optimization = False."
+                    "only for optimizers whose step needs one. Use manual optimization: automatic_optimization = False."
                 )
             return self._last_loss
 

@@ -61,13 +61,11 @@ def refuse_near_miss(task: TaskModule, method: str) -> None:
 
 def warn_of_near_misses(trainer: Run) -> None:
     """Warn of methods that are nearly called like one that forge calls, and that the task does not define."""
-    said = [
-        (getattr(k, n), f"forge never calls {k.__name__}.{n}: did you mean {m}?")
-        for k, n, m in near_misses(trainer.task)
-    ]
-    if said:
+    found = list(near_misses(trainer.task))
+    texts = [f"forge never calls {kind.__name__}.{name}: did you mean {meant}?" for kind, name, meant in found]
+    if found:
         with saying(trainer.said):
-            warn_of(said[0][0], " ".join(text for _, text in said), "method_name")
+            warn_of(getattr(*found[0][:2]), " ".join(texts), "method_name")
 
 
 def near_misses(task: TaskModule) -> Iterator[tuple[type, str, str]]:
