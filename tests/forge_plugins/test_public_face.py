@@ -23,7 +23,7 @@ OUTSIDE_ENGINE = sorted(
     if house.room_of(module) not in ("engine", "contract", "forge_kernels")
 )
 
-MODULES_OF_OTHERS = {"torch", "sys", "aten", "torchs"}
+MODULES_OF_OTHERS = {"os", "torch", "sys", "aten", "torchs"}
 """Modules whose own underscore names may be used: `torch._foreach_add_`, `sys._getframe`; torch's by two more names."""
 
 OF_MODULES = {"_buffers", "_call_impl", "_compiled_call_impl", "_modules", "_orig_mod", "_parameters"}
