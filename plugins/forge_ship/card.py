@@ -79,7 +79,9 @@ class CheckedCard:
         self.format = self._word("format")
         if self.format not in formats():
             raise self._refused(f"the format {self.format!r} is unknown")
-        self.libraries = [name for name in self.values.get("libraries") or () if isinstance(name, str)][:100]
+        self.libraries = self.values.get("libraries", [])
+        if not isinstance(self.libraries, list) or not all(isinstance(name, str) for name in self.libraries):
+            raise self._refused("libraries is no list of names")
         self.inputs, self.outputs = self._ports("inputs"), self._ports("outputs")
         if row_bytes([*self.inputs, *self.outputs]) > MOST_ROW:
             raise self._refused(f"one row of its tensors would take more than {format_bytes(MOST_ROW)}")

@@ -23,6 +23,7 @@ from forge_ship.engine import ExportError
 from forge_ship.export import prepare
 from forge_ship.export_formats import aoti, onnx, pt2, torchscript
 from forge_ship.open_engine import open_engine
+from forge_ship.operators import import_libraries
 from forge_ship.structure import flat
 from forge_ship.verify import ExportMismatch
 from tests.support.profiles import some
@@ -314,6 +315,7 @@ HOSTILE = {
     "a name with a slash": {"inputs": [{"name": "../x", "dtype": "float32", "shape": [1]}]},
     "an odd type": {"inputs": [{"name": "x", "dtype": "object", "shape": [1]}]},
     "an odd shape": {"outputs": [{"name": "x", "dtype": "float32", "shape": [None]}]},
+    "libraries that are no names": {"libraries": [1]},
     "no files": {"files": {}},
     "another hash": {"files": {"model.ts": {"sha256": "0" * 64}}},
 }
@@ -507,6 +509,16 @@ def test_a_program_of_another_structure_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("forge_ship.export.plain", flat)
     with pytest.raises(ExportMismatch, match=r'returns \["tensor"\]; the task returns "tensor"'):
         exported(Classifier(), tmp_path)
+
+
+def test_of_what_a_card_names_only_libraries_for_torch_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lying_about.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "antigravity", raising=False)
+    import_libraries(["lying_about", "antigravity", "os.path", ""])
+    assert not {"lying_about", "antigravity"} & sys.modules.keys()
 
 
 class Detector(forge.TaskModule):

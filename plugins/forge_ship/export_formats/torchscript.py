@@ -42,14 +42,13 @@ class _Arranged(nn.Module):
 
 def _traced(plan: Plan) -> Any:
     """Record the model; where TorchScript has no type for what it returns, with tuples for lists, or flat."""
-    arranged = [_Arranged(plan.model, arrange) for arrange in (in_tuples, flat)]
-    for model in (plan.model, *arranged):
+    for model in (plan.model, _Arranged(plan.model, in_tuples)):
         try:
             return torch.jit.trace(model, plan.examples, strict=False, check_trace=False)
         except RuntimeError as error:
-            if model is arranged[-1] or not re.search(r"output from traced|cannot infer type", str(error)):
+            if not re.search(r"output from traced|cannot infer type", str(error)):
                 raise
-    return None
+    return torch.jit.trace(_Arranged(plan.model, flat), plan.examples, strict=False, check_trace=False)
 
 
 def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], Any]:
