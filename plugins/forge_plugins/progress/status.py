@@ -135,6 +135,7 @@ class Status:
 
     @property
     def all(self) -> dict[str, float]:
+        """The newest values, and the means of an epoch that has just ended, for tables."""
         return self.metrics | {f"{name}_epoch": value for name, value in self.of_epoch.items()}
 
     def _compare(self, update: int, name: str, value: float) -> None:
