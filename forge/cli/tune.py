@@ -152,10 +152,25 @@ def _print_lr(curve: LRCurve) -> None:
     console.print()
     console.print(grid)
     console.print()
+    if len(set(curve.own)) > 1:
+        console.print(f"{_groups_text(curve)}\n")
     end = f"diverged at {rate_text(curve.diverged)}" if curve.diverged else "did not diverge"
     lowest = min(curve.smoothed)
     console.print(
         f"{len(curve.losses)} updates. The smoothed loss fell from {curve.smoothed[0]:.4g} to {lowest:.4g}, and {end}."
+    )
+
+
+def _groups_text(curve: LRCurve) -> str:
+    """Say what the suggestion is of, where parameter groups have rates of their own."""
+    from forge.tuning.lr import rate_text
+
+    factor, different = curve.suggestion / curve.reference, list(dict.fromkeys(curve.own))
+    pairs = [f"{rate_text(rate)} becomes {rate_text(rate * factor)}" for rate in different]
+    pairs = [*pairs[:3], "...", pairs[-1]] if len(pairs) > 5 else pairs
+    return (
+        f"These are rates of the first of {len(curve.own)} parameter groups; all were scaled by one factor. The "
+        f"suggestion multiplies each by {factor:.3g}: {', '.join(pairs)}."
     )
 
 

@@ -65,8 +65,18 @@ def check_plugin(
         if build:  # a plugin checks the rules across its options when it is built
             plugin = make_plugin(name, converted)
     except ValueError as error:
-        raise RecipeError(f"{label(key, origin)}: {error}") from error
+        blamed = [label(f"{key}.{option}", origin) for option in converted if _builds_without(name, converted, option)]
+        raise RecipeError(f"{' and '.join(blamed) or label(key, origin)}: {error}") from error
     return _filled(known, converted), plugin
+
+
+def _builds_without(name: str, values: Mapping[str, Any], option: str) -> bool:
+    """Whether a plugin that refuses its options can be built without one of them, which is to blame then."""
+    try:
+        make_plugin(name, {key: value for key, value in values.items() if key != option})
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def _load(kind: str, name: str, key: str, origin: Origin) -> Any:

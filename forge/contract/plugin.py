@@ -82,6 +82,8 @@ class Plugin:
     """Runs in the short trial runs of `forge tune`, `plan` and `doctor`. Plugins that only observe or save never do."""
     trades: str = ""
     """What it gives for memory, if `forge plan` is to try it: "compute" or "precision"."""
+    precision: str = ""
+    """What a run computes in beside the type of its weights, in a word, once the plugin knows: "bf16"."""
     batches_ahead: int = 0
     """Batches that it keeps on the device beside the one that trains."""
     example: Mapping[str, Any] | None = None

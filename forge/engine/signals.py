@@ -7,12 +7,12 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.requests import SIGNAL, Request
 from forge.errors import Interrupted
+from forge.util import past_display
 from forge.util.signal_waits import ECHO, NAMES
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class Signals:
         if several:  # all of them got it, or the launcher sends it because one has failed: nothing to say yet
             return
         # no logging in a handler: it may have interrupted the logger
-        with suppress(OSError):  # what reads stderr may be gone by the same signal
-            os.write(2, f"{self.received.name}: stopping after this update; once more to stop at once.\n".encode())
+        past_display.write_line(f"{self.received.name}: stopping after this update; once more to stop at once.")
 
     def _leave_early(self, number: int) -> None:
         """No update has begun, so there is nothing to save; what was to be resumed still can be."""
@@ -103,5 +102,6 @@ class Signals:
         """At once: nothing is torn, because nothing under a final name is ever half written."""
         if number == signal.SIGINT and hasattr(sys, "ps1"):
             signal.default_int_handler(number, frame)
+        past_display.leave()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

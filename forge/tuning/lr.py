@@ -41,6 +41,8 @@ class LRCurve:
     "The task's own rate of the first parameter group that was tested."
     diverged: float | None = None
     "The rate at which the loss diverged and the test ended; None if it did not diverge."
+    own: tuple[float, ...] = ()
+    "The task's own rates, by parameter group; all were scaled by one factor, and `rates` are those of the first."
 
     @property
     def suggestion(self) -> float:
@@ -175,7 +177,7 @@ class Ramp(TuningTrial):
                 f"The loss is not finite at the lowest rate, {self.rates[0]:g}, so the learning rate is not the cause."
             )
         rates, smoothed = list(self.rates[: len(self.losses)]), smooth(self.losses, self.keep)
-        return LRCurve(rates, self.losses, smoothed, self.own[0], self.diverged)
+        return LRCurve(rates, self.losses, smoothed, self.own[0], self.diverged, tuple(self.own))
 
 
 def _is_loss(name: str) -> bool:

@@ -94,6 +94,8 @@ class Observed(Patient):
     "That of the judgement before."
     in_memory: bool
     "Whether the samples are those of tensors in memory, rather than of the first batches."
+    epoch: int = 0
+    "The epoch of the first step, of which the samples are."
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         raise Unseen
@@ -249,7 +251,7 @@ class FirstLook(Plugin):
                     self._patient = self._judged(step, look, small)
                 elif small and on_host:  # nothing after the first update waits for an accelerator
                     self._patient.losses.append(float(look.loss.detach()))
-                self._keep(look, self._patient, small and on_host and is_telling(look.batch))
+                self._keep(look, self._patient, small and on_host and is_telling(look.batch), step.epoch)
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
                 self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host)
@@ -261,6 +263,7 @@ class FirstLook(Plugin):
         """Judge the first step, and return what the next looks add to."""
         with no_trace(step.trainer.env.device):
             patient = observed(step.trainer, look)
+            patient.epoch = step.epoch
             patient.order = self._graphs.order() if self._graphs is not None else []
         own: list[Any] = [look.traces.found] if look.traces is not None else []
         own.append(lambda: graph.wrong_modes(patient.task, look.off))
@@ -273,12 +276,13 @@ class FirstLook(Plugin):
             look.watch.losses.clear()
         return patient
 
-    def _keep(self, look: Look, patient: Observed, reads: bool) -> None:
+    def _keep(self, look: Look, patient: Observed, reads: bool, epoch: int) -> None:
         """Keep of a look what the last judgement needs."""
         self._losses.append(weakref.ref(look.loss))
         if reads:
             self._activations.append([(kind, line, output.detach()) for kind, line, output in look.activations])
-            if not patient.in_memory and look.name == patient.names[0]:
+            # the next epoch serves the same samples again: they are no copies
+            if not patient.in_memory and look.name == patient.names[0] and epoch == patient.epoch:
                 patient.samples.extend(rows(look.batch))
 
     def _evaluated(self, step: Step, batch: Any) -> Generator[None, Any, Any]:

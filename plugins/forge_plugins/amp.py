@@ -98,7 +98,8 @@ class AMP(forge.Plugin):
 
     def _take(self, dtype: str) -> None:
         """Choose the dtype, and with it the hooks of this instance: bf16 owns none of the scaler's."""
-        self.dtype, self.capturable = dtype, dtype == "bf16"
+        self.dtype = self.precision = dtype
+        self.capturable = dtype == "bf16"
         self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
         for hook in SCALING:
             if dtype == "fp16":

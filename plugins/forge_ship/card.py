@@ -1,4 +1,4 @@
-"""The card of an export, `export.json`: what a file is, where it comes from, and what its verification found."""
+"""The card of an export, `FILE.export.json`: what a file is, where it comes from, and what its verification found."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from forge_ship.engine import ExportError, Port, row_bytes
 from forge_ship.export_formats import formats
 
 NAME = "export.json"
+"""How the names of cards end; earlier versions had one of this name in a folder."""
 MOST = 1 << 20
 """Bytes that a card may have."""
 MOST_ROW = 1 << 30
@@ -29,10 +30,10 @@ DTYPES = frozenset(
 )
 
 
-def versions() -> dict[str, str]:
+def versions(libraries: Sequence[str] = ()) -> dict[str, str]:
     """Return the versions of what an export depends on."""
     found = {"forge": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    for name in VERSIONS:
+    for name in (*VERSIONS, *libraries):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -50,19 +51,37 @@ def port_as_dict(port: Port) -> dict[str, Any]:
     return {**asdict(port), "shape": list(port.shape), "seen": seen}
 
 
-def write(card: Mapping[str, Any], folder: Path) -> None:
-    (folder / NAME).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+def place_of(file: Path) -> Path:
+    """Return where the card of a file belongs: beside it, under its name."""
+    return file.with_name(f"{file.name}.{NAME}")
+
+
+def beside(file: Path) -> Path:
+    """Return the card of a file: its own, or the one that an earlier version wrote."""
+    own, earlier = place_of(file), file.with_name(NAME)
+    return own if own.exists() or not earlier.exists() else earlier
+
+
+def is_card(path: Path) -> bool:
+    return path.name == NAME or path.name.endswith(f".{NAME}")
+
+
+def write(card: Mapping[str, Any], file: Path) -> None:
+    place_of(file).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
 class CheckedCard:
     """The card of a file, read from a place that is not trusted: types and names are checked, and the file's hash."""
 
     def __init__(self, file: Path):
-        self.file = file
-        self.values = _read(file.parent / NAME)
+        self.file, self.place = file, beside(file)
+        self.values = _read(self.place)
         self.format = self._word("format")
         if self.format not in formats():
             raise self._refused(f"the format {self.format!r} is unknown")
+        self.libraries = self.values.get("libraries", [])
+        if not isinstance(self.libraries, list) or not all(isinstance(name, str) for name in self.libraries):
+            raise self._refused("libraries is no list of names")
         self.inputs, self.outputs = self._ports("inputs"), self._ports("outputs")
         if row_bytes([*self.inputs, *self.outputs]) > MOST_ROW:
             raise self._refused(f"one row of its tensors would take more than {format_bytes(MOST_ROW)}")
@@ -76,7 +95,7 @@ class CheckedCard:
         assert isinstance(self._noted, dict)
         if not self.file.is_file() or hashed(self.file)["sha256"] != self._noted.get("sha256"):
             raise ExportError(
-                f"{self.file} is not the file that {NAME} beside it describes: its hash differs. Export again."
+                f"{self.file} is not the file that {self.place.name} describes: its hash differs. Export again."
             )
 
     def _word(self, key: str) -> str:
@@ -110,7 +129,7 @@ class CheckedCard:
         }
 
     def _refused(self, why: str) -> ExportError:
-        return ExportError(f"{self.file.parent / NAME} is no card of an export: {why}.")
+        return ExportError(f"{self.place} is no card of an export: {why}.")
 
 
 def _is_size(value: Any) -> bool:

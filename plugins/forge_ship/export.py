@@ -25,7 +25,9 @@ from forge_ship.engine import Engine, ExportError, Port
 from forge_ship.export_formats import formats, module_of
 from forge_ship.export_formats.plan import Plan, quiet, traced
 from forge_ship.interface import Deployed, Interface, dynamic_axes, observe, ports_of, with_batch
+from forge_ship.operators import libraries_of
 from forge_ship.runner import Remote
+from forge_ship.structure import flat, plain
 
 TF32 = 1e-3
 """The least tolerance on a GPU."""
@@ -56,10 +58,11 @@ class Prepared:
     loader: Any
     device: str
     batches: int | None
+    note: str = ""
 
-    def plan(self) -> Plan:
+    def plan(self, structured: bool = False) -> Plan:
         """Return a plan whose example has at least two rows: torch would take a single one as fixed."""
-        model = Deployed(self.source.task, self.interface).eval()
+        model = Deployed(self.source.task, self.interface, plain if structured else flat).eval()
         call = max(
             self.interface.calls, key=lambda each: min((size for sizes in each.sizes for size in sizes), default=2)
         )
@@ -95,9 +98,10 @@ class Prepared:
                 continue
             for axis in range(tensor.dim()):
                 sizes = tuple(call.outputs[name].shape[axis] for call in calls)
-                varies = len(set(sizes)) > 1 or axis == 0
-                if varies and sizes in followed:
+                if sizes in followed and (axis == 0 or len(set(sizes)) > 1):
                     found.setdefault(name, {})[axis] = followed[sizes]
+                elif len(set(sizes)) > 1:  # it follows from the values, as the number of boxes does
+                    found.setdefault(name, {})[axis] = f"{name}_{axis}"
         return found
 
 
@@ -133,7 +137,8 @@ def export(
     if data is None and unverified:
         return _unverified(source, to, format, file, dynamic, device, force)
     prepared = prepare(source, loader_of(source, data), device, dynamic, batches)
-    plan = prepared.plan()
+    plan = prepared.plan(getattr(format, "STRUCTURED", False))
+    libraries = libraries_of(plan.model, plan.examples)
     note = ""
     if quantize is not None:
         plan, note = _quantised(plan, quantize, to, prepared)
@@ -141,9 +146,9 @@ def export(
         written = folder / file.name
         with quiet():
             format.write(plan, written)
-        verdict = _verify(to, format, written, plan, prepared, quantize, max_drop)
-        made = _card(to, prepared, plan, folder, verdict, quantize)
-        card.write(made, folder)
+        verdict = _verify(to, format, written, plan, prepared, quantize, max_drop, libraries)
+        made = _card(to, prepared, plan, folder, verdict, quantize, libraries)
+        card.write(made, written)
         _publish(folder, file, force)
     notes = [note] if note else []
     if prepared.interface.left_out:
@@ -151,8 +156,7 @@ def export(
     notes += [
         f"{each.name} is 0 everywhere: its comparison proves little" for each in verdict.outputs if not each.scale
     ]
-    if verdict.metric_note:
-        notes.append(verdict.metric_note)
+    notes += filter(None, [verdict.metric_note, verdict.structure_note, prepared.note])
     return Export(file, made, notes)
 
 
@@ -161,7 +165,26 @@ def prepare(
 ) -> Prepared:
     """Validate a task, and learn what it takes and returns."""
     interface = observe(source.task, loader, device, batches)
-    return Prepared(source, interface, dynamic_axes(interface.calls, dynamic), loader, device, batches)
+    axes, note = dynamic_axes(interface.calls, dynamic), ""
+    if dynamic == "auto" and not _takes_other_rows(source.task, interface, axes, device):
+        axes = {name: {at: each for at, each in found.items() if each != "batch"} for name, found in axes.items()}
+        axes = {name: found for name, found in axes.items() if found}
+        note = "no axis is the batch: the task itself fails with another size of its first"
+    return Prepared(source, interface, axes, loader, device, batches, note)
+
+
+def _takes_other_rows(task: TaskModule, interface: Interface, axes: Mapping[str, Any], device: str) -> bool:
+    """Whether a task takes another number of rows; the first axis of a single image is its channels."""
+    call = interface.calls[0]
+    sizes = [
+        call.inputs[name].shape[at] for name, found in axes.items() for at, each in found.items() if each == "batch"
+    ]
+    try:
+        return not sizes or bool(
+            verify.run(Deployed(task, interface).eval(), with_batch(call, axes, sizes[0] + 1), device)
+        )
+    except Exception:  # of any kind: the task is the user's
+        return False
 
 
 def _source(given: Any, task: type[TaskModule] | None, weights: str | None, device: str) -> Source:
@@ -210,7 +233,7 @@ def _place(source: Source, to: str, name: str, out: str | Path | None, quantize:
 
 
 def _refuse_existing(file: Path, force: bool) -> None:
-    there = [path for path in (file, file.parent / card.NAME) if path.exists()]
+    there = [path for path in (file, card.place_of(file)) if path.exists()]
     if there and not force:
         raise ExportError(
             f"{there[0]} is there already, and was kept. Name another with --out, or replace it: --force."
@@ -230,7 +253,7 @@ def _beside(file: Path) -> Iterator[Path]:
 
 def _publish(folder: Path, file: Path, force: bool) -> None:
     _refuse_existing(file, force)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == card.NAME):  # the card comes last
+    for path in sorted(folder.iterdir(), key=card.is_card):  # the card comes last
         target = file.parent / path.name
         if target.is_dir():
             shutil.rmtree(target)
@@ -241,13 +264,20 @@ def _publish(folder: Path, file: Path, force: bool) -> None:
 
 
 def _verify(
-    to: str, format: Any, written: Path, plan: Plan, prepared: Prepared, quantize: str | None, max_drop: float | None
+    to: str,
+    format: Any,
+    written: Path,
+    plan: Plan,
+    prepared: Prepared,
+    quantize: str | None,
+    max_drop: float | None,
+    libraries: Sequence[str],
 ) -> verify.ExportVerdict:
     """Run the file in a fresh process; compare outputs and metrics."""
     model_file = written if not hasattr(format, "model_in") else format.model_in(written)
     runs_as = getattr(format, "RUNS_AS", to)
     inputs, outputs = prepared.ports()
-    with Remote(runs_as, model_file, inputs, outputs, prepared.device) as remote:
+    with Remote(runs_as, model_file, inputs, outputs, prepared.device, libraries) as remote:
         weights_only = getattr(format, "WEIGHTS_ONLY", False)
         engine: Engine = _weights_engine(remote, prepared) if weights_only else remote
         verdict = verify.compare_outputs(
@@ -263,6 +293,10 @@ def _verify(
         )
         task, interface = prepared.source.task, prepared.interface
         verify.compare_metrics(verdict, task, interface, engine, prepared.loader, prepared.device, prepared.batches)
+        if getattr(format, "STRUCTURED", False):
+            verdict.structure_note = verify.compare_structure(
+                remote.returned, interface.returns, interface.output_names
+            )
     if quantize is None:
         verify.refuse_other_metrics(verdict)
     if max_drop is not None:
@@ -285,9 +319,7 @@ def _weights_engine(remote: Remote, prepared: Prepared) -> Engine:
 class ModuleEngine:
     """A module as an engine, in this process."""
 
-    def __init__(
-        self, module: Callable[..., Sequence[Tensor]], inputs: Sequence[Port], outputs: Sequence[Port], device: str
-    ):
+    def __init__(self, module: Callable[..., Any], inputs: Sequence[Port], outputs: Sequence[Port], device: str):
         self.inputs, self.outputs, self._module, self._device = inputs, outputs, module, device
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -328,11 +360,17 @@ def _quantised(plan: Plan, kind: str, to: str, prepared: Prepared) -> tuple[Plan
 
 
 def _card(
-    to: str, prepared: Prepared, plan: Plan, folder: Path, verdict: verify.ExportVerdict | None, quantize: str | None
+    to: str,
+    prepared: Prepared,
+    plan: Plan,
+    folder: Path,
+    verdict: verify.ExportVerdict | None,
+    quantize: str | None,
+    libraries: Sequence[str],
 ) -> dict[str, Any]:
     source, (inputs, outputs) = prepared.source, prepared.ports()
     described = describe_task(source.task) if hasattr(source.task, "init_args") else {}
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != card.NAME)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not card.is_card(path))
     return {
         "format": to,
         "about": formats()[to],
@@ -346,10 +384,12 @@ def _card(
         "device": prepared.device,
         "inputs": [card.port_as_dict(port) for port in inputs],
         "outputs": [card.port_as_dict(port) for port in outputs],
+        "returns": prepared.interface.returns,
+        "libraries": libraries,
         "limits": {name: list(limits) for name, limits in plan.limits.items()},
         "files": {str(path.relative_to(folder)): card.hashed(path) for path in files},
         "verification": verdict.as_dict() if verdict is not None else None,
-        "versions": card.versions(),
+        "versions": card.versions(libraries),
     }
 
 
@@ -361,11 +401,12 @@ def _unverified(
 
     interface = from_examples(source.task, device, needed=not getattr(format, "WEIGHTS_ONLY", False))
     prepared = Prepared(source, interface, dynamic_axes(interface.calls, dynamic), None, device, None)
-    plan = prepared.plan()
+    plan = prepared.plan(getattr(format, "STRUCTURED", False))
+    libraries = libraries_of(plan.model, plan.examples) if plan.inputs else []
     with _beside(file) as folder:
         with quiet():
             format.write(plan, folder / file.name)
-        made = _card(to, prepared, plan, folder, None, None)
-        card.write(made, folder)
+        made = _card(to, prepared, plan, folder, None, None, libraries)
+        card.write(made, folder / file.name)
         _publish(folder, file, force)
     return Export(file, made, ["not verified: no data were given"])

@@ -15,7 +15,7 @@ from forge.contract.task import TaskModule, defines
 from forge.engine.trainer import Trainer
 from forge.errors import TaskError
 from forge_ship.engine import Engine, ExportError, Port
-from forge_ship.structure import Rebuild, outputs_of, take_apart, take_call_apart
+from forge_ship.structure import Rebuild, flat, outputs_of, plain, structure_of, take_apart, take_call_apart
 
 KEPT = 12
 """Calls that are kept for the comparison: the first ones, and those of other sizes."""
@@ -48,6 +48,8 @@ class Interface:
     "Makes what the method returns of flat tensors."
     left_out: Sequence[str] = ()
     "Outputs that are no tensors."
+    returns: Any = "tensor"
+    "The structure of what the method returns, by `structure_of`."
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,17 +63,17 @@ class Interface:
 class Deployed(nn.Module):
     """What is exported: a task's method over plain tensors, behind its `preprocess` where there is one."""
 
-    def __init__(self, task: TaskModule, interface: Interface):
+    def __init__(self, task: TaskModule, interface: Interface, arrange: Callable[[Any], Any] = flat):
         super().__init__()
         self.task = task
-        self._method, self._rebuild = interface.method, interface.rebuild
+        self._method, self._rebuild, self._arrange = interface.method, interface.rebuild, arrange
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> Any:
         args, kwargs = self._rebuild(iter(inputs))
         preprocess = preprocess_of(self.task)
         if preprocess is not None:
             args = (preprocess(args[0]), *args[1:])
-        return tuple(outputs_of(getattr(self.task, self._method)(*args, **kwargs))[0].values())
+        return self._arrange(getattr(self.task, self._method)(*args, **kwargs))
 
 
 def preprocess_of(task: nn.Module) -> nn.Module | None:
@@ -119,7 +121,8 @@ def observe(task: TaskModule, loader: Any, device: str, batches: int | None = No
             f"{type(task).__name__}.preprocess goes into the export, but the steps do not call it, so what it takes is "
             "unknown. SeenCall self(self.preprocess(images)) in validation_step, or give the module another name."
         )
-    return Interface(method, seen.calls, seen.rebuild, metrics, counted, seen.rebuild_output, seen.left_out)
+    returns = structure_of(plain(seen.output))
+    return Interface(method, seen.calls, seen.rebuild, metrics, counted, seen.rebuild_output, seen.left_out, returns)
 
 
 def from_examples(task: TaskModule, device: str, needed: bool = True) -> Interface:
@@ -141,7 +144,9 @@ def from_examples(task: TaskModule, device: str, needed: bool = True) -> Interfa
         outputs = real(*args)
     tensors, rebuild, _ = take_call_apart(real, args, {})
     found, left_out = outputs_of(outputs)
-    return Interface(method, [SeenCall(tensors, found)], rebuild, {}, 0, take_apart(outputs, "output")[1], left_out)
+    again = take_apart(outputs, "output")[1]
+    returns = structure_of(plain(outputs))
+    return Interface(method, [SeenCall(tensors, found)], rebuild, {}, 0, again, left_out, returns)
 
 
 def validate(task: TaskModule, loader: Any, device: str, batches: int | None = None) -> dict[str, float]:
@@ -183,6 +188,7 @@ class _Seen:
         self.counted = 0
         self.rebuild: Any = None
         self.rebuild_output: Any = None
+        self.output: Any = None
         self.preprocessed = False
         self.left_out: list[str] = []
         self._form: Any = None
@@ -222,7 +228,7 @@ class _Seen:
         if form != self._form or (self.calls and call.outputs.keys() != self.calls[0].outputs.keys()):
             return  # called in another way, which is another model
         if self.rebuild is None:
-            self.rebuild, self.left_out = rebuild, left_out
+            self.rebuild, self.left_out, self.output = rebuild, left_out, outputs
             self.rebuild_output = take_apart(outputs, "output")[1]
         if len(self.calls) < KEPT // 2 or (len(self.calls) < KEPT and call.sizes not in {c.sizes for c in self.calls}):
             self.calls.append(call)

@@ -16,6 +16,8 @@ from forge_ship.engine import Engine, ExportError, Port, check_inputs
 from forge_ship.export import ModuleEngine, loader_of, prepare
 from forge_ship.export_formats import module_of
 from forge_ship.interface import Deployed
+from forge_ship.operators import import_libraries
+from forge_ship.structure import flat
 
 BATCHES = 2
 """Validation batches that tell what a run's task takes."""
@@ -26,7 +28,7 @@ class FileEngine:
 
     def __init__(
         self,
-        run: Callable[[list[Tensor]], list[Tensor]],
+        run: Callable[[list[Tensor]], Any],
         inputs: Sequence[Port],
         outputs: Sequence[Port],
         device: str,
@@ -37,7 +39,7 @@ class FileEngine:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_inputs(inputs, self.inputs)
-        found = self._run([inputs[port.name].to(self._device) for port in self.inputs])
+        found = flat(self._run([inputs[port.name].to(self._device) for port in self.inputs]))
         return {port.name: tensor.cpu() for port, tensor in zip(self.outputs, found, strict=True)}
 
 
@@ -55,7 +57,7 @@ def open_engine(
         raise ExportError(f"There is nothing at {path}: give a run folder or a file of `forge export`.")
     if path.is_file() and path.suffix not in (".safetensors", ".pt"):
         return open_file(path, device)
-    if path.is_dir() and (path / card.NAME).is_file():
+    if path.is_dir() and any(map(card.is_card, path.iterdir())):
         return open_file(_only_file(path), device)
     source = find(path, task, weights)
     source.task.to(device)
@@ -74,6 +76,7 @@ def open_file(file: Path, device: str = "cpu") -> FileEngine:
     names = [port.name for port in read.inputs]
     runs_as = module_of(getattr(module, "RUNS_AS", read.format))
     try:
+        import_libraries(read.libraries)
         run = runs_as.open_file(model, names, device)
     except Exception as error:
         raise ExportError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -81,7 +84,7 @@ def open_file(file: Path, device: str = "cpu") -> FileEngine:
 
 
 def _only_file(folder: Path) -> Path:
-    files = [path for path in folder.iterdir() if path.is_file() and path.name != card.NAME]
+    files = [path for path in folder.iterdir() if path.is_file() and not card.is_card(path)]
     if len(files) != 1:
-        raise ExportError(f"{folder} has {len(files)} files beside {card.NAME}; name the one to use.")
+        raise ExportError(f"{folder} has {len(files)} exported files; name the one to use.")
     return files[0]

@@ -1,11 +1,13 @@
 """A process that loads one exported file and computes outputs for another process, over a pipe.
 
 Frames are a length in 8 bytes and a safetensors file. A first frame of length 0 says that the file was loaded; the
-marker 2**63 stands before an error's text. Nothing of the trained task is imported here.
+marker 2**63 stands before an error's text. An answer is two frames: the structure of what the program returned as JSON,
+and its tensors. Nothing of the trained task is imported here; libraries whose operators the program uses are.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from forge_ship.engine import ExportError, Port
 from forge_ship.export_formats import module_of
+from forge_ship.operators import import_libraries
+from forge_ship.structure import flat, structure_of
 
 ERROR = 2**63
 PROGRAM = "import sys; from forge_ship.runner import main; main(sys.argv[1:])"
@@ -29,10 +33,29 @@ PROGRAM = "import sys; from forge_ship.runner import main; main(sys.argv[1:])"
 class Remote:
     """An engine in a fresh process that has loaded nothing but an exported file."""
 
-    def __init__(self, format: str, file: Path, inputs: Sequence[Port], outputs: Sequence[Port], device: str = "cpu"):
+    def __init__(
+        self,
+        format: str,
+        file: Path,
+        inputs: Sequence[Port],
+        outputs: Sequence[Port],
+        device: str = "cpu",
+        libraries: Sequence[str] = (),
+    ):
         self.inputs, self.outputs = inputs, outputs
+        self.returned: Any = None
+        "The structure of what the program returned last."
         names = [port.name for port in inputs]
-        words = [sys.executable, "-c", PROGRAM, format, str(file), device, str(torch.get_num_threads())]
+        words = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            format,
+            str(file),
+            device,
+            str(torch.get_num_threads()),
+            ",".join(libraries),
+        ]
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [*words, *names],
@@ -50,6 +73,7 @@ class Remote:
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = {f"{at:03d}": inputs[port.name].detach().cpu().contiguous() for at, port in enumerate(self.inputs)}
         self._ask(save(flat))
+        self.returned = json.loads(self._answer())
         found = load(self._answer())
         return {port.name: found[f"{at:03d}"] for at, port in enumerate(self.outputs)}
 
@@ -109,12 +133,13 @@ def _send(stream: IO[bytes], body: bytes) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Serve the file of `FORMAT FILE DEVICE THREADS NAME...`."""
-    format, file, device, threads, *names = words
+    """Serve the file of `FORMAT FILE DEVICE THREADS LIBRARIES NAME...`."""
+    format, file, device, threads, libraries, *names = words
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print goes to stderr
     torch.set_num_threads(int(threads))
     try:
+        import_libraries(libraries.split(","))
         module: Any = module_of(format)
         weights_only = getattr(module, "WEIGHTS_ONLY", False)
         run = module.read_file if weights_only else module.open_file(Path(file), names, device)
@@ -125,7 +150,9 @@ def main(words: Sequence[str]) -> None:
                 _send(out, save({name: tensor.contiguous().clone() for name, tensor in run(Path(file)).items()}))
                 continue
             inputs = [tensor.to(device) for _, tensor in sorted(load(body).items())]
-            _send(out, save({f"{at:03d}": each.cpu().contiguous() for at, each in enumerate(run(inputs))}))
+            returned = run(inputs)
+            _send(out, json.dumps(structure_of(returned)).encode())
+            _send(out, save({f"{at:03d}": each.cpu().contiguous() for at, each in enumerate(flat(returned))}))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".encode()
         out.write((ERROR + len(text)).to_bytes(8, "little") + text)

@@ -72,6 +72,37 @@ def outputs_of(value: Any) -> tuple[dict[str, Tensor], list[str]]:
     return tensors, left_out
 
 
+def plain(value: Any) -> Any:
+    """Return the tensors of an output in dicts, lists and tuples, which programs can hold; None if it has none."""
+    if isinstance(value, Tensor):
+        return value
+    found = {key: inner for key, part in (_parts(value) or {}).items() if (inner := plain(part)) is not None}
+    if not found:
+        return None
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)(found.values())
+    return found
+
+
+def in_tuples(value: Any) -> Any:
+    """Return a plain structure with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: in_tuples(part) for key, part in value.items()}
+    return tuple(map(in_tuples, value)) if isinstance(value, (tuple, list)) else value
+
+
+def flat(value: Any) -> tuple[Tensor, ...]:
+    """Return the tensors of an output, in order."""
+    return tuple(outputs_of(value)[0].values())
+
+
+def structure_of(value: Any) -> Any:
+    """Return the structure of a plain output for a card: "tensor", or an object or a list of such."""
+    if isinstance(value, dict):
+        return {str(key): structure_of(part) for key, part in value.items()}
+    return [structure_of(part) for part in value] if isinstance(value, (tuple, list)) else "tensor"
+
+
 def identifier(text: str) -> str:
     """Make a name that every format accepts."""
     return re.sub(r"\W", "_", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from forge.contract.task import TaskModule
 from forge.runs.directions import mode_of
 from forge_ship.engine import Engine, ExportError, shape_text
 from forge_ship.interface import Interface, computed_by, validate, with_batch
+from forge_ship.structure import flat
 
 SIZES = (1, 3)
 """Rows of the batches that are tried in addition to those of the data."""
@@ -54,6 +56,8 @@ class ExportVerdict:
     metrics_after: dict[str, float] = field(default_factory=dict)
     metric_note: str = ""
     "The reason where the metric of the export was not measured."
+    structure_note: str = ""
+    "What the program returns, where it is not the task's structure."
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,10 +118,19 @@ def _cases(
             yield with_batch(interface.calls[0], axes, rows), None
 
 
-def run(model: Callable[..., Sequence[Tensor]], inputs: Mapping[str, Tensor], device: str) -> Sequence[Tensor]:
+def run(model: Callable[..., Any], inputs: Mapping[str, Tensor], device: str) -> Sequence[Tensor]:
     """Compute a module's outputs."""
     with torch.no_grad():
-        return model(*(tensor.to(device) for tensor in inputs.values()))
+        return flat(model(*(tensor.to(device) for tensor in inputs.values())))
+
+
+def compare_structure(returned: Any, expected: Any, outputs: Sequence[str]) -> str:
+    """Refuse a program that returns another structure than the task; return a note where its format holds none such."""
+    if returned == expected:
+        return ""
+    if expected == "tensor" or returned != ["tensor"] * len(outputs):
+        raise ExportMismatch(f"The export returns {json.dumps(returned)}; the task returns {json.dumps(expected)}.")
+    return f"the format cannot hold what the task returns: its program returns a tuple of {', '.join(outputs)}"
 
 
 def _compare(

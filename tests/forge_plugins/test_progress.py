@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import math
+import os
+import pty
 import re
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +25,7 @@ import forge
 from forge.env import Env
 from forge.errors import ForgeError
 from forge.metrics.means import PendingMeans
-from forge_plugins import Checkpoint, Progress, Tensorboard
+from forge_plugins import Accumulate, Checkpoint, Progress, Tensorboard
 from forge_plugins.progress.reading import clock, grouped, ordered, short, speed_of
 from forge_plugins.progress.status import Status
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
@@ -60,6 +66,44 @@ class Terminal(io.StringIO):
         return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self.getvalue().rpartition("\x1b[2K")[2])
 
 
+class Screen:
+    """A terminal of some columns that shows what a process leaves on it: text, erased rows, and the cursor up."""
+
+    def __init__(self, columns: int):
+        self.columns, self.rows, self.at = columns, [""], 0
+
+    def read(self, command: list[str]) -> list[str]:
+        host, device = pty.openpty()
+        fcntl.ioctl(device, termios.TIOCSWINSZ, struct.pack("HHHH", 40, self.columns, 0, 0))
+        environment = {name: os.environ[name] for name in os.environ if name not in ("COLUMNS", "CI", "NO_COLOR")}
+        environment |= {"TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(command, stdin=device, stdout=device, stderr=device, env=environment)
+        os.close(device)
+        written = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(host, 65536):
+                written += part
+        process.wait()
+        os.close(host)
+        for word in re.findall(r"\x1b\[[?0-9;]*[a-zA-Z]|\x1b.|.", written.decode(), re.DOTALL):
+            self._take(word)
+        return self.rows
+
+    def _take(self, word: str) -> None:
+        last = len(self.rows) - 1
+        if word == "\n":
+            self.at = min(self.at + 1, last + 1)
+            self.rows += [""] if self.at > last else []
+        elif word == "\x1b[2K":
+            self.rows[self.at] = ""
+        elif word == "\x1b[1A":
+            self.at -= 1
+        elif word[0] not in "\r\x1b":  # forge erases a row before it writes into it
+            if len(self.rows[self.at]) == self.columns:
+                self._take("\n")
+            self.rows[self.at] += word
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal of 80 columns."""
@@ -87,8 +131,40 @@ class TestLines:
         first, second, _ = _lines(capsys)
         assert first.startswith("epoch 1/2  update 4/8")
         assert second.startswith("epoch 2/2  update 8/8")
-        for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"):
+        for name in ("train/loss_epoch", "train/accuracy_epoch", "val/loss", "val/accuracy", "lr"):
             assert f"  {name} " in first
+        assert "train/loss " not in first
+
+    def test_an_epochs_line_has_the_epochs_mean(self, capsys: Any) -> None:
+        logged: list[dict[str, Any]] = []
+
+        @forge.on("log")
+        def keep(metrics: dict[str, Any]) -> None:
+            logged.append(dict(metrics))
+
+        fit(train=make_batches(25), plugins=[Progress(every="10 updates"), keep], log_every=10, max_epochs=2)
+        lines = _lines(capsys)
+        ends = [metrics for metrics in logged if "train/loss_epoch" in metrics]
+        assert [
+            f"  train/loss_epoch {metrics['train/loss_epoch']:.4f}" in line
+            for metrics, line in zip(ends, [lines[2], lines[5]], strict=True)
+        ] == [True, True]
+        assert ends[0]["train/loss"] != ends[0]["train/loss_epoch"]
+        assert ["train/loss_epoch" in line for line in lines] == [False, False, True] * 2 + [True]
+
+    def test_the_first_line_says_where_what_and_how(self, capsys: Any) -> None:
+        class Half(forge.Plugin):
+            precision = "half"
+
+        task = Classifier()
+        next(task.parameters()).requires_grad_(False)
+        frozen = next(task.parameters()).numel()
+        trained = sum(p.numel() for p in task.parameters()) - frozen
+        fit(task, plugins=[Half(), Accumulate(2), Progress()])
+        first = capsys.readouterr().err.splitlines()[0]
+        assert first.startswith("cpu (")
+        told = f"{trained} parameters trained, {frozen} frozen, float32 and half by half, 2 batches of 4 an update"
+        assert first.endswith(told)
 
     def test_the_last_line_says_how_the_run_ended(self, capsys: Any) -> None:
         fit(plugins=[Progress()])
@@ -265,6 +341,26 @@ class TestBar:
         assert terminal.last_picture.startswith(f" epoch 1/1 {word} ━")
         assert terminal.getvalue().endswith(SHOW_CURSOR)
 
+    def test_a_line_that_cannot_wait_stands_above_the_bars(self) -> None:
+        """As a handler of Ctrl-C writes it, on a real terminal, which echoes ^C."""
+        script = (
+            "import os, signal; from tests.support.tasks import Classifier, fit, make_batches\n"
+            "from forge_plugins import Checkpoint, Progress\n"
+            "class Shot(Classifier):\n"
+            "    def training_step(self, batch):\n"
+            "        if self.trainer.progress.update == 5:\n"
+            "            os.write(2, b'^C'); os.kill(os.getpid(), signal.SIGINT)\n"
+            "        return super().training_step(batch)\n"
+            "fit(Shot(), max_epochs=3, plugins=[Progress()])"
+        )
+        rows = Screen(80).read([sys.executable, "-c", script])
+        assert [row for row in rows if "stopping after this update" in row] == [
+            "SIGINT: stopping after this update; once more to stop at once."
+        ]
+        bars = [row for row in rows if "\u2501" in row]
+        assert len(bars) == 1, rows
+        assert "interrupted" in bars[0]
+
     def test_an_error_at_the_build_leaves_the_terminal_alone(self, terminal: Terminal) -> None:
         class NoStart(forge.Plugin):
             @forge.hookimpl
@@ -315,7 +411,8 @@ class TestBar:
         monkeypatch.setenv("TERM", "dumb")
         terminal.show(lambda: fit(plugins=[Progress()]))
         assert "\x1b" not in terminal.getvalue()
-        assert terminal.text.startswith("epoch 1/1  update 4/4")
+        assert terminal.text.startswith("cpu (")
+        assert "\nepoch 1/1  update 4/4" in terminal.text
 
     def test_many_updates_are_few_pictures(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 3600.0)
@@ -475,7 +572,8 @@ class SecondRank(forge.Plugin):
 
 
 def _lines(capsys: Any) -> list[str]:
-    return capsys.readouterr().err.splitlines()
+    """Every line but the first of a fit."""
+    return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("cpu (")]
 
 
 def _updates(capsys: Any) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from forge_ship.engine import ExportError
 from forge_ship.export import prepare
 from forge_ship.export_formats import aoti, onnx, pt2, torchscript
 from forge_ship.open_engine import open_engine
+from forge_ship.operators import import_libraries
+from forge_ship.structure import flat
 from forge_ship.verify import ExportMismatch
 from tests.support.profiles import some
 from tests.support.ships import Classifier, batches, trained_run
@@ -43,7 +47,7 @@ def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> N
         pytest.importorskip("executorch")
     task = Classifier().train()
     made = exported(task, tmp_path, to)
-    found = json.loads((tmp_path / card.NAME).read_text())
+    found = json.loads(card.place_of(made.path).read_text())
     assert found == made.card
     assert (found["verified"], found["format"], found["method"]) == (True, to, "forward")
     assert [(port["name"], port["dtype"], port["shape"]) for port in found["inputs"] + found["outputs"]] == [
@@ -58,7 +62,7 @@ def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> N
     for name, noted in found["files"].items():
         assert card.hashed(tmp_path / name) == noted
     assert task.training
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({card.NAME, made.path.name})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({card.place_of(made.path).name, made.path.name})
 
 
 @pytest.mark.parametrize("to", some(["torchscript", "pt2", "onnx"]))
@@ -117,8 +121,8 @@ def swapped_axis(real: Any, plan: Any, path: Path) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-            return tuple(output.flip(1) for output in self.inner(*inputs))
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return self.inner(*inputs).flip(1)
 
     whole, plan.model = plan.model, Swapped(plan.model)
     real(plan, path)
@@ -311,6 +315,7 @@ HOSTILE = {
     "a name with a slash": {"inputs": [{"name": "../x", "dtype": "float32", "shape": [1]}]},
     "an odd type": {"inputs": [{"name": "x", "dtype": "object", "shape": [1]}]},
     "an odd shape": {"outputs": [{"name": "x", "dtype": "float32", "shape": [None]}]},
+    "libraries that are no names": {"libraries": [1]},
     "no files": {"files": {}},
     "another hash": {"files": {"model.ts": {"sha256": "0" * 64}}},
 }
@@ -326,7 +331,7 @@ def exported_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_hostile_card_is_refused(case: str, exported_file: Path, tmp_path: Path) -> None:
     change = HOSTILE[case]
     (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
-    values = json.loads((exported_file.parent / card.NAME).read_text())
+    values = json.loads(card.place_of(exported_file).read_text())
     body = change if isinstance(change, bytes) else json.dumps(values | change).encode()
     (tmp_path / card.NAME).write_bytes(body)
     with pytest.raises(ExportError):
@@ -387,7 +392,10 @@ def test_a_run_is_exported_from_the_command_line(run_folder: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "best, ema weights of update 6" in printed
     assert "val/accuracy" in printed
-    assert json.loads((run_folder / "export" / "torchscript" / card.NAME).read_text())["weights"] == "best, ema"
+    assert (
+        json.loads((run_folder / "export" / "torchscript" / "model.ts.export.json").read_text())["weights"]
+        == "best, ema"
+    )
 
 
 def test_a_mismatch_gives_1_and_leaves_nothing(
@@ -432,3 +440,119 @@ def test_a_triton_configuration_fits_tritons_schema(tmp_path: Path) -> None:
         ("images", [4]),
         ("output", [3]),
     ]
+
+
+def test_two_exports_stand_in_one_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, out = str(run_folder.parent / "mine.py"), run_folder.parent / "out"
+    words = ["export", str(run_folder), "--task", f"{mine}:Classifier", "--data", f"{mine}:data", "--out", str(out)]
+    assert main([*words, "--to", "pt2", "--to", "torchscript"]) == 0
+    assert main([*words, "--to", "pt"]) == 0
+    assert {path.name.removesuffix(".export.json") for path in out.iterdir()} == {"model.pt2", "model.ts", "model.pt"}
+    images = torch.randn(3, 4)
+    found = [open_engine(out / name)({"images": images})["output"] for name in ("model.pt2", "model.ts")]
+    assert torch.allclose(found[0], found[1], atol=1e-5)
+    capsys.readouterr()
+    assert main([*words[:-1], str(out / "one.ts"), "--to", "pt2", "--to", "torchscript"]) == 2
+    assert "name a folder" in capsys.readouterr().err
+
+
+def test_a_folder_of_an_earlier_version_loads(exported_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
+    (tmp_path / "export.json").write_bytes(card.place_of(exported_file).read_bytes())
+    for path in (tmp_path, tmp_path / "model.ts"):
+        assert open_engine(path)({"images": torch.zeros(2, 4)})["output"].shape == (2, 3)
+
+
+class Nested(Classifier):
+    def forward(self, images: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits = super().forward(images)
+        return {"logits": logits, "more": [{"twice": 2 * logits}, {"twice": 3 * logits}]}
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": self(batch[0])["logits"].square().mean()}
+
+    validation_step = training_step
+
+
+class Boxes(Nested):
+    def forward(self, images: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [{"boxes": part} for part in super().forward(images)["logits"].unbind(1)]
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": self(batch[0])[0]["boxes"].square().mean()}
+
+    validation_step = training_step
+
+
+def loaded(path: Path) -> Any:
+    return torch.jit.load(str(path)) if path.suffix == ".ts" else torch.export.load(path).module()
+
+
+@pytest.mark.parametrize("to", ["torchscript", "pt2"])
+def test_a_program_returns_what_the_task_returns(to: str, tmp_path: Path) -> None:
+    images = torch.randn(3, 4)
+    made = exported(Classifier(), tmp_path / "tensor", to)
+    assert isinstance(loaded(made.path)(images), Tensor)
+    assert made.card["returns"] == "tensor"
+    made = exported(Boxes(), tmp_path / "boxes", to)
+    assert [each.keys() for each in loaded(made.path)(images)] == [{"boxes"}] * 3
+    made = exported(Nested(), tmp_path / "nested", to)
+    found = loaded(made.path)(images)
+    if to == "pt2":
+        assert found["more"][1]["twice"].shape == (3, 3)
+    else:  # it has no type for a dict of such values
+        assert len(found) == 3
+        assert "returns a tuple of logits, more_0_twice, more_1_twice" in made.notes[0]
+
+
+def test_a_program_of_another_structure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_ship.export.plain", flat)
+    with pytest.raises(ExportMismatch, match=r'returns \["tensor"\]; the task returns "tensor"'):
+        exported(Classifier(), tmp_path)
+
+
+def test_of_what_a_card_names_only_libraries_for_torch_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lying_about.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "antigravity", raising=False)
+    import_libraries(["lying_about", "antigravity", "os.path", ""])
+    assert not {"lying_about", "antigravity"} & sys.modules.keys()
+
+
+class Detector(forge.TaskModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: list[Tensor]) -> Any:
+        return self.model(images)
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"score": self(batch)[0]["scores"].sum()}
+
+
+DETECTORS = {
+    "ssdlite320_mobilenet_v3_large": {},
+    "fasterrcnn_mobilenet_v3_large_320_fpn": {"min_size": 64, "max_size": 64, "rpn_post_nms_top_n_test": 20},
+}
+
+
+@pytest.mark.parametrize("name", some(DETECTORS))
+def test_a_detection_model_is_exported_with_its_operators(name: str, tmp_path: Path) -> None:
+    detection = pytest.importorskip("torchvision.models.detection")
+    torch.manual_seed(0)
+    make, options = getattr(detection, name), DETECTORS[name]
+    task = Detector(make(weights=None, weights_backbone=None, num_classes=3, **options)).eval()
+    data = [[torch.rand(3, 64, 64), torch.rand(3, 64, 64)] for _ in range(2)]
+    made = forge.export(task, to="torchscript", out=tmp_path, data=data)
+    assert made.card["libraries"] == ["torchvision"]
+    assert "torchvision" in made.card["versions"]
+    assert [sorted(each) for each in made.card["returns"]] == [["boxes", "labels", "scores"]] * 2
+    script = (
+        "import sys, torch; from forge_ship.open_engine import open_engine; assert 'torchvision' not in sys.modules; "
+        "print(*open_engine(sys.argv[1])({f'images_{n}': torch.zeros(3, 64, 64) for n in (0, 1)}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(made.path)], capture_output=True, text=True, check=False)
+    assert "output_0_boxes" in done.stdout, done.stderr

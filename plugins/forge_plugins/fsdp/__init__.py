@@ -119,6 +119,7 @@ class FSDP(forge.Plugin):
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)
         config = self.config
+        self.precision = config.mixed_precision or ""
         for name, least in (("min_size", 0), ("replicate", 1)):
             if getattr(config, name) < least:
                 raise RecipeError(f"fsdp.{name} is {getattr(config, name)}; it must be at least {least}.")

@@ -14,6 +14,7 @@ from forge.util.notebook import notebook_shell
 from forge_plugins.progress.bar import REFRESH, Bar
 from forge_plugins.progress.host_limit import HostLimit
 from forge_plugins.progress.lines import Lines
+from forge_plugins.progress.opening import opening
 from forge_plugins.progress.screen import on_terminal
 from forge_plugins.progress.status import NEVER, Status, share_of_epoch
 
@@ -26,12 +27,14 @@ class Progress(forge.Plugin):
     When to use it: always; it is part of the recipe `default`. `forge fit -q` shows only warnings and errors; in a
     script `logging.getLogger("forge").setLevel(logging.WARNING)` does the same.
 
-    What you see: on a terminal, two live bars, one for the epoch and one for the run, above which your own output
-    appears. At the end a table has the last and the best value of every metric, and lines name the run folder and how
-    to look at it. In a file or in CI, plain lines: at the interval `every`, at the end of every epoch, after every
-    validation and at the end of the run. In a notebook, a bar, a table and the curves of all metrics, redrawn in the
-    cell's output. All of it but that goes to stderr, so stdout stays free for your program. If the GPU
-    waits for the host in the first updates, a line says so, with what capturing the update would gain.
+    What you see: a line with the device, the parameters, the precision and the batch. On a terminal, two live bars, one
+    for the epoch and one for the run, above which your own output appears. At the end a table has the last and the best
+    value of every metric, and lines name the run folder and how to look at it. In a file or in CI, plain lines: at the
+    interval `every`, at the end of every epoch, after every validation and at the end of the run. At an epoch's end
+    they have the epoch's means (`train/loss_epoch`), between logs those of the last interval (`train/loss`). In a
+    notebook, a bar, a table and the curves of all metrics, redrawn in the cell's output. All of it but that goes to
+    stderr, so stdout stays free for your program. If the GPU waits for the host in the first updates, a line says so,
+    with what capturing the update would gain.
 
     Only the main process writes. If stderr can no longer be written (a pipe whose reader is gone), the plugin stops
     writing and the run continues.
@@ -67,6 +70,7 @@ class Progress(forge.Plugin):
         plan = trainer.planned_updates, trainer.max_epochs
         self._status = Status(trainer.verb or "", *plan, plugins=trainer.stack.names)
         self._status.epoch_share, self._status.per_epoch = share_of_epoch(trainer), trainer.updates_per_epoch
+        self._status.opening = opening(trainer) if trainer.verb == "fit" else ""
         self._view = self._display()
         self._look_at = 0.0
         self._host_limit = HostLimit.of(trainer)

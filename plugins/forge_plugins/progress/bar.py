@@ -14,6 +14,7 @@ from rich.text import Text
 
 import forge
 from forge.runs.summary import summary
+from forge.util import past_display
 from forge_plugins.progress import reading
 from forge_plugins.progress.screen import Screen, is_terminal
 from forge_plugins.progress.status import NEVER, Status
@@ -23,6 +24,8 @@ REFRESH = 0.25
 MOVING = "cyan"
 LEAST = 8
 """Shortest useful bar, in columns."""
+FREE = 6
+"""Columns of a row beside its texts and its bar: three spaces, and room for the ^C that a terminal echoes."""
 WIDE, NORMAL, MIDDLE = 100, 80, 60
 """Columns needed for words, for samples per second, for counters beside the bars."""
 
@@ -37,8 +40,11 @@ class Bar:
         self.screen: Any = Screen()  # rich itself would end the process when a pipe breaks
         self.console = Console(file=self.screen, highlight=False)
         self.live = Live(self, console=self.console, auto_refresh=False, redirect_stdout=own_stdout)
+        if status.opening:
+            self.console.print(Text(status.opening, "dim"))
+        self._next, self._rows = 0.0, 0
         self.live.start(refresh=True)
-        self._next = 0.0
+        past_display.rows = lambda: self._rows
 
     def look(self, step: forge.Step) -> float:
         if time.monotonic() >= self._next:
@@ -50,14 +56,18 @@ class Bar:
         self.live.refresh()
         self._next = 0.0  # redraw soon: this state is short
         if self.screen.gone:
-            self.live.stop()  # stop redirecting prints
+            self._stop()  # stop redirecting prints
+
+    def _stop(self) -> None:
+        self.live.stop()
+        past_display.rows = None
 
     def close(self) -> None:
-        self.live.stop()
+        self._stop()
         status = self.status
         if status.verb == "fit" and status.ending == "done" and not self.screen.gone:
             self.console.print()
-            self.console.print(summary(status.metrics, status.best, status.lines(), status.best_since), soft_wrap=True)
+            self.console.print(summary(status.all, status.best, status.lines(), status.best_since), soft_wrap=True)
 
     # -- the picture --------------------------------------------------------------------------------------------------
 
@@ -67,8 +77,10 @@ class Bar:
             yield from self._two(console, options)
         else:
             left, right = self._left(), self._right(wide=width >= WIDE)
-            yield from self._row(console, options, left, self._done(), right, width - len(left) - len(right) - 4)
-        if status.metrics and not (status.ending == "done" and status.verb == "fit"):  # the summary has them all
+            yield from self._row(console, options, left, self._done(), right, width - len(left) - len(right) - FREE)
+        lists = bool(status.metrics) and not (status.ending == "done" and status.verb == "fit")  # else the summary does
+        self._rows = 1 + status.has_epoch_bar + lists
+        if lists:
             yield self._metrics(width)
 
     def _two(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -81,7 +93,7 @@ class Bar:
         tails = [now, "  ".join(filter(None, [reading.clock(status.elapsed), left_of]))]
         name, number = (max(map(len, texts)) for texts in (names, numbers))
         rights = [f"{n:<{number}}  {tail}" if number else tail for n, tail in zip(numbers, tails, strict=True)]
-        space = width - name - max(max(map(len, rights)), 30 if width >= MIDDLE else 0) - 4
+        space = width - name - max(max(map(len, rights)), 30 if width >= MIDDLE else 0) - FREE
         done = [(status.epoch_share or 0.0, 1.0), self._done()]
         for label, each, right in zip(names, done, rights, strict=True):
             yield from self._row(console, options, f"{label:<{name}}", each, right, space)
@@ -106,7 +118,7 @@ class Bar:
     def _metrics(self, width: int) -> Text:
         """Return as many metrics as fit on one line."""
         text = Text(no_wrap=True)
-        for group, values in reading.grouped(self.status.metrics):
+        for group, values in reading.grouped(self.status.metrics | self.status.of_epoch):
             heading = group
             for name, value in values:
                 item = Text.assemble((f"{heading} " if heading else "", "cyan"), (f"{name} ", "bright_black"))

@@ -19,6 +19,8 @@ class Lines:
         self._next = time.monotonic() + self._seconds
         self._owed = False
         self._screen = Screen()
+        if status.opening:
+            self._write(status.opening)
 
     def look(self, step: forge.Step) -> float:
         status = self.status
@@ -29,7 +31,7 @@ class Lines:
         if step.ends_epoch or self._owed or status.validated or ended:
             parts = [epoch_of(status), f"update {updates_of(status)}", rates_of(status, wide=True)]
             parts.append(f"{clock(status.remaining)} left" if status.remaining is not None else "")
-            self._write("  ".join(filter(None, parts)) + listed(status.metrics))
+            self._write("  ".join(filter(None, parts)) + listed(status.shown))
             self._owed = status.validated = False
             self._next = time.monotonic() + self._seconds
         return self._next if self._seconds else 0.0
@@ -40,11 +42,11 @@ class Lines:
     def close(self) -> None:
         status = self.status
         if status.verb != "fit":
-            self._write(f"{status.verb} {status.ending} in {clock(status.elapsed)}{listed(status.metrics)}")
+            self._write(f"{status.verb} {status.ending} in {clock(status.elapsed)}{listed(status.shown)}")
             return
         parts = [status.ending, epoch_of(status), f"update {updates_of(status)}", f"in {clock(status.elapsed)}"]
         parts.append(speed_of(status.average_speed, wide=True))
-        self._write("  ".join(filter(None, parts)) + listed(status.metrics))
+        self._write("  ".join(filter(None, parts)) + listed(status.shown))
 
     def _write(self, text: str) -> None:
         print(text, file=self._screen, flush=True)

@@ -72,9 +72,10 @@ class Page:
             f"<div style='{STYLE}'>",
             bar(share, COLOURS[status.ending]),
             f"<div>{html.escape(self._line())}</div>",
+            f"<div style='color:gray'>{html.escape(status.opening)}</div>",
         ]
         if status.metrics:
-            parts.append(metrics_table(status.metrics, {name: best for name, (_, best) in status.best.items()}))
+            parts.append(metrics_table(status.all, {name: best for name, (_, best) in status.best.items()}))
         curves = [curve(name, points) for name, points in self.series.items() if len(points) > 1]
         parts.append(f"<div style='display:flex;flex-wrap:wrap;gap:12px'>{''.join(curves)}</div>")
         if status.run_dir is not None:

@@ -37,7 +37,11 @@ class Status:
     per_epoch: int | None = None
     plugins: Collection[str] = ()
     "Names of the stack: diagnostics of plugins are not shown."
+    opening: str = ""
+    "The first line of a fit."
     metrics: dict[str, float] = field(default_factory=dict)
+    of_epoch: dict[str, float] = field(default_factory=dict)
+    "Means of an epoch by the names of the interval's, from its end until the next training log."
     bests: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     "(update, value) of every validation better than all before, for metrics with a known direction."
     best_since: int | None = None
@@ -104,17 +108,35 @@ class Status:
 
     def log(self, update: int, metrics: Mapping[str, Any]) -> bool:
         """Store the newest scalars; return whether to show them at once."""
+        of_epoch: dict[str, float] = {}
         for name, value in metrics.items():
-            is_epochs = name.endswith("_epoch") and name.removesuffix("_epoch") in metrics  # for charts
-            if isinstance(value, (int, float)) and not is_epochs and not is_diagnostic(name, self.plugins):
-                self.metrics[visible(name)] = value
-                self._compare(update, visible(name), value)
+            if not isinstance(value, (int, float)) or is_diagnostic(name, self.plugins):
+                continue
+            base = name.removesuffix("_epoch")
+            if base != name and base in metrics:
+                of_epoch[visible(base)] = value
+                continue
+            self.metrics[visible(name)] = value
+            self._compare(update, visible(name), value)
         evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
         if evaluated:
             self.validated = True
         elif any(name.startswith("train/") for name in metrics):
-            self.logged = update
+            self.logged, self.of_epoch = update, of_epoch
         return evaluated
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """The newest values; at an epoch's end its means in place of those of the last interval."""
+        means = self.of_epoch
+        return {
+            f"{name}_epoch" if name in means else name: means.get(name, value) for name, value in self.metrics.items()
+        }
+
+    @property
+    def all(self) -> dict[str, float]:
+        """The newest values, and the means of an epoch that has just ended, for tables."""
+        return self.metrics | {f"{name}_epoch": value for name, value in self.of_epoch.items()}
 
     def _compare(self, update: int, name: str, value: float) -> None:
         mode = mode_of(name) if name.startswith(("val/", "test/")) else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from forge import registry
 from forge.cli import target
-from forge.errors import NegativeVerdict
+from forge.errors import ForgeError, NegativeVerdict
 from forge.util import show
 from forge.util.text import format_bytes, short_path
 
@@ -21,6 +22,7 @@ GROUP = "ship"
 EXAMPLES = """\
 examples:
   forge export runs/quickstart/RUN --to onnx
+  forge export runs/quickstart/RUN --to onnx --to torchscript --out shipped/
   forge export runs/quickstart/RUN/checkpoints/best --to pt2 --out digits.pt2
   forge export runs/my_task/RUN --to aoti --task my_task.py:MyTask --data my_task.py:data
   forge export runs/fashion_cnn/RUN --to onnx --quantize int8-static --max-drop 0.005
@@ -31,8 +33,15 @@ def parser() -> ArgumentParser:
     formats = registry.installed("format")
     parser = show.new_parser("export", "Write a trained task as a file that runs elsewhere, and verify it.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
-    parser.add_argument("--to", required=True, choices=formats, metavar="FORMAT", help=", ".join(formats))
-    parser.add_argument("--out", metavar="PATH", help="the file to write (default: RUN/export/FORMAT/)")
+    parser.add_argument(
+        "--to",
+        required=True,
+        action="append",
+        choices=formats,
+        metavar="FORMAT",
+        help=f"{', '.join(formats)}; may be repeated",
+    )
+    parser.add_argument("--out", metavar="PATH", help="the file or folder to write (default: RUN/export/FORMAT/)")
     add_source_arguments(parser)
     parser.add_argument("--quantize", choices=QUANTIZE, metavar="KIND", help=", ".join(QUANTIZE))
     parser.add_argument(
@@ -76,21 +85,26 @@ def run(args: Namespace) -> int:
     from forge_ship.verify import ExportMismatch
 
     dynamic = args.dynamic or ["auto"]
-    try:
-        made = export(
-            args.run,
-            to=args.to,
-            out=args.out,
-            quantize=args.quantize,
-            max_drop=args.max_drop,
-            dynamic=dynamic[0] if len(dynamic) == 1 else dynamic,
-            force=args.force,
-            unverified=args.unverified,
-            **source_arguments(args),
-        )
-    except ExportMismatch as mismatch:
-        raise NegativeVerdict(f"{mismatch} Nothing was written.") from mismatch
-    print_export(made)
+    if len(args.to) > 1 and args.out and Path(args.out).suffix and not Path(args.out).is_dir():
+        raise ForgeError(f"--out {args.out} names one file, for {len(args.to)} formats: name a folder.")
+    for to in dict.fromkeys(args.to):
+        try:
+            made = export(
+                args.run,
+                to=to,
+                out=args.out,
+                quantize=args.quantize,
+                max_drop=args.max_drop,
+                dynamic=dynamic[0] if len(dynamic) == 1 else dynamic,
+                force=args.force,
+                unverified=args.unverified,
+                **source_arguments(args),
+            )
+        except ExportMismatch as mismatch:
+            raise NegativeVerdict(
+                f"{mismatch} Nothing was written{f' as {to}' if len(args.to) > 1 else ''}."
+            ) from mismatch
+        print_export(made)
     return 0
 
 

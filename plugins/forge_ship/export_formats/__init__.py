@@ -2,6 +2,8 @@
 
 A package offers one by the entry point `forge.export_formats`: a module with `ABOUT`, `PACKAGES`, `FILE`, `TOLERANCE`,
 `write(plan, path)` and `open_file(path, names, device)`; one of weights alone has `WEIGHTS_ONLY` and `read_file(path)`.
+One whose programs return what the task returns, in dicts, lists and tuples, says `STRUCTURED`; others get and return a
+flat tuple.
 """
 
 from __future__ import annotations

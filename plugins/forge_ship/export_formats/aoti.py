@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from forge_ship.export_formats.plan import Plan, quiet, traced
 
 ABOUT = "AOTInductor: compiled native code for this kind of machine, for Python and C++"
 PACKAGES = ("torch",)
+STRUCTURED = True
 FILE = "model.aoti.pt2"
 TOLERANCE = 1e-4
 
@@ -31,12 +33,11 @@ def write(plan: Plan, path: Path) -> None:
         raise ExportError(f"AOTInductor cannot compile the model: {str(error).strip()[:600]}") from error
 
 
-def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], list[Tensor]]:
+def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], Any]:
     model = internals.aoti_load_package(str(path))
 
-    def run(inputs: list[Tensor]) -> list[Tensor]:
+    def run(inputs: list[Tensor]) -> Any:
         with torch.no_grad():
-            outputs = model(*inputs)
-        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            return model(*inputs)
 
     return run

@@ -14,6 +14,7 @@ from forge_ship.quantize import in_torchs_operators
 
 ABOUT = "torch.export: a graph that Python with torch runs, and other tools read"
 PACKAGES = ("torch",)
+STRUCTURED = True
 FILE = "model.pt2"
 TOLERANCE = 1e-5
 
@@ -22,11 +23,11 @@ def write(plan: Plan, path: Path) -> None:
     torch.export.save(in_torchs_operators(traced(plan)), path)
 
 
-def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], list[Tensor]]:
+def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], Any]:
     model: Any = torch.export.load(path).module()
 
-    def run(inputs: list[Tensor]) -> list[Tensor]:
+    def run(inputs: list[Tensor]) -> Any:
         with torch.no_grad():
-            return list(model(*inputs))
+            return model(*inputs)
 
     return run

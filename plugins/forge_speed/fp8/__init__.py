@@ -75,6 +75,7 @@ class FP8(forge.Plugin):
 
     config: Config
     provides = ("float8",)
+    precision = "fp8"
     conflicts = {
         "grad_scaler": "Use amp.dtype=bf16, which needs none.",
         "split_layers": "Use fsdp alone, or leave fp8 out.",

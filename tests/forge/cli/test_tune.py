@@ -13,6 +13,7 @@ import yaml
 from forge.cli import main, tune
 from forge.config import load_recipe
 from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, SpeedReport, StepReading, batch, step_timer
+from forge.tuning.lr import rate_text
 from forge.util import peak_memory
 from forge_speed.commands import tune_speed
 
@@ -37,6 +38,11 @@ class Task(forge.TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=2 * self.lr)
+
+class Layers(Task):
+    def configure_optimizers(self):
+        groups = [{"params": [self.net.weight], "lr": self.lr / 10}, {"params": [self.net.bias]}]
+        return torch.optim.SGD(groups, lr=self.lr)
 
 class Fixed(Task):
     def __init__(self):
@@ -85,6 +91,18 @@ def test_a_range_test_prints_rates_and_the_command_for_them(capsys: Any) -> None
     assert {"valley", "steepest"} <= lines.keys()
     assert out.splitlines()[-1].endswith(f"fit quickstart task.hidden=32 task.lr={lines['suggestion']}")
     assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.png")}
+
+
+def test_of_layer_wise_rates_it_says_what_the_suggestion_is_of(capsys: Any, file: str) -> None:
+    out, _ = ask(capsys, "lr", file + ":Layers", "--updates", "40", "--min", "1e-4")
+    rates = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
+    first, factor = float(rates["suggestion"]), float(rates["suggestion"]) / 5e-3
+    said = " ".join(out.split())
+    assert "the first of 2 parameter groups; all were scaled by one factor" in said
+    assert f"The suggestion multiplies each by {factor:.3g}: " in said
+    assert f"5e-3 becomes {rate_text(first)}, 0.05 becomes {rate_text(10 * first)}." in said
+    assert out.splitlines()[-1].endswith(f"task.lr={rate_text(10 * first)}")
+    assert "parameter groups" not in ask(capsys, "lr", file + ":Task", "--updates", "40")[0]
 
 
 @pytest.mark.slow

@@ -317,7 +317,10 @@ def test_trainer_task_and_data_options_have_types(override):
 
 
 def test_a_rule_that_the_plugin_checks_names_the_recipes_line(write):
-    assert "plugins.clip (a.yaml:1)" in refused(write("a", "plugins: {clip: {max_norm: -1.0}}"))
+    assert "plugins.clip.max_norm (a.yaml:1)" in refused(write("a", "plugins: {clip: {max_norm: -1.0}}"))
+    said = refused("quickstart", ["checkpoint.every=2 epoch s"])
+    assert said.startswith("plugins.checkpoint.every (command line): '2 epoch s'")
+    assert ".yaml" not in said
 
 
 def test_an_unknown_plugin_task_or_data_set_names_its_line(write):
