@@ -46,6 +46,15 @@ class SeekableLoader(OwnSeed):
             )
         self._epoch, self._start = epoch, samples
 
+    @property
+    def peek_at(self) -> int:
+        """How many places `peek` can look at."""
+        return self.samples
+
+    def peek(self, places: Iterable[int]) -> Iterator[Any]:
+        """Yield the samples at these places of the first epoch, each as a batch of one."""
+        return self._batches(0, ((place, place + 1) for place in places))
+
     def position(self, epoch: int, batches: int) -> int:
         """Return how many samples the first `batches` batches of an epoch hold, before any transform."""
         return min(batches * self.batch_size, self.samples)

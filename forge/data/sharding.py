@@ -7,7 +7,6 @@ many updates, no sample counts twice and none is lost.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.accumulation_windows import batch_size
 from forge.data.known_streams import dataset_of, divided_by, how_to_divide
+from forge.data.marks import CURE, Marks, difference, marks, word
 from forge.env import Env, map_items
 from forge.errors import DataError
 
@@ -82,14 +82,21 @@ class RankLoader:
         _refuse_divided(loader, stage, data_world if env is None else env.world)
         self.loader, self.data_rank, self.data_world, self.stage = loader, data_rank, data_world, stage
         self._env = env
+        self._is_read = False
+        if hasattr(type(loader), "rank_env"):
+            loader.rank_env = env
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Portion]:
-        if hasattr(type(self.loader), "iter_rank"):
-            return self.loader.iter_rank(self.data_rank, self.data_world)
-        return self._cut_batches(iter(self.loader))
+        if not hasattr(type(self.loader), "iter_rank"):
+            return self._cut_batches(iter(self.loader))
+        portions = self.loader.iter_rank(self.data_rank, self.data_world)
+        drawn = getattr(self.loader, "drawn_order", None)
+        if drawn is not None:
+            self._compare({"order": (drawn,)}, "another order")
+        return portions
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "__setstate__"):  # read by copy, before the inner loader is set
@@ -97,10 +104,11 @@ class RankLoader:
         return getattr(self.loader, name)
 
     def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Portion]:
-        for number, batch in enumerate(batches):
+        is_first, self._is_read, number = not self._is_read, True, 0
+        for batch in batches:
+            if self._compares(number, is_first):
+                self._compare(marks(batch), f"another batch {number}")
             size = batch_size(batch)
-            if number == 0 and self._env is not None:
-                self._refuse_another_order(batch, self._env)
             if not size:
                 raise DataError(
                     f"The {self.stage} loader yields a {type(batch).__name__}, which cannot be divided among "
@@ -108,29 +116,42 @@ class RankLoader:
                 )
             place = cut(0, size, self.data_rank, self.data_world)
             yield Portion(part_of(batch, place, size), place.samples, size)
+            number += 1
+        if self._compares(number, is_first):
+            self._compare({}, f"another batch {number}", ended=number)
 
-    def _refuse_another_order(self, batch: Any, env: Env) -> None:
-        """Refuse a loader that draws its order from the process's random numbers, which differ between ranks."""
-        word = _digest(batch)
-        largest, negated = env.all_max([word, -word])
-        if largest != -negated:
-            given = getattr(self.loader, "loader", self.loader)
-            cure = "Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch"
+    def _compares(self, number: int, is_first: bool) -> bool:
+        """Whether ranks compare this batch: the first of each pass, and in the first pass ever fewer of the later ones.
+        Those of a list are compared before the run."""
+        return not hasattr(self.loader, "peek_at") and (number == 0 or (is_first and number & (number - 1) == 0))
+
+    def _compare(self, found: Marks, what: str, ended: int | None = None) -> None:
+        """Refuse a loader that draws its order from the process's random numbers, or lists its files in any order."""
+        if self._env is None:
+            return
+        own = word(found)
+        largest, negated = self._env.all_max([own, -own])
+        if largest == -negated:
+            return
+        by_rank = self._env.gather((found, ended))
+        given = getattr(self.loader, "loader", self.loader)
+        if len({end for _, end in by_rank}) > 1:
+            counts = ", ".join(f"rank {r} has {'more' if end is None else end}" for r, (_, end) in enumerate(by_rank))
             raise DataError(
-                f"The {self.stage} loader {type(given).__name__} gives other batches on another rank: it draws "
-                "its order from random numbers, which differ between ranks, or divides its data among ranks itself. "
-                f"{how_to_divide(self.loader) or cure}."
+                f"The ranks disagree on the number of batches: {counts}. A loader without a length must give every "
+                "rank the same global batches; forge takes each rank's share of them."
             )
-
-
-def _digest(batch: Any) -> int:
-    """Return a checksum of the first tensor of a batch."""
-    if isinstance(batch, torch.Tensor):
-        plain = torch.view_as_real(batch) if batch.is_complex() else batch
-        raw = plain.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return int.from_bytes(hashlib.sha256(raw).digest()[:7])
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((found for part in parts if (found := _digest(part))), 0)
+        for rank, (theirs, _) in enumerate(by_rank):
+            if difference([by_rank[0][0]], [theirs]) is None:
+                continue
+            cure = (
+                f"Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch. {CURE}"
+            )
+            raise DataError(
+                f"The {self.stage} loader {type(given).__name__} gives {what} on rank {rank} than on rank 0: it draws "
+                "its order from random numbers, which differ between ranks, lists its files in another order, or "
+                f"divides its data among ranks itself. {how_to_divide(self.loader) or cure}."
+            )
 
 
 def part_of(value: Any, place: Cut, size: int) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from forge.data.accumulation_windows import is_stateful
+from forge.data.accumulation_windows import is_stateful, length_of
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.data.sample_seeding import Draw, Seeded, number_of
 from forge.data.sharding import Portion, cut
@@ -69,6 +69,20 @@ class SampledLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._fetch(self._begin())
+
+    @property
+    def peek_at(self) -> int:
+        """How many places `peek` can look at."""
+        return length_of(self.dataset) or 0
+
+    def peek(self, places: Sequence[int]) -> Iterator[Any]:
+        """Yield these samples of the dataset, each as a batch of one; the sampler is not asked."""
+        return self._pool.run(iter([Draw(self.seed, 0, [place]) for place in places]), self.seed)
+
+    @property
+    def drawn_order(self) -> str | None:
+        """The checksum of the order that was drawn last."""
+        return self._drawn["order"]
 
     def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
         """Iterate over one rank's part of every batch; the samples of other ranks are not read."""

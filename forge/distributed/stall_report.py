@@ -51,10 +51,9 @@ def dump(skip: Iterable[int | None] = ()) -> Dump:
 
 def place() -> str:
     """Return the main thread's innermost frame that is neither torch's nor Python's, as one line."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    return _line(frame) if frame is not None else ""
+    # the stack is read at once, because that thread runs on: a frame of Python 3.11 must not be read when it has ended
+    frames = _walk(sys._current_frames().get(threading.main_thread().ident or 0))
+    return next((_line(frame) for frame in reversed(frames) if not _is_library(frame)), "")
 
 
 def stall_report(dumps: Mapping[int, Dump | None], summary: str) -> str:

@@ -139,6 +139,8 @@ class Session:
         trainer.means = Means(trainer.env.device, trainer.env)
         if trainer.env.world > 1:
             consistency.refuse_different_models(trainer)
+            if trainer.verb == "fit" and self.weights is None:
+                consistency.tell_different_weights(trainer)
             trainer.agreed_time = trainer.env.broadcast(time.monotonic())
         if self.weights is not None:
             self._load_weights()
