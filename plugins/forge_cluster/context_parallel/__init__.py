@@ -112,6 +112,7 @@ class ContextParallel(Replicated):
 
         config, world = self.config, RankInfo.read().world
         self._begin()
+        self._compared = True  # it counts the targets of all ranks itself
         env = SlicedEnv(
             trainer.device,
             trainer=trainer,

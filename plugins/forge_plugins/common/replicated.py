@@ -20,6 +20,7 @@ from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError, TaskError
 from forge_plugins import torch_internals as internals
 from forge_plugins.common.batch_statistics import warn_of_divided_batches
+from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import listed
 
 logger = logging.getLogger("forge")
@@ -75,7 +76,7 @@ class Replicated(forge.Plugin):
         self._model: Synchronised | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        self._finds_unused = self._failed = False
+        self._finds_unused = self._failed = self._compared = False
 
     # -- build --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,11 @@ class Replicated(forge.Plugin):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        """Rebuild the wrapper if parameters were frozen or thawed: it would not average new ones."""
+        """Compare the loss of the first update with its mean over ranks. Rebuild the wrapper if parameters were frozen
+        or thawed: it would not average new ones."""
+        if not self._compared and self._inner is not None and step.trainer.env.data_world > 1:
+            self._compared = True
+            tell_of_other_means(step, self._inner, self.name)
         if [p.requires_grad for p in self._parameters] != self._trained:
             logger.info("%s: the set of trained parameters has changed, so the wrapper is rebuilt.", self.name)
             step.trainer.replace_model(self.wrapped(step.trainer.task))

@@ -21,6 +21,7 @@ from forge.errors import RecipeError, StackError, TaskError
 from forge.rng import RNGState, seed_all
 from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.blocks import sharded_blocks
+from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import MANY, as_list, listed
 from forge_plugins.common.sharded import sum_gradients
 from forge_plugins.common.shards import Shards, refuse_unshardable
@@ -142,6 +143,7 @@ class FSDP(forge.Plugin):
         self._shards: Shards | None = None
         self._error: BaseException | None = None
         self._reduces = True
+        self._compared = False
         cure = "Set fsdp.find_unused=true" if COUNTS_UNUSED else "Use ddp with ddp.find_unused=true"
         self._use = AgreedUse(self.name, f"{cure}, or freeze them.")
 
@@ -284,6 +286,16 @@ class FSDP(forge.Plugin):
         for axis in env.data_axes:
             group = env.data_mesh[axis].get_group()
             sum_gradients([s for s in scalars if id(s) in used], group, 1 / dist.get_world_size(group))
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        """Compare the loss of the first update with its mean over ranks."""
+        if not self._compared and step.trainer.env.data_world > 1:
+            self._compared = True
+            assert self._shards is not None
+            tell_of_other_means(step, step.trainer.model, self.name)
+            self._shards.reshard()
+            self._shards.called.clear()
 
     def _after_forward(self, *_: Any) -> None:
         """Reshard after a forward without a backward: nothing else frees the gathered parameters."""
