@@ -31,7 +31,7 @@ from torch.distributed import DistError, Store
 
 from forge.distributed import flight_recorder, stall_report
 from forge.distributed.stderr import flush, is_echo, print_only_once, write
-from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine
+from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine, process_state
 from forge.distributed.worker_exit import exit_code
 from forge.errors import ForgeError, Interrupted, PeerFailed
 from forge.util.text import short_path
@@ -54,6 +54,12 @@ DIFFERENT = 10.0
 """Seconds without progress after which ranks compare the collectives that they wait in."""
 SAVE_LIMIT = 3600.0
 """Seconds allowed for a save or an export, at least."""
+STATES = {
+    "T": "is stopped (SIGSTOP, SIGTSTP or a job that was suspended)",
+    "t": "is held by a debugger",
+    "D": "waits in the kernel, as for a file system that does not answer",
+}
+"""What Linux says of a process that does not run, by its letter."""
 STORE_GONE = (
     "the store of this run no longer answers: its host process (rank 0, or the launcher) is gone or out of reach."
 )
@@ -375,7 +381,9 @@ class Heartbeat:
                 dumps = {rank: known or self._channel.dump_of(rank) for rank, known in dumps.items()}
                 time.sleep(0.1)
             head = f"The run has stalled: rank {cause.rank} on {cause.host} saw {cause.summary}."
-            report = stall_report.stall_report(dumps, head)
+            self._look(range(self.world))
+            silent = {rank: self._silence(rank) for rank, each in dumps.items() if each is None}
+            report = stall_report.stall_report(dumps, head, silent)
             if folder is not None:
                 report = f"{report}\n\nThis report, and the latest collectives of each rank: {short_path(folder)}"
                 with suppress(OSError):
@@ -383,6 +391,17 @@ class Heartbeat:
             write(report)
             self._channel.printed(done=True)
             time.sleep(4 * POLL)  # the store may end with this process: let the others read that
+
+    def _silence(self, rank: int) -> str:
+        """Return what is known of a rank that does not answer."""
+        if rank not in self._seen:
+            return "it has sent no heartbeat."
+        beat, at = self._seen[rank]
+        state = process_state(beat.pid) if beat.machine == self._machine else ""
+        doing = f"its process {beat.pid} on {beat.host} {STATES.get(state, 'does not come to its heartbeat')}"
+        last = f"its last heartbeat came {time.monotonic() - at:.0f} s ago from update {beat.update}, in {beat.where}"
+        how = f" `kill -CONT {beat.pid}` lets it go on." if state == "T" else ""
+        return f"{doing}; {last}.{how}"
 
     def _save(self, dump: stall_report.Dump) -> Path | None:
         """Write this rank's record to RUN/stall; return the folder, or None without one. A file system may be what the
@@ -427,4 +446,7 @@ class Heartbeat:
         below = [rank for rank, (beat, _) in self._seen.items() if 0 < rank < self.rank and not beat.left]
         if not below and not self._reported_store.is_set():
             self._reported_store.set()
-            write(f"rank {self.rank} on {self._host}: {STORE_GONE}")
+            first = self._seen.get(0)
+            stopped = first is not None and self._runs_here(first[0]) and process_state(first[0].pid) in STATES
+            about = f"rank 0 does not answer: {self._silence(0)}\n" if stopped else ""
+            write(f"{about}rank {self.rank} on {self._host}: {STORE_GONE}")

@@ -56,10 +56,11 @@ def place() -> str:
     return next((_line(frame) for frame in reversed(frames) if not _is_library(frame)), "")
 
 
-def stall_report(dumps: Mapping[int, Dump | None], summary: str) -> str:
-    """Return the text of the report."""
+def stall_report(dumps: Mapping[int, Dump | None], summary: str, silent: Mapping[int, str] | None = None) -> str:
+    """Return the text of the report. It begins with the ranks that do not answer, and what is known of each."""
     seen = {rank: each for rank, each in dumps.items() if each is not None}
-    lines = [summary, *_missing(seen)]
+    lines = [f"rank {rank} does not answer: {known}" for rank, known in (silent or {}).items()]
+    lines += [summary, *_missing(seen, [rank for rank in dumps if rank not in seen])]
     lines += [f"rank {rank} {each['position']}." for rank, each in seen.items()]
     lines += _settings(seen)
     for rank, each in dumps.items():
@@ -74,7 +75,7 @@ def stall_report(dumps: Mapping[int, Dump | None], summary: str) -> str:
     return "\n".join(lines)
 
 
-def _missing(dumps: Mapping[int, Dump]) -> list[str]:
+def _missing(dumps: Mapping[int, Dump], silent: list[int]) -> list[str]:
     """Return one line for each group in which some ranks have begun a collective that others have not."""
     lines = []
     for name in dict.fromkeys(name for each in dumps.values() for name in each["groups"]):
@@ -100,6 +101,8 @@ def _missing(dumps: Mapping[int, Dump]) -> list[str]:
             "With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks wait for each other before a collective counts: the late rank "
             "is the one whose stack is in none."
         )
+    if silent and not lines:
+        return [f"All others have begun the same collectives: they wait for {_ranks(silent)}. See their stacks below."]
     return lines or ["All ranks have begun the same collectives: none is missing. See their stacks below."]
 
 

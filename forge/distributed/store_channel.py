@@ -115,14 +115,20 @@ def machine() -> str:
     return " ".join(names)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; a zombie does not."""
+def process_state(pid: int) -> str:
+    """Return the letter of Linux for what a process of this machine does; "" where there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return False
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; a zombie does not."""
+    state = process_state(pid)
+    if state or os.path.isdir("/proc/self"):
+        return state not in ("", "Z", "X")
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -233,11 +233,18 @@ def test_draws_in_blocks_differ_by_stage_and_part() -> None:
 
 def exported(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     task = deep(Deeper)
-    plugins = [Pipeline(2, **options), EMA(0.5)]
+    plugins: Any = [Pipeline(2, **options), EMA(0.5)]
     trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=folder, plugins=plugins)
     trainer.fit(task, wide())
     fresh = deep(Deeper)
-    return {"val": trainer.validate(fresh, wide(1)), "predicted": torch.cat(trainer.predict(fresh, wide(1)))}
+    for average in (task, other := deep(Deeper)):
+        plugins[1].apply_to(average)
+    assert all(map(torch.equal, task.parameters(), other.parameters()))
+    return {
+        "average": task.state_dict(),
+        "val": trainer.validate(fresh, wide(1)),
+        "predicted": torch.cat(trainer.predict(fresh, wide(1))),
+    }
 
 
 def watched(folder: str, updates: int) -> int:
@@ -263,6 +270,7 @@ def test_export_validate_and_predict_are_those_of_one_process(
     fresh = deep(Deeper)
     together = ranks(count)(exported, str(tmp_path / "two"), options)
     for rank in together:
+        torch.testing.assert_close(rank["average"], Deeper.from_checkpoint(tmp_path / "one").state_dict())
         assert rank["val"] == pytest.approx(trainer.validate(fresh, wide(1)))
         torch.testing.assert_close(rank["predicted"], torch.cat(trainer.predict(fresh, wide(1))))
     ours, theirs = (Deeper.from_checkpoint(tmp_path / name).state_dict() for name in ("two", "one"))

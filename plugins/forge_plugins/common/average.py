@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import forge
@@ -41,6 +42,8 @@ class Average:
         self._parameters: list[nn.Parameter] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         "(averages, parameters) by device and dtype: one kernel moves each."
+        self.scattered = False
+        "Whether ranks hold different parameters, and have the others without memory."
         self._sharded = False
         "Whether parameters are sharded."
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
@@ -104,10 +107,20 @@ class Average:
         odd = [name for name, tensor in given.items() if getattr(there.get(name), "shape", None) != tensor.shape]
         if odd:
             raise TaskError(f"{type(task).__name__} has no {odd[0]} of the fitted shape: it is a different task.")
+        holders = self._holders(given) if self.scattered else {}
         for name, tensor in given.items():
-            values = tensor if is_distributed(there[name]) else whole(tensor)
+            values = tensor if is_distributed(there[name]) or tensor.is_meta else whole(tensor)
+            if name in holders:
+                values = torch.empty_like(tensor, device=there[name].device) if tensor.is_meta else values.contiguous()
+                dist.broadcast(values, holders[name])
             with torch.inference_mode():  # as in _put
                 there[name].copy_(values)
+
+    def _holders(self, given: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return for each tensor that a rank has without memory one that has its values. All ranks must call this."""
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, {name: tensor.is_meta for name, tensor in given.items()})
+        return {name: [rank[name] for rank in by_rank].index(False) for name in given if any(r[name] for r in by_rank)}
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -201,6 +214,8 @@ class Averaging(forge.Plugin):
                     f"eval()) evaluates an average of its own. Remove {self.name}, or use another optimizer."
                 )
             self._average = Average(trainer.task, self.averages_buffers())
+            missing = any(parameter.is_meta for parameter in trainer.task.parameters())
+            self._average.scattered = bool(trainer.env.all_max([missing])[0])
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._announced = False
             planned = trainer.planned_updates

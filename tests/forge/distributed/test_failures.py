@@ -56,6 +56,8 @@ def fail():
         os._exit(0)
     if HOW == "stall":
         time.sleep(600)
+    if HOW == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if HOW == "differ":
         import torch
         torch.distributed.barrier()
@@ -401,6 +403,33 @@ def test_the_report_names_the_missing_ranks_of_each_group() -> None:
     assert "ranks 1, 2 came no further than number 6, 6." in text
     assert "control" not in text
     assert "rank 3 shows no stack" in text
+    silent = stall_report.stall_report({0: dump(7, 2), 1: None}, "Stalled.", {1: "it is stopped."})
+    assert silent.startswith("rank 1 does not answer: it is stopped.\nStalled.\nAll others have begun the same")
+    assert "they wait for rank 1." in silent
+
+
+def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
+    ranks = start("stop", options=("ddp.watchdog=3",))
+    ranks.until_failing()
+    assert ranks.processes[0].wait(3 + DIED) == 1
+    report = (ranks.folder / "run" / "stall" / "report.txt").read_text()
+    stopped = ranks.processes[1].pid
+    first, stalled = report.splitlines()[:2]
+    assert first.startswith(f"rank 1 does not answer: its process {stopped} on {HOST} is stopped (SIGSTOP")
+    assert first.endswith(f"`kill -CONT {stopped}` lets it go on.")
+    assert "Troubled" not in stalled
+    assert stalled.startswith("The run has stalled: rank 0")
+    assert "none is missing" not in report
+    assert report in ranks.text
+
+
+def test_a_stopped_rank_that_holds_the_store_is_named_first(start: Start) -> None:
+    ranks = start("stop", who=0)
+    ranks.until_failing()
+    assert ranks.processes[1].wait(4 * DIED) == 1
+    stopped = ranks.processes[0].pid
+    assert f"rank 0 does not answer: its process {stopped} on {HOST} is stopped (SIGSTOP" in ranks.text
+    assert ranks.text.index("does not answer") < ranks.text.index("the store of this run no longer answers")
 
 
 def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
