@@ -21,6 +21,7 @@ from forge.data.accumulation_windows import Feed, check_loader
 from forge.diagnose import checks
 from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching
+from forge.diagnose.running import running
 from forge.distributed import consistency
 from forge.distributed.rank_info import refuse_alone
 from forge.engine.default_actions import Core
@@ -68,6 +69,7 @@ class Session:
 
     def __enter__(self) -> None:
         self.trainer.task.trainer = self.trainer
+        self.cleanup.enter_context(running(self.trainer, str(self.trainer.verb)))
         try:
             self._configure()
         except BaseException as error:

@@ -39,6 +39,7 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size, count_samples
 from forge.data.sharding import Portion, RankWindow, rank_window
 from forge.diagnose import checks
+from forge.diagnose.running import keep_numbers
 from forge.distributed.agreement import Agreement
 from forge.distributed.consistency import refuse_different_windows
 from forge.engine.session import Session
@@ -101,6 +102,7 @@ class Trainer(Run):
         self.trace = self.instrument = self.again = None
         self.reset()
         if self.seed is not None:
+            keep_numbers()
             seed(self.seed)  # the task is often made next, and draws its weights
 
     __signature__ = signature(recipe="str | Path | Recipe | None", plugins="Plugins | None")

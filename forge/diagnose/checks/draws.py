@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from forge.diagnose.checks.user_line import users_frame
+from forge.diagnose.running import shares_numbers
 from forge.rng import RNGState
 from forge.util.text import short_path
 
@@ -32,7 +33,7 @@ def noted_draws(step: Step, by_call: bool) -> Iterator[None]:
     before, watch = RNGState.capture(trainer.env.device), DrawWatch(trainer.env.device)
     with watch if by_call else nullcontext():
         yield
-    moved = _moved(before, RNGState.capture(trainer.env.device))
+    moved = [] if shares_numbers(trainer) else _moved(before, RNGState.capture(trainer.env.device))
     told = f"draws in {step.stage}"
     if moved and trainer.env.is_main and not getattr(trainer.task, "keeps_evaluation_draws", told in trainer.said):
         trainer.said.add(told)
