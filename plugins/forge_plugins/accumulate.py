@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import forge
-from forge.contract.task import TaskCall
 from forge.errors import RecipeError
-from forge_plugins.common.loss_over_ranks import tell_of_other_means
 
 
 class Accumulate(forge.Plugin):
     """Accumulate gradients: average them over several micro-batches before each optimizer step.
 
     The mean is exact for micro-batches of different sizes and for the last, shorter window of an epoch; `num_items` on
-    the task sets the weight of each micro-batch. A loss that averages over something else than samples, as tokens that
-    `ignore_index` leaves, is told in the first update: it needs `num_items`. Clipping, schedules and logs count
-    updates, not micro-batches. BatchNorm computes its statistics per micro-batch.
+    the task sets the weight of each micro-batch. Clipping, schedules and logs count updates, not micro-batches.
+    BatchNorm computes its statistics per micro-batch.
 
     A mapping changes the window by epoch, counted from 0: with `{0: 8, 4: 2}` the first four epochs take 8
     micro-batches per update, later ones 2. The planned number of updates counts that. A length in epochs, as in
@@ -60,19 +57,6 @@ class Accumulate(forge.Plugin):
     @forge.hookimpl
     def forge_plan_step(self, trainer: forge.Run) -> int:
         return self._window(trainer.progress.epoch) if len(self._by_epoch) > 1 else self._by_epoch[0][1]
-
-    @forge.hookimpl
-    def forge_start(self) -> None:
-        self._compared = False
-
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
-        """Compare the loss of the first window with its mean over micro-batches; on several ranks, their strategy
-        does."""
-        if not self._compared and len(step.window) > 1:
-            self._compared = True
-            if step.trainer.env.world == 1:
-                tell_of_other_means(step, TaskCall(step.trainer.task), self.name)
 
     def _window(self, epoch: int) -> int:
         return next(size for begin, size in reversed(self._by_epoch) if begin <= epoch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import forge
 from forge.data import Loader
 from forge_cluster.zero import Zero
-from forge_plugins import DDP, FSDP, Accumulate
+from forge_plugins import DDP, FSDP
 from forge_plugins.common.loss_over_ranks import _kind_of
 from tests.support.lasting_ranks import ranks
 
@@ -139,14 +138,14 @@ class Bare(Texts):
 STRATEGIES = {"ddp": DDP, "zero": Zero, "fsdp": FSDP}
 
 
-def said(task: type[Texts], strategy: str = "ddp", batch: int = 16, window: int = 1) -> tuple[list[str], list[int]]:
+def said(task: type[Texts], strategy: str = "ddp", batch: int = 16) -> tuple[list[str], list[int]]:
     """The warnings of a short fit, and what the task saw of it."""
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("forge").addHandler(handler)
     made = task()
-    plugins: list[Any] = [STRATEGIES[strategy]()] if "RANK" in os.environ else [Accumulate(window)]
+    plugins = [STRATEGIES[strategy]()]
     try:
         forge.Trainer(plugins=plugins, max_updates=2, seed=0, device="cpu", run_dir=False).fit(
             made, Loader(texts(), batch)
@@ -176,15 +175,6 @@ def test_one_sample_per_rank_is_compared_with_those_of_other_ranks() -> None:
     assert len(first) == 1
     assert second == []
     assert seen == [1, 1]
-
-
-@pytest.mark.parametrize("batch", [8, 1])
-@pytest.mark.parametrize(("task", "told"), [(Texts, 1), (Counted, 0), (Mean, 0), (Contrastive, 0)])
-def test_micro_batches_of_one_process_are_told_too(task: Any, told: int, batch: int) -> None:
-    heard, seen = said(task, batch=batch, window=2)
-    assert len(heard) == told
-    assert all(each.startswith("accumulate: Texts averages its loss over something else") for each in heard)
-    assert seen == [batch] * 4
 
 
 def test_a_sum_is_told() -> None:
