@@ -326,15 +326,6 @@ class BatchList:
         """Return how many samples the first `batches` batches hold; a batch without tensors counts as one."""
         return self._edges()[batches]
 
-    @property
-    def peek_at(self) -> int:
-        """How many places `peek` can look at."""
-        return len(self.batches)
-
-    def peek(self, places: Sequence[int]) -> Iterator[Any]:
-        """Yield the batches at these places."""
-        return (self.batches[place] for place in places)
-
     def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
         """Return the positions themselves."""
         return list(range(start, stop))

@@ -195,7 +195,18 @@ def digest(samples: Any) -> str:
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
-            value = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
+            value = (
+                (value if value.layout is torch.strided else value.to_dense())
+                .detach()
+                .cpu()
+                .resolve_conj()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+            )
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            value = value.tolist()  # not its addresses
         if isinstance(value, Mapping):
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):

@@ -103,15 +103,9 @@ class Loader(OwnSeed):
         """Return the dataset's indices at these positions of an epoch."""
         return list(_listed(self.order.plan(self.seed, epoch, self._step).indices[start:stop]))
 
-    @property
-    def peek_at(self) -> int:
-        """How many places `peek` can look at."""
-        return self.order.samples
-
     def peek(self, places: Sequence[int]) -> Iterator[Any]:
-        """Yield the samples at these places of the first epoch, each as a batch of one, as a pass would read them."""
-        plan = self.order.plan(self.seed, 0, self._step)
-        return self._fetch(plan, ((place, place + 1) for place in places))
+        """Yield the samples at these places of the first epoch, each as a batch of one."""
+        return self._fetch(self.order.plan(self.seed, 0, self._step), ((place, place + 1) for place in places))
 
     def position(self, epoch: int, batches: int) -> int:
         """Return how many samples the first `batches` batches of an epoch hold, before collate_fn."""

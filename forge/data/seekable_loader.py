@@ -46,11 +46,6 @@ class SeekableLoader(OwnSeed):
             )
         self._epoch, self._start = epoch, samples
 
-    @property
-    def peek_at(self) -> int:
-        """How many places `peek` can look at."""
-        return self.samples
-
     def peek(self, places: Iterable[int]) -> Iterator[Any]:
         """Yield the samples at these places of the first epoch, each as a batch of one."""
         return self._batches(0, ((place, place + 1) for place in places))

@@ -15,10 +15,17 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.accumulation_windows import batch_size
+from forge.data.iterable import digest
 from forge.data.known_streams import dataset_of, divided_by, how_to_divide
-from forge.data.marks import CURE, Marks, difference, marks, word
 from forge.env import Env, map_items
 from forge.errors import DataError
+
+SAME = "Give every rank the same global batches; forge takes each rank's share of them."
+CURE = (
+    "Sort what is listed, as sorted(os.listdir(folder)), sorted(glob(...)) or sorted(a_set), and seed what is shuffled "
+    "or split, as random.Random(0).shuffle(files)"
+)
+_END = object()
 
 
 class Portion(NamedTuple):
@@ -95,7 +102,7 @@ class RankLoader:
         portions = self.loader.iter_rank(self.data_rank, self.data_world)
         drawn = getattr(self.loader, "drawn_order", None)
         if drawn is not None:
-            self._compare({"order": (drawn,)}, "another order")
+            self._compare(drawn, "another order")
         return portions
 
     def __getattr__(self, name: str) -> Any:
@@ -104,10 +111,13 @@ class RankLoader:
         return getattr(self.loader, name)
 
     def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Portion]:
-        is_first, self._is_read, number = not self._is_read, True, 0
-        for batch in batches:
-            if self._compares(number, is_first):
-                self._compare(marks(batch), f"another batch {number}")
+        is_first, self._is_read = not self._is_read, True
+        for number, batch in enumerate(itertools.chain(batches, [_END])):
+            # the first of each pass, and in the first pass ever fewer of the later ones
+            if number == 0 or (is_first and number & (number - 1) == 0):
+                self._compare("" if batch is _END else digest(batch), f"another batch {number}")
+            if batch is _END:
+                return
             size = batch_size(batch)
             if not size:
                 raise DataError(
@@ -116,42 +126,24 @@ class RankLoader:
                 )
             place = cut(0, size, self.data_rank, self.data_world)
             yield Portion(part_of(batch, place, size), place.samples, size)
-            number += 1
-        if self._compares(number, is_first):
-            self._compare({}, f"another batch {number}", ended=number)
 
-    def _compares(self, number: int, is_first: bool) -> bool:
-        """Whether ranks compare this batch: the first of each pass, and in the first pass ever fewer of the later ones.
-        Those of a list are compared before the run."""
-        return not hasattr(self.loader, "peek_at") and (number == 0 or (is_first and number & (number - 1) == 0))
-
-    def _compare(self, found: Marks, what: str, ended: int | None = None) -> None:
+    def _compare(self, own: str, what: str) -> None:
         """Refuse a loader that draws its order from the process's random numbers, or lists its files in any order."""
-        if self._env is None:
+        word = int(own[:14] or "0", 16)
+        if self._env is None or (most := self._env.all_max([word, -word]))[0] == -most[1]:
             return
-        own = word(found)
-        largest, negated = self._env.all_max([own, -own])
-        if largest == -negated:
-            return
-        by_rank = self._env.gather((found, ended))
+        by_rank = self._env.gather(own)
+        if not all(by_rank):
+            counts = ", ".join(f"rank {rank} has {'more' if each else 'no more'}" for rank, each in enumerate(by_rank))
+            raise DataError(f"The ranks disagree on the number of {self.stage} batches: {counts} ({what}). {SAME}")
         given = getattr(self.loader, "loader", self.loader)
-        if len({end for _, end in by_rank}) > 1:
-            counts = ", ".join(f"rank {r} has {'more' if end is None else end}" for r, (_, end) in enumerate(by_rank))
-            raise DataError(
-                f"The ranks disagree on the number of batches: {counts}. A loader without a length must give every "
-                "rank the same global batches; forge takes each rank's share of them."
-            )
-        for rank, (theirs, _) in enumerate(by_rank):
-            if difference([by_rank[0][0]], [theirs]) is None:
-                continue
-            cure = (
-                f"Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch. {CURE}"
-            )
-            raise DataError(
-                f"The {self.stage} loader {type(given).__name__} gives {what} on rank {rank} than on rank 0: it draws "
-                "its order from random numbers, which differ between ranks, lists its files in another order, or "
-                f"divides its data among ranks itself. {how_to_divide(self.loader) or cure}."
-            )
+        rank = next(rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0])
+        cure = f"Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch. {CURE}"
+        raise DataError(
+            f"The {self.stage} loader {type(given).__name__} gives {what} on rank {rank} than on rank 0: it draws its "
+            "order from random numbers, which differ between ranks, lists its files in another order, or divides its "
+            f"data among ranks itself. {how_to_divide(self.loader) or cure}."
+        )
 
 
 def part_of(value: Any, place: Cut, size: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from forge.data.accumulation_windows import is_stateful, length_of
+from forge.data.accumulation_windows import is_stateful
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.data.sample_seeding import Draw, Seeded, number_of
 from forge.data.sharding import Portion, cut
@@ -69,11 +69,6 @@ class SampledLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._fetch(self._begin())
-
-    @property
-    def peek_at(self) -> int:
-        """How many places `peek` can look at."""
-        return length_of(self.dataset) or 0
 
     def peek(self, places: Sequence[int]) -> Iterator[Any]:
         """Yield these samples of the dataset, each as a batch of one; the sampler is not asked."""

@@ -7,11 +7,9 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from forge.errors import TaskError
 from forge.rng import RNGState
@@ -22,31 +20,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger("forge")
 
 
-@dataclass(eq=False, slots=True)
 class _Running:
-    trainer: Run
-    verb: str
-    thread: threading.Thread = field(default_factory=threading.current_thread)
-    process: int = field(default_factory=os.getpid)
-    numbers: tuple[RNGState, object] | None = None
-    "The generators as they were before something inside this run seeded them, and where the run was then."
-    shared: bool = False
-    "Whether a run of another thread has drawn from the same generators."
+    shared = False
+    "Whether a run of another thread draws from the same generators."
+    numbers: tuple[RNGState, Any] | None = None
+    "The generators before something inside this run seeded them, and where the run was then."
+
+    def __init__(self, trainer: Run):
+        self.trainer, self.verb = trainer, str(trainer.verb)
+        self.thread, self.process = threading.current_thread(), os.getpid()
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.env.device if hasattr(self.trainer, "env") else torch.device("cpu")
 
 
 _runs: list[_Running] = []
-"""Outermost first; a forked process does not have those of its parent."""
+"""Outermost first; those of a parent process too."""
 
 
-def keep_numbers() -> None:
-    """Remember the generators of the run that this thread is in, before a run inside it seeds them."""
-    outer = _innermost()
-    if outer is None:
-        return
-    run, device = outer.trainer, _device(outer)
-    moment = run.progress.update, run.step is not None and run.step.micro, run.evaluated
-    if outer.numbers is None or outer.numbers[1] != moment:
-        outer.numbers = RNGState.capture(device), moment
+def keep_numbers() -> _Running | None:
+    """Remember the generators of the run that this thread is in, before a run inside it seeds them; return that run."""
+    here = threading.current_thread(), os.getpid()
+    outer = next((run for run in reversed(_runs) if (run.thread, run.process) == here), None)
+    if outer is not None:
+        run = outer.trainer
+        moment = run.progress.update, run.step and run.step.micro, run.evaluated
+        if outer.numbers is None or outer.numbers[1] != moment:
+            outer.numbers = RNGState.capture(outer.device), moment
+    return outer
 
 
 def shares_numbers(trainer: Run) -> bool:
@@ -55,47 +57,30 @@ def shares_numbers(trainer: Run) -> bool:
 
 
 @contextmanager
-def running(trainer: Run, verb: str) -> Iterator[None]:
+def running(trainer: Run) -> Iterator[None]:
     """Be a run of this thread; afterwards a run around it has its random numbers back."""
-    keep_numbers()
-    own = _Running(trainer, verb)
+    own, outer = _Running(trainer), keep_numbers()
     others = [run for run in _runs if run.thread is not own.thread and run.process == own.process]
-    if others and "fit" in (verb, *(run.verb for run in others)):
+    if others and "fit" in (own.verb, *(run.verb for run in others)):
         for run in (own, *others):
             run.shared = True
         logger.warning(
-            f"This {verb} begins in {own.thread.name} while {others[0].verb} runs in {others[0].thread.name}: threads "
-            "share the global generators of Python, numpy and torch and torch's settings, so neither run can be "
-            "repeated. Run each in a process of its own (forge sweep does, multiprocessing can)."
+            f"This {own.verb} begins in {own.thread.name} while {others[0].verb} runs in {others[0].thread.name}: "
+            "threads share the global generators of Python, numpy and torch and torch's settings, so neither run can "
+            "be repeated. Run each in a process of its own."
         )
-    inside = verb == "fit" and _innermost() is not None  # of an evaluation, perhaps
+    trains = outer is not None and own.verb == "fit"  # perhaps inside an evaluation, which takes no gradients
     _runs.append(own)
     try:
-        with torch.inference_mode(False) if inside else nullcontext(), torch.enable_grad() if inside else nullcontext():
-            if inside:
-                _refuse_inference_tensors(trainer.task)
+        with torch.inference_mode(False) if trains else nullcontext(), torch.enable_grad() if trains else nullcontext():
+            if trains and any(p.is_inference() for p in trainer.task.parameters()):
+                raise TaskError(
+                    f"{type(trainer.task).__name__} was made inside an evaluation, whose tensors cannot be trained. "
+                    "Make it and its data before, or set `evaluation = 'no_grad'` on the outer task."
+                )
             yield
     finally:
         _runs.remove(own)
-        outer = _innermost()
         if outer is not None and outer.numbers is not None:
-            outer.numbers[0].restore(_device(outer))
+            outer.numbers[0].restore(outer.device)
             outer.numbers = None
-
-
-def _refuse_inference_tensors(task: nn.Module) -> None:
-    made = next((name for name, p in task.named_parameters() if p.is_inference()), None)
-    if made is not None:
-        raise TaskError(
-            f"{type(task).__name__} was made inside an evaluation, whose inference mode makes tensors ({made}) that "
-            "cannot be trained. Make the task and its data before, or set `evaluation = 'no_grad'` on the outer task."
-        )
-
-
-def _device(run: _Running) -> torch.device:
-    return run.trainer.env.device if hasattr(run.trainer, "env") else torch.device("cpu")  # none before setup_env
-
-
-def _innermost() -> _Running | None:
-    here = threading.current_thread(), os.getpid()
-    return next((run for run in reversed(_runs) if (run.thread, run.process) == here), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from forge.data.accumulation_windows import length_of
-from forge.data.marks import CURE, difference, marks, peeked, places, word
 from forge.data.order import digest
 from forge.errors import DataError, TaskError
 from forge.snapshot.fingerprint import differences
@@ -44,24 +42,6 @@ def refuse_different_models(trainer: Run) -> None:
             )
 
 
-def tell_different_weights(trainer: Run) -> None:
-    """Say if ranks begin with other weights: they were not seeded alike, whatever a strategy makes of it."""
-    own = {
-        name: word(marks(p.detach().reshape(-1)[:: p.numel() // 64 + 1]))
-        for name, p in trainer.task.named_parameters()
-        if not is_lazy(p) and not p.is_meta and type(p.data) is torch.Tensor
-    }
-    first = trainer.env.broadcast(own)
-    odd = trainer.env.gather(next((name for name in own if first.get(name) != own[name]), None))
-    rank = next((rank for rank, name in enumerate(odd) if name is not None), None)
-    if rank is not None and trainer.env.is_main:
-        logger.warning(
-            f"{type(trainer.task).__name__} has other initial weights on rank {rank} than on rank 0 ({odd[rank]}): "
-            "that process was not seeded as this one. Make the Trainer, with a seed, before the task, or call "
-            "forge.seed first; what else was drawn then, as a split of the data, differs too."
-        )
-
-
 def refuse_different_data(trainer: Run) -> None:
     """Compare the number of batches and the order of every loader over all ranks."""
     named = {(stage, name): loader for stage, each in trainer.loaders.items() for name, loader in each.items()}
@@ -84,35 +64,6 @@ def refuse_different_data(trainer: Run) -> None:
                     "rank needs the same data in the same order (the same seed, the same split); forge takes each "
                     "rank's share of it."
                 )
-    _refuse_different_samples(trainer.env, dict(zip(lengths, named.values(), strict=True)))
-
-
-def _refuse_different_samples(env: Env, loaders: dict[str, Any]) -> None:
-    """Compare some samples of every loader that can be indexed with those of rank 0."""
-    indexed = {name: each for stage, loader in loaders.items() for name, each in _indexed(stage, loader)}
-    own = {name: peeked(loader) for name, loader in indexed.items()}
-    first = env.broadcast(own)
-    found = {name: difference(first.get(name, ()), each) for name, each in own.items()}
-    for rank, theirs in enumerate(env.gather(found)):
-        for name, place in theirs.items():
-            if place is not None:
-                index, loader = places(indexed[name].peek_at)[place[0]], indexed[name]
-                if hasattr(loader, "sample_indices"):
-                    index = loader.sample_indices(0, index, index + 1)[0]
-                raise DataError(
-                    f"The {name} data of rank {rank} are not those of rank 0: the sample with index {index} is another "
-                    f"one (its part {place[1]}). Every rank needs the same data in the same order; forge takes each "
-                    f"rank's share of it. {CURE}."
-                )
-
-
-def _indexed(name: str, loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every loader inside this one whose samples can be read one by one, by name."""
-    if hasattr(loader, "loaders"):
-        for key, inner in loader.loaders.items():
-            yield from _indexed(f"{name}/{key}", inner)
-    elif hasattr(loader, "peek_at"):
-        yield name, loader
 
 
 def _order(loader: Any) -> dict[str, Any]:

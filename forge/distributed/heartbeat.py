@@ -398,10 +398,10 @@ class Heartbeat:
             return "it has sent no heartbeat."
         beat, at = self._seen[rank]
         state = process_state(beat.pid) if beat.machine == self._machine else ""
-        doing = f"its process {beat.pid} on {beat.host} {STATES.get(state, 'does not come to its heartbeat')}"
+        how = STATES.get(state, "does not come to its heartbeat")
+        cure = f" `kill -CONT {beat.pid}` lets it go on." if state == "T" else ""
         last = f"its last heartbeat came {time.monotonic() - at:.0f} s ago from update {beat.update}, in {beat.where}"
-        how = f" `kill -CONT {beat.pid}` lets it go on." if state == "T" else ""
-        return f"{doing}; {last}.{how}"
+        return f"its process {beat.pid} on {beat.host} {how}; {last}.{cure}"
 
     def _save(self, dump: stall_report.Dump) -> Path | None:
         """Write this rank's record to RUN/stall; return the folder, or None without one. A file system may be what the

@@ -69,7 +69,7 @@ class Session:
 
     def __enter__(self) -> None:
         self.trainer.task.trainer = self.trainer
-        self.cleanup.enter_context(running(self.trainer, str(self.trainer.verb)))
+        self.cleanup.enter_context(running(self.trainer))
         try:
             self._configure()
         except BaseException as error:
@@ -141,8 +141,6 @@ class Session:
         trainer.means = Means(trainer.env.device, trainer.env)
         if trainer.env.world > 1:
             consistency.refuse_different_models(trainer)
-            if trainer.verb == "fit" and self.weights is None:
-                consistency.tell_different_weights(trainer)
             trainer.agreed_time = trainer.env.broadcast(time.monotonic())
         if self.weights is not None:
             self._load_weights()

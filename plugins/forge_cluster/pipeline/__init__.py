@@ -38,6 +38,7 @@ from forge_cluster.pipeline.staging import (
 from forge_plugins.common.batch_statistics import dividing_norms
 from forge_plugins.common.blocks import is_tied
 from forge_plugins.common.patterns import MANY, listed
+from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
 from forge_plugins.common.sharded import sum_gradients
 from forge_plugins.common.shards import Place, Shards, places_of, refuse_unshardable
 from forge_plugins.common.sparse import refuse_sparse
@@ -205,6 +206,7 @@ class Pipeline(forge.Plugin):
             refuse_sparse(task, self.name)
         if self.config.shard:
             refuse_unshardable(task, "pipeline.shard")
+        tell_different_weights(trainer)
         env.copy_from_first(task)
         self._seed = env.broadcast(torch.initial_seed()) if trainer.seed is None else trainer.seed
         blocks = blocks_of(task, self.config.split)
@@ -265,6 +267,7 @@ class Pipeline(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
+        refuse_different_samples(trainer)
         if trainer.verb != "fit" or trainer.env.world == 1:
             return
         entries = trainer.optimizers.entries

@@ -22,6 +22,7 @@ from forge_plugins import torch_internals as internals
 from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import listed
+from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
 
 logger = logging.getLogger("forge")
 
@@ -96,6 +97,7 @@ class Replicated(forge.Plugin):
                 raise StackError(f"{self.name}.sync_batchnorm needs GPUs: {why}.")
             nn.SyncBatchNorm.convert_sync_batchnorm(build.task)
         elif phase == "parallel":
+            tell_different_weights(trainer)
             trainer.env.copy_from_first(build.task)
             self._inner = build.model
             if trainer.verb == "fit":
@@ -103,7 +105,8 @@ class Replicated(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        """Rebuild the wrapper for several optimizers, which are known only now."""
+        """Compare the data of all ranks. Rebuild the wrapper for several optimizers, which are known only now."""
+        refuse_different_samples(trainer)
         warn_of_divided_batches(trainer, self.name)
         if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
             logger.info("%s: several optimizers, so every step searches for parameters without a gradient.", self.name)

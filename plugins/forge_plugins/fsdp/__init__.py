@@ -23,6 +23,7 @@ from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import MANY, as_list, listed
+from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
 from forge_plugins.common.sharded import sum_gradients
 from forge_plugins.common.shards import Shards, refuse_unshardable
 from forge_plugins.common.sparse import refuse_sparse
@@ -175,6 +176,7 @@ class FSDP(forge.Plugin):
         if has_meta(task):
             self._initialise_and_shard(task, blocks, env)
         else:
+            tell_different_weights(trainer)
             env.copy_from_first(task)
             for block in blocks.values():
                 self._shards.add(block, self._options(env))
@@ -234,6 +236,7 @@ class FSDP(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
+        refuse_different_samples(trainer)
         warn_of_divided_batches(trainer, self.name)
         entries = trainer.optimizers.entries.values() if trainer.verb == "fit" and trainer.env.world > 1 else ()
         if any(isinstance(entry.optimizer, torch.optim.LBFGS) for entry in entries):

@@ -1,13 +1,15 @@
-"""Marks of data: what ranks compare to see whether they read the same samples in the same order.
+"""The same samples in the same order on every rank: some of each loader, and the weights, are compared before a run.
 
-A mark is exact for numbers, texts and whole numbers in tensors. Floating-point tensors are compared by a projection, so
-that the last bits of a decoded or resized image, which differ between kinds of processors, make no difference. Texts
-are compared without what all of them begin with: the folder of the data may differ between hosts.
+Loaders that can be indexed read only the samples of their rank, so that another order of files on another rank would
+show nowhere: some samples would be used twice, and others never. Other loaders are compared as they are read.
+
+What is compared are marks. A mark is exact for numbers, texts and whole numbers in tensors. Floating-point tensors are
+compared by a projection, so that the last bits of a decoded or resized image, which differ between kinds of processors,
+make no difference. Texts are compared without what all of them begin with: the folder may differ between hosts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -17,10 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+import forge
+from forge.data.accumulation_windows import length_of
 from forge.data.iterable import digest
 from forge.data.own_generators import data_roots
+from forge.data.sharding import CURE
+from forge.errors import DataError
 from forge.rng import combine_seeds, fold
 from forge.util.generators import find_generators, generator_state, seed_generator, set_generator_state
 
@@ -28,11 +35,6 @@ logger = logging.getLogger("forge")
 
 Marks = dict[str, Any]
 """What was seen of a sample or a batch, by path."""
-
-CURE = (
-    "Sort what is listed, as sorted(os.listdir(folder)), sorted(glob(...)) or sorted(a_set), and seed what is shuffled "
-    "or split, as random.Random(0).shuffle(files)"
-)
 
 MOST = 64
 """Samples of a loader that are compared at most; a small data set is compared whole."""
@@ -43,6 +45,61 @@ SECONDS = 0.25
 MAX_PARTS = 64
 MAX_TEXT = 1000
 CLOSE = 1e-4
+
+
+def refuse_different_samples(trainer: forge.Run) -> None:
+    """Compare some samples of every loader that can be indexed with those of rank 0. All ranks must call this."""
+    env = trainer.env
+    if env.world == 1:
+        return
+    indexed: dict[str, Any] = {}
+    for stage, named in trainer.loaders.items():
+        for name, loader in named.items():
+            indexed |= _indexed(stage if name is None else f"{stage}/{name}", loader)
+    own = {name: peeked(loader) for name, loader in indexed.items()}
+    first = env.broadcast(own)
+    found = {name: difference(first.get(name, ()), each) for name, each in own.items()}
+    for rank, theirs in enumerate(env.gather(found)):
+        for name, place in theirs.items():
+            if place is not None:
+                loader = indexed[name]
+                index = places(_samples(loader))[place[0]]
+                if hasattr(loader, "sample_indices"):
+                    index = loader.sample_indices(0, index, index + 1)[0]
+                raise DataError(
+                    f"The {name} data of rank {rank} are not those of rank 0: the sample with index {index} is another "
+                    f"one (its part {place[1]}). Every rank needs the same data in the same order; forge takes each "
+                    f"rank's share of it. {CURE}."
+                )
+
+
+def tell_different_weights(trainer: forge.Run) -> None:
+    """Before a strategy makes them equal, say if ranks begin with other weights: they were not seeded alike."""
+    if trainer.verb != "fit" or trainer.env.world == 1:
+        return
+    plain = [(n, p) for n, p in trainer.task.named_parameters() if type(p) is nn.Parameter and not is_lazy(p)]
+    named = {name: p.detach() for name, p in plain if not p.is_meta}
+    own = {name: digest(p.reshape(-1)[:: p.numel() // 64 + 1]) for name, p in named.items()}
+    first = trainer.env.broadcast(own)
+    odd = trainer.env.gather(next((name for name in own if first.get(name) != own[name]), None))
+    rank = next((rank for rank, name in enumerate(odd) if name is not None), None)
+    if rank is not None and trainer.env.is_main:
+        logger.warning(
+            f"{type(trainer.task).__name__} has other initial weights on rank {rank} than on rank 0 ({odd[rank]}): "
+            "that process was not seeded as this one. Make the Trainer, with a seed, before the task."
+        )
+
+
+def _indexed(name: str, loader: Any) -> dict[str, Any]:
+    """Return every loader inside this one whose samples can be read one by one, by name."""
+    if hasattr(loader, "loaders"):
+        inner = [_indexed(f"{name}/{key}", each) for key, each in loader.loaders.items()]
+        return {path: found for each in inner for path, found in each.items()}
+    return {name: loader} if hasattr(loader, "peek") and hasattr(loader, "iter_rank") else {}
+
+
+def _samples(loader: Any) -> int:
+    return loader.fingerprint().get("samples") or length_of(loader.dataset) or 0
 
 
 def marks(value: Any, path: str = "") -> Marks:
@@ -72,11 +129,6 @@ def _projected(value: Any) -> tuple[str, float, float] | None:
     flat = value.detach().cpu().double().nan_to_num().reshape(-1)
     weights = torch.randn(flat.numel(), generator=torch.Generator().manual_seed(flat.numel()), dtype=torch.float64)
     return f"{value.dtype} {tuple(value.shape)}", float(flat @ weights), float(flat.norm())
-
-
-def word(found: Marks) -> int:
-    """Return all marks as one number, which is equal where they are equal to the last bit."""
-    return int.from_bytes(hashlib.sha256(repr(sorted(found.items())).encode()).digest()[:7])
 
 
 def difference(theirs: Sequence[Marks], ours: Sequence[Marks]) -> tuple[int, str] | None:
@@ -132,7 +184,7 @@ def peeked(loader: Any) -> list[Marks]:
     began = time.monotonic()
     own = [(generator, generator_state(generator)) for generator in find_generators(data_roots(loader)).values()]
     try:
-        wanted = places(loader.peek_at)
+        wanted = places(_samples(loader))
         while wanted and (len(found) < FEW or time.monotonic() - began < SECONDS):
             now, wanted = wanted[: max(FEW, len(found))], wanted[max(FEW, len(found)) :]
             read = _seeded(loader.peek([place for place in now for _ in range(2)]), [generator for generator, _ in own])
