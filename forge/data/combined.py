@@ -12,7 +12,6 @@ import torch
 from forge.data.accumulation_windows import length_of, set_epoch
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.data.sharding import Portion, RankLoader
-from forge.env import Env
 from forge.errors import DataError, did_you_mean
 from forge.rng import combine_seeds, fold
 
@@ -25,8 +24,7 @@ ROUND = 10**6
 class Combined:
     """Several loaders as one; `_batches` gives the batches of an epoch."""
 
-    rank_env: Env | None = None
-    "Where ranks compare what each of the loaders gives."
+    _rank_env: Any = None  # of the ranks that compare what each of the loaders gives
 
     def __init__(self, loaders: Mapping[str, Any], mode: Mode = "max_size_cycle"):
         if mode not in get_args(Mode):
@@ -68,7 +66,7 @@ class Combined:
     def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
         """Iterate over one rank's part of every batch; the first loader's samples are counted."""
         divided = {
-            name: RankLoader(loader, data_rank, data_world, name, self.rank_env)
+            name: RankLoader(loader, data_rank, data_world, name, self._rank_env)
             for name, loader in self.loaders.items()
         }
         for portions in self._batches(divided):

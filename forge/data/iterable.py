@@ -195,16 +195,8 @@ def digest(samples: Any) -> str:
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
-            value = (
-                (value if value.layout is torch.strided else value.to_dense())
-                .detach()
-                .cpu()
-                .resolve_conj()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .numpy()
-            )
+            dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+            value = dense.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             value = value.tolist()  # not its addresses
         if isinstance(value, Mapping):

@@ -20,7 +20,6 @@ from forge.data.known_streams import dataset_of, divided_by, how_to_divide
 from forge.env import Env, map_items
 from forge.errors import DataError
 
-SAME = "Give every rank the same global batches; forge takes each rank's share of them."
 CURE = (
     "Sort what is listed, as sorted(os.listdir(folder)), sorted(glob(...)) or sorted(a_set), and seed what is shuffled "
     "or split, as random.Random(0).shuffle(files)"
@@ -90,8 +89,8 @@ class RankLoader:
         self.loader, self.data_rank, self.data_world, self.stage = loader, data_rank, data_world, stage
         self._env = env
         self._is_read = False
-        if hasattr(type(loader), "rank_env"):
-            loader.rank_env = env
+        if hasattr(type(loader), "_rank_env"):
+            loader._rank_env = env
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -134,8 +133,10 @@ class RankLoader:
             return
         by_rank = self._env.gather(own)
         if not all(by_rank):
-            counts = ", ".join(f"rank {rank} has {'more' if each else 'no more'}" for rank, each in enumerate(by_rank))
-            raise DataError(f"The ranks disagree on the number of {self.stage} batches: {counts} ({what}). {SAME}")
+            counts = ", ".join(
+                f"rank {rank} has {'one more' if each else 'no more'}" for rank, each in enumerate(by_rank)
+            )
+            raise DataError(f"The ranks disagree on the number of {self.stage} batches: {counts}, at {what}.")
         given = getattr(self.loader, "loader", self.loader)
         rank = next(rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0])
         cure = f"Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch. {CURE}"

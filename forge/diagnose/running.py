@@ -30,10 +30,6 @@ class _Running:
         self.trainer, self.verb = trainer, str(trainer.verb)
         self.thread, self.process = threading.current_thread(), os.getpid()
 
-    @property
-    def device(self) -> torch.device:
-        return self.trainer.env.device if hasattr(self.trainer, "env") else torch.device("cpu")
-
 
 _runs: list[_Running] = []
 """Outermost first; those of a parent process too."""
@@ -43,11 +39,11 @@ def keep_numbers() -> _Running | None:
     """Remember the generators of the run that this thread is in, before a run inside it seeds them; return that run."""
     here = threading.current_thread(), os.getpid()
     outer = next((run for run in reversed(_runs) if (run.thread, run.process) == here), None)
-    if outer is not None:
+    if outer is not None and hasattr(outer.trainer, "env"):  # before it has one, it has drawn nothing
         run = outer.trainer
         moment = run.progress.update, run.step and run.step.micro, run.evaluated
         if outer.numbers is None or outer.numbers[1] != moment:
-            outer.numbers = RNGState.capture(outer.device), moment
+            outer.numbers = RNGState.capture(run.env.device), moment
     return outer
 
 
@@ -82,5 +78,5 @@ def running(trainer: Run) -> Iterator[None]:
     finally:
         _runs.remove(own)
         if outer is not None and outer.numbers is not None:
-            outer.numbers[0].restore(outer.device)
+            outer.numbers[0].restore(outer.trainer.env.device)
             outer.numbers = None
