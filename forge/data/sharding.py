@@ -133,10 +133,12 @@ class RankLoader:
             return
         by_rank = self._env.gather(own)
         if not all(by_rank):
-            counts = ", ".join(
-                f"rank {rank} has {'one more' if each else 'no more'}" for rank, each in enumerate(by_rank)
+            counts = ", ".join(f"rank {rank} has {'more' if each else 'none'}" for rank, each in enumerate(by_rank))
+            place = what.removeprefix("another ")
+            raise DataError(
+                f"The ranks disagree on the number of {self.stage} batches, at {place}: {counts}. "
+                "Give every rank the same global batches; forge takes each rank's share of them."
             )
-            raise DataError(f"The ranks disagree on the number of {self.stage} batches: {counts}, at {what}.")
         given = getattr(self.loader, "loader", self.loader)
         rank = next(rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0])
         cure = f"Use forge.data.Loader(shuffle=True), or draw from a generator that is seeded with the epoch. {CURE}"

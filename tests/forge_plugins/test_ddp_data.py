@@ -194,7 +194,7 @@ def with_streams_of_different_lengths() -> None:
         (with_a_lazy_layer, "TaskError: Plain: head.weight, head.bias have no shape before the first batch"),
         (
             with_streams_of_different_lengths,
-            "DataError: The ranks disagree on the number of train batches: rank 0",
+            "DataError: The ranks disagree on the number of train batches, at batch 2: rank 0 has none",
         ),
     ],
 )
