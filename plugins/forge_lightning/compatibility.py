@@ -24,8 +24,10 @@ def defines(thing: Any, method: str) -> bool:
     """Whether an object defines a method itself, rather than Lightning's base class."""
     if thing is None:
         return False
-    kind = next((cls for cls in type(thing).__mro__ if method in vars(cls)), None)
-    return method in vars(thing) or (kind is not None and kind not in _bases(type(thing)))
+    found = next((vars(cls)[method] for cls in type(thing).__mro__ if method in vars(cls)), None)
+    if method in vars(thing):
+        return True
+    return found is not None and all(vars(base).get(method) is not found for base in _bases(type(thing)))
 
 
 def _bases(kind: type) -> tuple[type, ...]:
