@@ -139,7 +139,6 @@ class Session:
         if trainer.verb == "fit" and {"WORLD_SIZE", "SLURM_NTASKS"} & os.environ.keys():
             refuse_alone(trainer.env.world)
         trainer.means = Means(trainer.env.device, trainer.env)
-        trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
         if trainer.env.world > 1:
             consistency.refuse_different_models(trainer)
             trainer.agreed_time = trainer.env.broadcast(time.monotonic())
@@ -197,6 +196,7 @@ class Session:
 
     def _build_loaders(self) -> None:
         trainer = self.trainer
+        trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
         for stage in trainer.given_loaders:
             built = trainer.hooks.forge_build_loader(trainer, stage)
             if built is None and stage == "val" and trainer.verb == "fit":
