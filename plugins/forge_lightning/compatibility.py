@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from forge.errors import TaskError
+
+logger = logging.getLogger("forge")
 
 PACKAGES = ("lightning", "pytorch_lightning")
 
@@ -56,6 +61,22 @@ def check(module: Any) -> None:
             f"{name}.training_step takes optimizer_idx, which Lightning 2 refuses too. Set automatic_optimization = "
             "False, and step the optimizers of self.optimizers()."
         )
+
+
+def refuse_removed(trainer: Any) -> None:
+    """Refuse hooks that Lightning has removed, which would never be called: by its own check, for a TrainerProxy."""
+    for package in trainer.packages:
+        validator = importlib.import_module(f"{package}.trainer.configuration_validator")
+        check_loops = getattr(validator, "_verify_loop_configurations", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                if check_loops is not None:
+                    check_loops(trainer)
+            except NotImplementedError as error:
+                raise TaskError(str(error)) from error
+            except Exception as error:  # what Lightning cannot run otherwise, forge judges itself
+                logger.debug("Lightning's own check of the module: %s", error)
 
 
 def is_lightning(part: Any) -> bool:
