@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn  # noqa: E402
 
 from tests.forge_lightning.both import Subject, loader  # noqa: E402
@@ -195,3 +196,27 @@ def test_a_hook_that_lightning_has_removed_is_refused_rather_than_never_called(h
     kind = type("Old", (Subject,), {hook: lambda self, outputs: None})
     with pytest.raises(TaskError, match=f"Support for `{hook}` has been removed"):
         fit(kind())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_are_lightnings_own_kind_and_a_step_can_be_left_uncounted() -> None:
+    seen: list[Any] = []
+
+    class Asks(Subject):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            before, counted = self.global_step, optimizer._on_after_step
+            optimizer._on_after_step = lambda: None
+            optimizer.step()
+            optimizer._on_after_step, uncounted = counted, self.global_step - before
+            optimizer.step()
+            kinds = isinstance(optimizer, LightningOptimizer), isinstance(optimizer, torch.optim.Adam)
+            seen.append((*kinds, uncounted, self.global_step - before))
+
+    fit(Asks())
+    assert set(seen) == {(True, True, 0, 1)}

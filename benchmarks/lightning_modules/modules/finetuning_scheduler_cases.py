@@ -36,7 +36,10 @@ def finetuning_scheduler_phases() -> Any:
             return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
 
         def configure_callbacks(self) -> Any:
-            schedule = {0: {"params": ["head.*"], "max_transition_epoch": 1}, 1: {"params": ["body.*"]}}
+            schedule = {
+                0: {"params": ["head.*"], "max_transition_epoch": 1},
+                1: {"params": ["body.*"], "max_transition_epoch": 2},
+            }
             return [FinetuningScheduler(ft_schedule=schedule, epoch_transitions_only=True)]
 
     return Thaws(), loader(numbers(16, 6), classes(3, 16)), loader(numbers(8, 6, seed=1), classes(3, 8, seed=1))

@@ -11,7 +11,17 @@ from benchmarks.lightning_modules.places import Package
 
 PACKAGE = Package(
     "neuromancer==1.5.6",
-    needs=("torchdiffeq", "torchsde", "plum-dispatch==1.7.3", "pydot==1.4.2", "pyts", "cvxpy", "casadi", "dill", "toml"),
+    needs=(
+        "torchdiffeq",
+        "torchsde",
+        "plum-dispatch==1.7.3",
+        "pydot==1.4.2",
+        "pyts",
+        "cvxpy",
+        "casadi",
+        "dill",
+        "toml",
+    ),
     alone=True,
 )
 

@@ -12,7 +12,17 @@ from benchmarks.lightning_modules.places import Package
 
 PACKAGE = Package(
     "stable-pretraining==0.1.8",
-    needs=("loguru", "hydra-core", "tabulate", "prettytable", "timm", "kornia", "submitit", "requests-cache", "richuru"),
+    needs=(
+        "loguru",
+        "hydra-core",
+        "tabulate",
+        "prettytable",
+        "timm",
+        "kornia",
+        "submitit",
+        "requests-cache",
+        "richuru",
+    ),
     alone=True,
 )
 
