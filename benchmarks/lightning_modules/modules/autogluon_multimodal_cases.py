@@ -16,6 +16,7 @@ PACKAGE = Package(
 
 def autogluon_numerical() -> Any:
     """LitModule with a NumericalMLP: two learning rates, warm-up, a metric that decides."""
+    import lightning as L
     import torch
     from autogluon.multimodal.models.numerical_mlp import NumericalMLP
     from autogluon.multimodal.optim.lit_module import LitModule
@@ -39,4 +40,14 @@ def autogluon_numerical() -> Any:
     )
     keys = model.numerical_key, model.label_key
     train, val = (dict(zip(keys, (numbers(n, 5, seed=n), classes(3, n)), strict=True)) for n in (16, 8))
-    return module, loader(**train), loader(**val)
+
+    class Data(L.LightningDataModule):
+        """The module counts the batches of its datamodule."""
+
+        def train_dataloader(self) -> Any:
+            return loader(**train)
+
+        def val_dataloader(self) -> Any:
+            return loader(**val)
+
+    return module, Data(), None

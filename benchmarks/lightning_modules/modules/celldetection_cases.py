@@ -19,6 +19,7 @@ def celldetection_base() -> Any:
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.hparams: dict[str, Any] = {}
             self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 1))
 
         def forward(self, inputs: Any, targets: Any) -> Any:
@@ -31,4 +32,4 @@ def celldetection_base() -> Any:
             return self.model(inputs, targets=batch)
 
     train = loader(inputs=numbers(16, 3, 8, 8), targets=numbers(16, 1, 8, 8, seed=1), indices=torch.arange(16))
-    return Lit(Network(), warmup_steps=2, scheduler={"StepLR": {"step_size": 2}}), train, None
+    return Lit(Network(), warmup_steps=0, scheduler={"StepLR": {"step_size": 2}}), train, None

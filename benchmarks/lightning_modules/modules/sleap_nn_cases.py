@@ -22,7 +22,7 @@ def sleap_nn_single() -> Any:
 
     unet = {
         **{"in_channels": 1, "kernel_size": 3, "filters": 4, "filters_rate": 1.5, "max_stride": 4, "stem_stride": None},
-        **{"middle_block": True, "up_interpolate": True, "stacks": 1, "convs_per_block": 1, "output_stride": 2},
+        **{"middle_block": True, "up_interpolate": True, "stacks": 1, "convs_per_block": 2, "output_stride": 2},
     }
     maps = {"part_names": ["a", "b"], "sigma": 1.5, "output_stride": 2}
     heads = OmegaConf.create({"single_instance": {"confmaps": maps}})

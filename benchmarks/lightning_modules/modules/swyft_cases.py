@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.lightning_modules.draw import loader, numbers
 from benchmarks.lightning_modules.places import Package
 
-PACKAGE = Package("swyft==0.4.5", needs=("scipy<1.14", "zarr<3", "torchist", "fasteners", "toolz"), alone=True)
+PACKAGE = Package("swyft==0.4.5", needs=("scipy<1.14", "zarr", "torchist", "fasteners", "toolz"), alone=True)
 
 
 def swyft_ratios() -> Any:
