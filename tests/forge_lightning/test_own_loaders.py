@@ -24,27 +24,26 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 class Loaders:
     """Loaders that ask the Trainer."""
 
-    trainer: Any
     heard: list[Any]
 
-    def note(self, name: str, *more: str) -> None:
+    def note(self: Any, name: str, *more: str) -> None:
         self.heard.append((name, *(getattr(self.trainer, asked) for asked in (*ASKED, *more))))
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self: Any) -> Any:
         self.note("train")
         return loader(4 * self.trainer.max_epochs * self.trainer.world_size)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self: Any) -> Any:
         self.note(
             "val", *(("estimated_stepping_batches", "num_training_batches") if self.trainer.state.fn == "fit" else ())
         )
         return [loader(10, seed=1), loader(6, seed=2)]
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self: Any) -> Any:
         self.note("test")
         return loader(8, seed=3)
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self: Any) -> Any:
         self.note("predict")
         return loader(8, seed=4)
 

@@ -208,7 +208,7 @@ def test_optimizers_are_lightnings_own_kind_and_a_step_can_be_left_uncounted() -
             self.automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
+            optimizer: Any = self.optimizers()
             self.manual_backward(self.loss(batch))
             before, counted = self.global_step, optimizer._on_after_step
             optimizer._on_after_step = lambda: None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.lightning_modules.draw import classes, loader, numbers
+from torch.utils.data import DataLoader
+
+from benchmarks.lightning_modules.draw import Dicts, classes, numbers
 from benchmarks.lightning_modules.places import Package
 
 PACKAGE = Package(
@@ -45,9 +47,9 @@ def autogluon_numerical() -> Any:
         """The module counts the batches of its datamodule."""
 
         def train_dataloader(self) -> Any:
-            return loader(**train)
+            return DataLoader(Dicts(**train), batch_size=8)
 
         def val_dataloader(self) -> Any:
-            return loader(**val)
+            return DataLoader(Dicts(**val), batch_size=8)
 
     return module, Data(), None

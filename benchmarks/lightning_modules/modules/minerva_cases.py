@@ -21,7 +21,8 @@ def minerva_simclr() -> Any:
     views = list(zip(numbers(16, 3, 8, 8), numbers(16, 3, 8, 8, seed=1), strict=True))
     backbone = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU())
     head = nn.Sequential(nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 8))
-    batches = DataLoader([(pair, torch.tensor(0)) for pair in views], batch_size=8)
+    pairs: Any = [(pair, torch.tensor(0)) for pair in views]
+    batches = DataLoader(pairs, batch_size=8)
     return SimCLR(backbone, head), batches, batches
 
 
