@@ -25,7 +25,7 @@ Case = Callable[[], Any]
 
 
 def made(case: Case) -> Any:
-    """Return (module, train loader, val loader or None), drawn from one seed."""
+    """Return (module, train loader or datamodule, val loader or None), drawn from one seed."""
     import lightning
 
     lightning.seed_everything(1, verbose=False)
@@ -49,7 +49,7 @@ def by_lightning(case: Case) -> Any:
     options = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, **quiet}
     trainer = package.Trainer(**options)
     package.seed_everything(SEED, verbose=False)
-    trainer.fit(module, train, val)
+    trainer.fit(module, train, val)  # it takes a datamodule for a train loader
     return module, trainer.global_step
 
 
@@ -58,7 +58,9 @@ def by_forge(case: Case) -> Any:
 
     module, train, val = made(case)
     options = {"max_epochs": 3, "device": "cpu", "seed": SEED, "plugins": [], "run_dir": False}
-    result = forge.Trainer(**options).fit(forge.LightningAdapter(module), train, val)
+    is_data = hasattr(train, "train_dataloader")
+    task = forge.LightningAdapter(module, train if is_data else None)
+    result = forge.Trainer(**options).fit(task, None if is_data else train, val)
     return module, result.updates
 
 

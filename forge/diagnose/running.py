@@ -58,8 +58,8 @@ def running(trainer: Run) -> Iterator[None]:
     own, outer = _Running(trainer), keep_numbers()
     others = [run for run in _runs if run.thread is not own.thread and run.process == own.process]
     if others and "fit" in (own.verb, *(run.verb for run in others)):
-        for run in (own, *others):
-            run.shared = True
+        for each in (own, *others):
+            each.shared = True
         logger.warning(
             f"This {own.verb} begins in {own.thread.name} while {others[0].verb} runs in {others[0].thread.name}: "
             "threads share the global generators of Python, numpy and torch and torch's settings, so neither run can "

@@ -196,6 +196,7 @@ class Session:
 
     def _build_loaders(self) -> None:
         trainer = self.trainer
+        trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
         for stage in trainer.given_loaders:
             built = trainer.hooks.forge_build_loader(trainer, stage)
             if built is None and stage == "val" and trainer.verb == "fit":
@@ -204,15 +205,16 @@ class Session:
             for name, loader in named.items():
                 check_loader(loader, stage if name is None else f"{stage}/{name}")
             trainer.loaders[stage] = named
+            if stage == "train" and None in named:
+                trainer.feed = Feed(named[None])
+                self._count_updates()  # before the loaders of validation are made, which may ask
 
     def _prepare_training(self) -> None:
-        """Prepare what the loop needs: the feed, the number of updates, the optimizers."""
+        """Check the loaders, and prepare what the loop needs: the optimizers, what it keeps."""
         trainer, task = self.trainer, self.trainer.task
         checks.warn_of_near_misses(trainer)
         checks.refuse_unusable_loaders(trainer)
-        trainer.feed = Feed(trainer.loaders["train"][None])
         checks.refuse_inexact_data(trainer)
-        self._count_updates()
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
         self._settle_modes()
@@ -238,7 +240,6 @@ class Session:
         """Count the updates of an epoch and of the whole run, where known."""
         trainer = self.trainer
         planned = [] if trainer.max_updates is None else [trainer.max_updates]
-        trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
         if trainer.feed.length is not None:
             trainer.updates_per_epoch = -(-trainer.feed.length // trainer.window)
             if trainer.max_epochs is not None:

@@ -116,8 +116,12 @@ class Trainer(Run):
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
     @answers_foreign_arguments
-    def fit(self, task: TaskModule, train: Any, val: Any = None, *, weights: str | Path | None = None) -> FitResult:
+    def fit(
+        self, task: TaskModule, train: Any = None, val: Any = None, *, weights: str | Path | None = None
+    ) -> FitResult:
         """Train `task` on `train`, validating on `val`: loaders, or dicts of loaders by name.
+
+        A LightningAdapter makes the loaders that are left out, in the run; any other task needs `train`.
 
         `weights` is a file to start from. The trained weights end up in RUN/weights.safetensors.
         """
@@ -144,17 +148,17 @@ class Trainer(Run):
         self.fit(task, loaders["train"], loaders["val"])
 
     @answers_foreign_arguments
-    def validate(self, task: TaskModule, val: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
+    def validate(self, task: TaskModule, val: Any = None, *, weights: str | Path | None = None) -> dict[str, Any]:
         """Run one validation and return its metrics."""
         return self._evaluate_only("validate", "val", task, val, weights)
 
     @answers_foreign_arguments
-    def test(self, task: TaskModule, test: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
+    def test(self, task: TaskModule, test: Any = None, *, weights: str | Path | None = None) -> dict[str, Any]:
         """Run one test and return its metrics."""
         return self._evaluate_only("test", "test", task, test, weights)
 
     @answers_foreign_arguments
-    def predict(self, task: TaskModule, loader: Any, *, weights: str | Path | None = None) -> list[Any]:
+    def predict(self, task: TaskModule, loader: Any = None, *, weights: str | Path | None = None) -> list[Any]:
         """Run `predict_step` on every batch and return the outputs, on the CPU."""
         return self._evaluate_only("predict", "predict", task, loader, weights)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from forge.contract.requests import Request
 from forge.errors import CheckpointError, ForgeError
 from forge.rng import RNGState, seed_all, seed_of
 from forge.snapshot import hidden
-from forge.snapshot.capture import describe_plugin, plugin_states
+from forge.snapshot.capture import describe_plugin
 from forge.snapshot.fingerprint import differences, fingerprint, refuse_another_model, refuse_another_run, surroundings
 
 if TYPE_CHECKING:
@@ -65,20 +64,7 @@ def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
         ) from error
 
 
-def _no_numbers(saved: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of what is a number in a run's state before it is restored, and is none in the saved one."""
-    if isinstance(now, (dict, list, tuple)) and isinstance(saved, type(now)):
-        pairs = now.items() if isinstance(now, dict) else enumerate(now)
-        there = saved if isinstance(saved, dict) else dict(enumerate(saved))
-        for key, value in pairs:
-            if key in there:
-                yield from _no_numbers(there[key], value, f"{path}.{key}" if path else str(key))
-    elif isinstance(now, (int, float)) and isinstance(saved, (str, dict, list, tuple)):
-        yield path
-
-
 def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
-    odd: list[str] = []
     refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
     refuse_another_model(tree["model"], trainer.task.state_dict(), where)
     trainer.optimizers.refuse_others(tree["optimizers"], trainer.task, where)
@@ -87,11 +73,6 @@ def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     if changed:
         logger.warning("Resuming with %s: the last bits may differ.", ", ".join(changed))
     _refuse_shorter_run(trainer, tree["progress"], where)
-    with suppress(Exception):  # a plugin may have no state before it starts
-        now = {"plugins": plugin_states(trainer), "optimizers": trainer.optimizers.state_dict(trainer.task)}
-        odd = list(_no_numbers(tree, now))
-    if odd:
-        raise CheckpointError(f"{where}: {odd[0]} is no number, so forge did not write it. Use another checkpoint.")
     if trainer.optimizers.has_schedules and tree["planned_updates"] != trainer.planned_updates:
         logger.warning(
             "The run was planned for %s updates and is now for %s: a learning-rate schedule that depends on it differs "

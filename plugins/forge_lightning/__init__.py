@@ -27,8 +27,10 @@ class LightningAdapter(TrainsManually, Evaluates):
     """Runs an unchanged LightningModule under forge::
 
         task = forge.LightningAdapter(MyLightningModule())
-        forge.Trainer(max_epochs=3).fit(task, task.train_loader(), task.val_loader())
+        forge.Trainer(max_epochs=3).fit(task)
 
+    Loaders that are not passed to `fit`, `validate`, `test` and `predict` are those of the module or of `datamodule`,
+    made inside the run.
     The task shares the module's parameters under the same names: `module.load_state_dict` loads forge's weights, and
     `forge.load_weights(task, "x.ckpt")` Lightning's. `LightningAdapter.from_checkpoint(path,
     module=MyLightningModule())` needs the module as an argument.
@@ -77,8 +79,12 @@ class LightningAdapter(TrainsManually, Evaluates):
 
     @hookimpl(wrapper=True)
     def forge_build_loader(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
+        """Make a loader that was not given, with the Trainer alive; leave out validation without a step."""
+        optional = trainer.verb == "fit" and stage == "val"
+        skipped = optional and not self._defines("validation_step")
+        if trainer.given_loaders[stage] is None and not skipped and (self.makes(stage) or not optional):
+            trainer.given_loaders[stage] = self.own_loader(stage)
         loader = yield
-        skipped = trainer.verb == "fit" and stage == "val" and not self._defines("validation_step")
         return None if skipped else loader
 
     @hookimpl
@@ -89,6 +95,7 @@ class LightningAdapter(TrainsManually, Evaluates):
 
     @hookimpl
     def forge_start(self, trainer: Run) -> None:
+        compatibility.refuse_removed(self._proxy)
         with compatibility.revealed(self.module):
             self.callbacks.call("setup", self._proxy, self.module, trainer.verb, writing=True)
         if trainer.env.world == 1:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from forge.errors import TaskError
+
+logger = logging.getLogger("forge")
 
 PACKAGES = ("lightning", "pytorch_lightning")
 
@@ -24,8 +29,10 @@ def defines(thing: Any, method: str) -> bool:
     """Whether an object defines a method itself, rather than Lightning's base class."""
     if thing is None:
         return False
-    kind = next((cls for cls in type(thing).__mro__ if method in vars(cls)), None)
-    return method in vars(thing) or (kind is not None and kind not in _bases(type(thing)))
+    found = next((vars(cls)[method] for cls in type(thing).__mro__ if method in vars(cls)), None)
+    if method in vars(thing):
+        return True
+    return found is not None and all(vars(base).get(method) is not found for base in _bases(type(thing)))
 
 
 def _bases(kind: type) -> tuple[type, ...]:
@@ -54,6 +61,22 @@ def check(module: Any) -> None:
             f"{name}.training_step takes optimizer_idx, which Lightning 2 refuses too. Set automatic_optimization = "
             "False, and step the optimizers of self.optimizers()."
         )
+
+
+def refuse_removed(trainer: Any) -> None:
+    """Refuse hooks that Lightning has removed, which would never be called: by its own check, for a TrainerProxy."""
+    for package in trainer.packages:
+        validator = importlib.import_module(f"{package}.trainer.configuration_validator")
+        check_loops = getattr(validator, "_verify_loop_configurations", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                if check_loops is not None:
+                    check_loops(trainer)
+            except NotImplementedError as error:
+                raise TaskError(str(error)) from error
+            except Exception as error:  # what Lightning cannot run otherwise, forge judges itself
+                logger.debug("Lightning's own check of the module: %s", error)
 
 
 def is_lightning(part: Any) -> bool:

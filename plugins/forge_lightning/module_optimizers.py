@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
+from forge_lightning.strategy_proxy import packages_of
+
+
+def _nothing() -> None:
+    pass
+
 
 class OptimizerProxy:
     """An optimizer as `self.optimizers()` returns it: a step calls the hooks around it. All else is the optimizer's."""
 
     def __init__(self, optimizer: Any, module: Any, before: Callable[[Any], None], after: Callable[[], None]):
-        self._optimizer, self._module, self._before, self._after = optimizer, module, before, after
+        self._optimizer, self._module, self._before = optimizer, module, before
+        self._on_before_step, self._on_after_step = (
+            _nothing,
+            after,
+        )  # a module may replace them: the step does not count
+        files = [importlib.import_module(f"{package}.core.optimizer") for package in packages_of(module)]
+        bases = (*(file.LightningOptimizer for file in files), type(optimizer))
+        self._kind = type(f"Lightning{type(optimizer).__name__}", bases, {})
 
     @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] # isinstance(..., Optimizer) holds, as of Lightning's own wrapper
-        return type(self._optimizer)
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] # isinstance holds of the optimizer's class and of Lightning's wrapper
+        return self._kind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
@@ -35,8 +49,9 @@ class OptimizerProxy:
             self._before(self._optimizer)
             return loss
 
+        self._on_before_step()
         result = self._optimizer.step(closure=evaluate, **options)
-        self._after()
+        self._on_after_step()
         return result
 
     @contextmanager

@@ -196,34 +196,39 @@ class ModuleTask(TaskModule):
 
     def train_loader(self) -> Any:
         """Return the `train_dataloader` of the datamodule or the module, after prepare_data and setup."""
-        loader = self._made("train_dataloader", "fit")
-        return CombinedTrainLoader(loader) if isinstance(loader, (list, tuple, dict)) else loader
+        return self.own_loader("train")
 
     def val_loader(self) -> Any:
         """Return the loader of `val_dataloader`; several as a dict by number, as `fit` and `validate` accept."""
-        return self._made("val_dataloader", "fit" if "fit" in self._ready else "validate")
+        return self.own_loader("val")
 
     def test_loader(self) -> Any:
         """Return the loader of `test_dataloader`."""
-        return self._made("test_dataloader", "test")
+        return self.own_loader("test")
 
     def predict_loader(self) -> Any:
         """Return the loader of `predict_dataloader`."""
-        return self._made("predict_dataloader", "predict")
+        return self.own_loader("predict")
 
-    def _made(self, method: str, stage: str) -> Any:
-        self._set_up(stage)
+    def makes(self, stage: str) -> bool:
+        """Whether the datamodule or the module defines a loader for a stage."""
+        return any(compatibility.defines(thing, f"{stage}_dataloader") for thing in (self.datamodule, self.module))
+
+    def own_loader(self, stage: str) -> Any:
+        """Return the loader that the datamodule or the module makes for a stage: inside a run, or for one to come."""
+        fits = stage == "train" or (stage == "val" and "fit" in self._ready)
+        self._set_up("fit" if fits else "validate" if stage == "val" else stage)
+        method = f"{stage}_dataloader"
         source = self.datamodule if compatibility.defines(self.datamodule, method) else self.module
         if not compatibility.defines(source, method):
-            raise DataError(f"{self._source(method)} defines no {method}; pass the Trainer a loader.")
-        with self._attached():
+            raise DataError(f"{type(source).__name__} defines no {method}; pass the Trainer a loader.")
+        with self._attached(), compatibility.revealed(self.module):
             loader = getattr(source, method)()
-        if isinstance(loader, (list, tuple)) and method != "train_dataloader":
+        if stage == "train":
+            return CombinedTrainLoader(loader) if isinstance(loader, (list, tuple, dict)) else loader
+        if isinstance(loader, (list, tuple)):
             return loader[0] if len(loader) == 1 else {str(i): each for i, each in enumerate(loader)}
         return loader
-
-    def _source(self, method: str) -> str:
-        return type(self.datamodule if compatibility.defines(self.datamodule, method) else self.module).__name__
 
     def _set_up(self, stage: str) -> None:
         """Call prepare_data and setup of datamodule and module, then configure_model, once per run and stage."""

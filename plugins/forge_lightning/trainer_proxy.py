@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TrainerProxy:
-    """The attributes of Lightning's Trainer that modules and callbacks use."""
+    """What modules and callbacks read of Lightning's Trainer: what a run knows, and what Lightning derives from it."""
 
     barebones = fast_dev_run = received_sigterm = interrupted = False
     limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = 1.0
@@ -48,6 +50,11 @@ class TrainerProxy:
         self.ckpt_path = None
 
     def __getattr__(self, name: str) -> Any:
+        """Answer by Lightning's own definition, which asks for attributes that are here; else name what is missing."""
+        for package in self.packages if name != "packages" else ():
+            own = inspect.getattr_static(importlib.import_module(package).Trainer, name, None)
+            if isinstance(own, property) and own.fget is not None:
+                return own.fget(self)
         raise MissingAttribute(
             f"self.trainer.{name}: forge runs this LightningModule, and its Trainer has no {name}. It has "
             f"{', '.join(sorted({*dir(type(self)), *vars(self)} - {n for n in dir(type(self)) if n[0] == '_'}))}; "
@@ -293,30 +300,6 @@ class TrainerProxy:
     @property
     def callbacks(self) -> list[Any]:
         return self.adapter.callbacks.all
-
-    def _first_callback(self, name: str) -> Any:
-        kinds = ((callback, {cls.__name__ for cls in type(callback).__mro__}) for callback in self.callbacks)
-        return next((callback for callback, names in kinds if name in names), None)
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        return self._first_callback("Checkpoint")
-
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        return [c for c in self.callbacks if "Checkpoint" in {cls.__name__ for cls in type(c).__mro__}]
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        return self._first_callback("EarlyStopping")
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        return [c for c in self.callbacks if "EarlyStopping" in {cls.__name__ for cls in type(c).__mro__}]
-
-    @property
-    def progress_bar_callback(self) -> None:
-        return None
 
     @property
     def train_dataloader(self) -> Any:

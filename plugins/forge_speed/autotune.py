@@ -231,6 +231,8 @@ def not_measurable(trainer: Run) -> str:
     if any(parameter.is_meta for parameter in trainer.task.parameters()):
         return "the weights have no memory yet"
     train = trainer.given_loaders["train"]
+    if train is None:
+        return "the task makes its loaders in the run"
     if not hasattr(train, "__iter__") or hasattr(train, "__next__"):
         return "the training data can be read only once"
     return ""

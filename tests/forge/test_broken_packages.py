@@ -12,6 +12,7 @@ from forge import registry
 from forge.cli import main
 from forge.registry import GROUPS
 from tests.support import limited
+from tests.support.profiles import some
 
 VALUES = {
     "no module": "no_such_module:Their",
@@ -48,7 +49,7 @@ USES = (["plan", "quickstart", "-p", "theirs"], ["plan", "quickstart", "task.nam
 OTHERS = (["plan", "quickstart"], ["plugins"], ["--help"])
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", some(VALUES, 3))
 def test_a_broken_entry_is_one_line_where_it_is_used(value: str, tmp_path: Path) -> None:
     groups = [GROUPS[kind] for kind in ("plugin", "task", "command")]
     folder = package(tmp_path, "".join(f"[{group}]\ntheirs = {VALUES[value]}\n" for group in groups))

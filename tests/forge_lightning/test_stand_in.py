@@ -15,7 +15,13 @@ from forge_plugins import Clip
 L = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import StochasticWeightAveraging, TQDMProgressBar  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn  # noqa: E402
 
 from tests.forge_lightning.both import Subject, loader  # noqa: E402
@@ -149,3 +155,68 @@ def test_a_run_without_a_length_has_no_planned_number() -> None:
     task = forge.LightningAdapter(module)
     forge.Trainer(max_updates=3, plugins=[], run_dir=False, device="cpu").fit(task, Endless())
     assert module.heard[0] == (math.inf, 3)
+
+
+def test_every_property_of_lightnings_trainer_is_answered() -> None:
+    """What the stand-in does not define itself is Lightning's own definition over what it does."""
+    names = [name for name in dir(L.Trainer) if isinstance(getattr(L.Trainer, name), property) and name[0] != "_"]
+    refused: dict[str, Any] = {}
+
+    class Asks(Subject):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for name in names:
+                try:
+                    getattr(self.trainer, name)
+                except Exception as error:
+                    refused[name] = error
+            return self.loss(batch)
+
+    fit(Asks(), loader(10, seed=1))
+    assert len(names) > 50
+    assert not refused
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_are_found_as_by_lightning(tmp_path: Any) -> None:
+    stop, keep = EarlyStopping("val_loss"), ModelCheckpoint(tmp_path, monitor="val_loss")
+    seen: list[Any] = []
+
+    class Asks(Subject):
+        def on_train_start(self) -> None:
+            t = self.trainer
+            seen.extend([t.early_stopping_callback, t.early_stopping_callbacks, t.progress_bar_callback])
+            seen.extend([t.checkpoint_callback, t.checkpoint_callbacks])
+
+    fit(Asks(), loader(10, seed=1), callbacks=[stop, keep])
+    assert seen == [stop, [stop], None, keep, [keep]]
+
+
+@pytest.mark.parametrize("hook", ["training_epoch_end", "validation_epoch_end"])
+def test_a_hook_that_lightning_has_removed_is_refused_rather_than_never_called(hook: str) -> None:
+    kind = type("Old", (Subject,), {hook: lambda self, outputs: None})
+    with pytest.raises(TaskError, match=f"Support for `{hook}` has been removed"):
+        fit(kind())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_are_lightnings_own_kind_and_a_step_can_be_left_uncounted() -> None:
+    seen: list[Any] = []
+
+    class Asks(Subject):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            before, counted = self.global_step, optimizer._on_after_step
+            optimizer._on_after_step = lambda: None
+            optimizer.step()
+            optimizer._on_after_step, uncounted = counted, self.global_step - before
+            optimizer.step()
+            kinds = isinstance(optimizer, LightningOptimizer), isinstance(optimizer, torch.optim.Adam)
+            seen.append((*kinds, uncounted, self.global_step - before))
+
+    fit(Asks())
+    assert set(seen) == {(True, True, 0, 1)}

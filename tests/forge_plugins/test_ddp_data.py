@@ -403,6 +403,7 @@ def random_by_design() -> int:
     return data.reads - 8
 
 
+@pytest.mark.slow
 def test_samples_that_are_random_by_design_are_no_difference() -> None:
     assert all(0 < reads <= 128 for reads in ranks(2)(random_by_design))
 

@@ -148,8 +148,8 @@ def test_progress_lists_no_layers_and_takes_no_look(
 ) -> None:
     fit(made(), make_batches(4), plugins=[Monitor("1 updates", histograms=True), Progress("1 h"), Clip()])
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["epoch", "done"]
-    assert "grad_norm/before" in lines[0]
+    assert [line.split()[0] for line in lines] == ["cpu", "epoch", "done"]
+    assert "grad_norm/before" in lines[1]
     assert "monitor" not in "".join(lines)
 
 

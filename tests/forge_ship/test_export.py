@@ -488,7 +488,7 @@ def loaded(path: Path) -> Any:
     return torch.jit.load(str(path)) if path.suffix == ".ts" else torch.export.load(path).module()
 
 
-@pytest.mark.parametrize("to", ["torchscript", "pt2"])
+@pytest.mark.parametrize("to", ["torchscript", pytest.param("pt2", marks=pytest.mark.slow)])
 def test_a_program_returns_what_the_task_returns(to: str, tmp_path: Path) -> None:
     images = torch.randn(3, 4)
     made = exported(Classifier(), tmp_path / "tensor", to)
@@ -539,7 +539,8 @@ DETECTORS = {
 }
 
 
-@pytest.mark.parametrize("name", some(DETECTORS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DETECTORS)
 def test_a_detection_model_is_exported_with_its_operators(name: str, tmp_path: Path) -> None:
     detection = pytest.importorskip("torchvision.models.detection")
     torch.manual_seed(0)

@@ -330,6 +330,9 @@ class OtherBatches:
     def all_max(self, numbers: list[int]) -> list[int]:
         return [number + 1 for number in numbers]
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value, "another"]
+
 
 def test_other_batches_on_another_rank_name_the_packages_cure() -> None:
     loader = adopt(Loader(stream_of("lance"), 4), "train", allow_inexact=True)

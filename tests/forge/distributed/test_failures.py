@@ -423,6 +423,7 @@ def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
     assert report in ranks.text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_holds_the_store_is_named_first(start: Start) -> None:
     ranks = start("stop", who=0, at=600)  # when the other has heard of it
     ranks.until_failing()

@@ -49,8 +49,8 @@ def test_the_rhythm_fires_every_hook_in_its_place() -> None:
         "configure",
         "setup_env",
         *["build_model"] * 5,
-        *["build_loader"] * 2,
         "plan_step",
+        *["build_loader"] * 2,
         "build_optimizers",
         "start",
         "state_dict",  # what could not be saved is refused before any work

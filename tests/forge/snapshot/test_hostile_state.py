@@ -97,22 +97,6 @@ def test_state_that_its_owner_cannot_read_is_refused(part: str, saved: dict[str,
     refused(signed(tmp_path, saved, lambda tree: tree.update({part: {name: ["x"] for name in tree[part]}})))
 
 
-def test_a_number_of_a_plugin_or_an_optimizer_is_one(saved: dict[str, Any], tmp_path: Path) -> None:
-    for number, part in enumerate(("plugins", "optimizers")):
-        (tmp_path / part).mkdir()
-        path = signed(tmp_path / part, saved, lambda tree, part=part: tree.update({part: as_text(tree[part])}))
-        assert f"{('plugins.', 'optimizers.')[number]}" in refused(path)
-
-
-def as_text(value: Any) -> Any:
-    """The same with a text for every number."""
-    if isinstance(value, (dict, list, tuple)):
-        if isinstance(value, dict):
-            return {key: as_text(part) for key, part in value.items()}
-        return type(value)(map(as_text, value))
-    return "x" if type(value) in (int, float) else value
-
-
 @pytest.mark.parametrize("odd", [{"progress": ["x"]}, {"task": "x"}, {"task": {"class": 5, "options": []}}], ids=str)
 def test_the_verbs_that_read_a_checkpoint_refuse_it(
     odd: dict[str, Any], saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
