@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import distribution, packages_distributions
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,5 +42,9 @@ def import_libraries(names: Iterable[str]) -> None:
 
 def _is_library(name: str) -> bool:
     """Whether a package of this name is installed, by a distribution that requires torch."""
+    if (
+        not name.isidentifier() or find_spec(name) is None
+    ):  # most are torch's own; to list what is installed takes a second
+        return False
     found = packages_distributions().get(name, ())
     return any(re.match(r"torch\b(?!-)", each) for owner in found for each in distribution(owner).requires or ())

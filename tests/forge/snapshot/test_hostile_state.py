@@ -18,6 +18,7 @@ from forge.errors import CheckpointError, ForgeError
 from forge.progress import Counters, Interval
 from forge.testing import TinyTask, tiny_batches
 from tests.support import limited
+from tests.support.profiles import covering
 
 ODD = {
     "text": "x",
@@ -61,8 +62,7 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("field", [field.name for field in fields(Counters)])
+@pytest.mark.parametrize(("field", "odd"), covering((field.name for field in fields(Counters)), ODD))
 def test_every_counter_is_checked(field: str, odd: str, saved: dict[str, Any], tmp_path: Path) -> None:
     path = signed(tmp_path, saved, lambda tree: tree["progress"].update({field: ODD[odd]}))
     assert f"progress.{field} is" in refused(path)
@@ -80,8 +80,7 @@ def test_a_missing_part_is_named(name: str, saved: dict[str, Any], tmp_path: Pat
     assert name in refused(signed(tmp_path, saved, lambda tree: tree.pop(name)))
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("name", ["batches", "samples"])
+@pytest.mark.parametrize(("name", "odd"), covering(["batches", "samples"], ODD))
 def test_the_place_in_the_data_is_checked(name: str, odd: str, saved: dict[str, Any], tmp_path: Path) -> None:
     refused(signed(tmp_path, saved, lambda tree: tree["data"].update({name: ODD[odd]})))
 
