@@ -341,6 +341,7 @@ class TestBar:
         assert terminal.last_picture.startswith(f" epoch 1/1 {word} ━")
         assert terminal.getvalue().endswith(SHOW_CURSOR)
 
+    @pytest.mark.slow
     def test_a_line_that_cannot_wait_stands_above_the_bars(self) -> None:
         """As a handler of Ctrl-C writes it, on a real terminal, which echoes ^C."""
         script = (
