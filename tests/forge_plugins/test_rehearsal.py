@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from forge.errors import CheckpointError
 from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
-from forge_plugins.checkpoint.rehearsal import ResumeVerdict, judged
+from forge_plugins.checkpoint.rehearsal import Moment, ResumeVerdict, judged
 
 EXACT = "Resume rehearsed: a second process continued this run bit for bit."
 
@@ -317,6 +318,17 @@ def test_a_run_that_ends_first_says_so_in_its_card_alone(tmp_path: Path, caplog:
     live(tmp_path, TinyTask(), max_updates=5)
     assert resume_of(tmp_path) == "not rehearsed: the run ended first"
     assert "rehearsed" not in caplog.text
+
+
+def test_a_run_that_takes_no_longer_than_its_start_is_short() -> None:
+    start = Moment()
+    start.began, start.start_up = time.monotonic() - 10, 3.0
+    run = SimpleNamespace(planned_updates=100, progress=SimpleNamespace(update=10))
+    assert start.is_short(run)  # 3 s to start, 100 s in all  # pyright: ignore[reportArgumentType]
+    run.planned_updates = 10_000
+    assert not start.is_short(run)  # pyright: ignore[reportArgumentType]
+    run.planned_updates = None
+    assert not start.is_short(run)  # pyright: ignore[reportArgumentType]
 
 
 def test_off_is_a_word_in_a_recipe_too() -> None:

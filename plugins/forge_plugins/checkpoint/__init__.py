@@ -23,9 +23,11 @@ from forge_plugins.checkpoint.rehearsal import (
     ENDED,
     ERROR,
     REFUSED,
+    SHORT,
     SWITCH,
     Continuation,
     CopiedProcess,
+    Moment,
     NewProcess,
     Rehearsal,
     Resumes,
@@ -130,6 +132,7 @@ class Checkpoint(forge.Plugin):
         self._part: Continuation | None = None
         "What this plugin does in a rehearsal, instead of saving."
         self._rehearsal: Rehearsal | None = None
+        self._start = Moment()
         self._forget()
 
     def _forget(self) -> None:
@@ -160,6 +163,7 @@ class Checkpoint(forge.Plugin):
     def forge_configure(self, trainer: forge.Run) -> None:
         """Have a second process stand by, before anything of this run is made."""
         self._end_rehearsal()
+        self._start = Moment()
         self._forget()
         if trainer.verb != "fit" or self._part or self._resumes is None or trainer.wanted_run_dir is False:
             return
@@ -201,7 +205,7 @@ class Checkpoint(forge.Plugin):
             raise CheckpointError(f"{text} checkpoint.rehearse is strict, so the run stops here.")
         if not verdict.is_good:
             logger.warning("%s", text, extra={"finding": "state_not_saved"})
-        elif verdict.detail != ENDED:
+        elif verdict.detail not in (ENDED, SHORT):
             logger.info("%s", text)
 
     @forge.hookimpl(wrapper=True)
@@ -364,7 +368,7 @@ class Checkpoint(forge.Plugin):
         if trainer.limit_reached is not None or trainer.stop_reason is not None:  # no update follows
             return lambda: None
         assert run_dir is not None
-        reason = self._why_not or why_not_now(trainer)
+        reason = self._why_not or why_not_now(trainer, self._start, self.config.rehearse == "strict")
         if rehearsal is None or reason is not None:
             self._tell(trainer, ResumeVerdict("not rehearsed", reason or ""))
             return lambda: None

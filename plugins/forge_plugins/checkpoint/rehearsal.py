@@ -34,7 +34,10 @@ FOLDER = ".rehearsal"
 """The folder, in the run's, in which the second process works."""
 SWITCH = "FORGE_REHEARSE"
 """The environment variable that switches rehearsals off (off): for programs that make many short runs."""
-ENDED = "the run ended first"
+ENDED, SHORT = "the run ended first", "the run is short"
+"""Reasons that are told in the card alone."""
+NOTABLE = 0.02
+"""The part of a run's expected time that starting a second process may take."""
 REFUSED = "refused: "
 IS_RESUMED = "This run differs from the attempt that it continues"
 PATIENCE = 2.0
@@ -427,10 +430,26 @@ def why_not(trainer: forge.Run, asked: bool) -> str | None:
     return None
 
 
-def why_not_now(trainer: forge.Run) -> str | None:
+class Moment:
+    """When a fit began, and what it took to get there."""
+
+    def __init__(self) -> None:
+        self.began, self.start_up = time.monotonic(), time.process_time()
+
+    def is_short(self, trainer: forge.Run) -> bool:
+        """Whether to start once more would take a notable part of the whole run."""
+        if trainer.planned_updates is None:
+            return False
+        expected = (time.monotonic() - self.began) * trainer.planned_updates / max(1, trainer.progress.update)
+        return self.start_up > NOTABLE * expected
+
+
+def why_not_now(trainer: forge.Run, start: Moment, asked: bool) -> str | None:
     """Return why a run is not rehearsed from its first checkpoint on, if so."""
     if trainer.env.world > 1:
         return "it runs on several ranks"
+    if trainer.again and not asked and start.is_short(trainer):
+        return SHORT
     with suppress(OSError, ValueError, KeyError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
