@@ -24,7 +24,7 @@ from forge.errors import CheckpointError
 from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
-from forge_plugins.checkpoint.rehearsal import Moment, ResumeVerdict, judged
+from forge_plugins.checkpoint.rehearsal import FitStart, ResumeVerdict, judged
 
 EXACT = "Resume rehearsed: a second process continued this run bit for bit."
 
@@ -321,7 +321,7 @@ def test_a_run_that_ends_first_says_so_in_its_card_alone(tmp_path: Path, caplog:
 
 
 def test_a_run_that_takes_no_longer_than_its_start_is_short() -> None:
-    start = Moment()
+    start = FitStart()
     start.began, start.start_up = time.monotonic() - 10, 3.0
     run = SimpleNamespace(planned_updates=100, progress=SimpleNamespace(update=10))
     assert start.is_short(run)  # 3 s to start, 100 s in all  # pyright: ignore[reportArgumentType]

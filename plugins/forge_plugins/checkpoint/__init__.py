@@ -27,7 +27,7 @@ from forge_plugins.checkpoint.rehearsal import (
     SWITCH,
     Continuation,
     CopiedProcess,
-    Moment,
+    FitStart,
     NewProcess,
     Rehearsal,
     Resumes,
@@ -132,7 +132,7 @@ class Checkpoint(forge.Plugin):
         self._part: Continuation | None = None
         "What this plugin does in a rehearsal, instead of saving."
         self._rehearsal: Rehearsal | None = None
-        self._start = Moment()
+        self._start = FitStart()
         self._forget()
 
     def _forget(self) -> None:
@@ -163,7 +163,7 @@ class Checkpoint(forge.Plugin):
     def forge_configure(self, trainer: forge.Run) -> None:
         """Have a second process stand by, before anything of this run is made."""
         self._end_rehearsal()
-        self._start = Moment()
+        self._start = FitStart()
         self._forget()
         if trainer.verb != "fit" or self._part or self._resumes is None or trainer.wanted_run_dir is False:
             return

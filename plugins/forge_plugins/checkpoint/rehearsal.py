@@ -430,7 +430,7 @@ def why_not(trainer: forge.Run, asked: bool) -> str | None:
     return None
 
 
-class Moment:
+class FitStart:
     """When a fit began, and what it took to get there."""
 
     def __init__(self) -> None:
@@ -444,7 +444,7 @@ class Moment:
         return self.start_up > NOTABLE * expected
 
 
-def why_not_now(trainer: forge.Run, start: Moment, asked: bool) -> str | None:
+def why_not_now(trainer: forge.Run, start: FitStart, asked: bool) -> str | None:
     """Return why a run is not rehearsed from its first checkpoint on, if so."""
     if trainer.env.world > 1:
         return "it runs on several ranks"
