@@ -35,7 +35,7 @@ FOLDER = ".rehearsal"
 SWITCH = "FORGE_REHEARSE"
 """The environment variable that switches rehearsals off (off): for programs that make many short runs."""
 ENDED, SHORT = "the run ended first", "the run is short"
-"""Reasons that are told in the card alone."""
+"""Reasons that only the card gives."""
 NOTABLE = 0.02
 """The part of a run's expected time that starting a second process may take."""
 REFUSED = "refused: "
@@ -225,7 +225,6 @@ class Rehearsal:
         self.own: Line | None = None
         "What the run has after the updates that are rehearsed."
         self.played: list[Line] = []
-        self.failure: str | None = None
         self._folder: Path | None = None
         self._under_way = False
         self._answers: list[str] = []
