@@ -29,6 +29,7 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.left_out import is_left_out
 from forge.torch_internals import pytree
+from forge_doctor.experiments import company, equivariance, influence, lossy, pairs, reachable, scale, stages, values
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import learn
 from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
@@ -60,6 +61,29 @@ from forge_doctor.unsaved import fingerprint_hidden, is_a_librarys
 from forge_doctor.worst import worst_samples
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "influence of weights": influence.weights,
+    "samples apart": equivariance.samples,
+    "answers that are seen": equivariance.answers_seen,
+    "batch after batch": equivariance.state,
+    "bounds of the loss": reachable.bounds,
+    "metrics of the best answers": reachable.metrics,
+    "training beside validation": stages.two_steps,
+    "whole and parts": stages.whole_and_parts,
+    "validation batch after batch": stages.twice,
+    "values that are not finite": values.finite,
+    "values that are unseen": values.unseen,
+    "constant columns": values.constant,
+    "values in the step": values.in_step,
+    "pairs follow": pairs.follow,
+    "losses while reading": lossy.reading,
+    "losses in steps": lossy.steps,
+    "alone and in company": company.alone,
+    "evaluation twice as a whole": stages.evaluated_twice,
+    "metrics before training": stages.best_at_first,
+    "layout of pictures": values.layout,
+    "targets among the inputs": values.giveaway,
+    "splits told apart": values.told_apart,
+    "spreads of columns": values.spreads,
     "noise of workers": worker_noise.workers,  # before others have read samples in this process
     "what the loss reaches": graph.reach,
     "what a step changes": graph.purity,
@@ -114,7 +138,6 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "labels among the features": class_labels.giveaways,
     "seeds of the data": data.generator,
     "noise of the samples": serving.noise,
-    "reading a sample again": serving.changed,
     "seeds while training": serving.reseeded,
     "turned pictures": serving.turned,
     "values that were filled in": preparation.filled,
@@ -137,6 +160,9 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 """Probes of the task as it is, in this order; then those that packages offer by the entry point `forge.probes`."""
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "statistics of validation": stages.stale,
+    "influence of the batch": influence.inputs,
+    "influence of parts": influence.slices,
     "inputs are read after updates": independence.reads_its_input,
     "results on this device": precision.devices,
     "results in mixed precision": precision.mixed_precision,
@@ -155,6 +181,12 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "waiting for batches": motion.waits,
 }
 """Probes after a few updates."""
+
+LAST: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "a small step": scale.small_step,
+    "rates": scale.rates,
+}
+"""Experiments that train copies, after the run."""
 
 UPDATES = 12
 """Updates of the short run."""
@@ -199,6 +231,9 @@ def doctor(
         examination.hooks, examination.original = gradient_hooks(task), task
         examination.validate_every = plan.get("validate_every")
         _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
+        if examination.patient is not None and not report.skipped.get("the run"):
+            examination.patient.make = functools.partial(_copy, task)
+            examination._probe(LAST)
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
             learn(examination.patient, functools.partial(_copy, task), plugins, settings, budget or ONE_BATCH, report)
@@ -288,6 +323,9 @@ class Examination(Plugin):
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
         self._hidden = fingerprint_hidden(trainer)
+        loaders = {"train": self.given[0], "val": _first_of(self.given[1])}
+        with suppress(Exception):  # before anything is read: reading itself may change the data
+            self.report.findings.extend(serving.changed(loaders))
         self.patient = admitted(trainer, *self.given)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
@@ -296,6 +334,7 @@ class Examination(Plugin):
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
         self._weights = copied(self.patient.task)
+        self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
     def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
         assert self.patient is not None
@@ -391,7 +430,7 @@ class Examination(Plugin):
 def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
     """Read the first batches and samples, on the run's device."""
     device = trainer.env.device
-    loader = next(iter(val.values())) if isinstance(val, dict) else val
+    loader = _first_of(val)
     served, samples = _served(train)
     val_served, val_samples = _served(loader)
     move = lambda tree: pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)  # noqa: E731
@@ -402,6 +441,10 @@ def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
     patient.order = _order_of_modules(patient)
     patient.headroom = start.headroom(trainer)
     return patient
+
+
+def _first_of(val: Any) -> Any:
+    return next(iter(val.values()), None) if isinstance(val, dict) else val
 
 
 def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:

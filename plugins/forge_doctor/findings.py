@@ -93,6 +93,28 @@ FINDINGS = {
     "triplet_order": ("warning", "Pass anchor, positive and negative in this order."),
     "bounded_logits": ("warning", "Divide by the temperature, or multiply by a scale of 10 to 100, or a learnt one."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
+    # experiments
+    "gradient_is_cut": (
+        "note",
+        "Look at detach(), no_grad() and .item() on the way: if nothing is to be held fixed there, remove them.",
+    ),
+    "tensor_ignored": ("note", "Use the tensor in the step, or leave it out of the batch."),
+    "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),
+    "state_between_batches": ("note", "Reset what is carried over at the begin of each step, if it is not meant."),
+    "loss_floor": ("warning", "Give the loss raw answers: remove the last activation, or scale answers and targets."),
+    "metric_blind": ("warning", "Look at the arguments, the dimension and the threshold of the metric."),
+    "stages_differ": ("note", "Prepare inputs and compute metrics by one function, for training and validation."),
+    "bad_values": ("warning", "Remove or fill in what is missing where the data are read."),
+    "values_unseen": ("warning", "Encode all splits by one table, and split so that each class is in train."),
+    "constant_column": ("note", "Remove the columns, or look at how they are read."),
+    "pairs_broken": ("error", "Draw once, and apply the same turn to the input and to its target."),
+    "step_raises_loss": ("warning", "Look at the sign of the loss, at hooks on gradients, and at the optimizer's step."),
+    "metric_against_loss": ("warning", "Look at the sign and the direction of the loss: it rewards the wrong thing."),
+    "values_lost": ("warning", "Compute in a type that holds the values."),
+    "depends_on_company": ("warning", "Mask the padding, offset indices by sample, and keep statistics over the batch out."),
+    "pixels_scrambled": ("error", "Move the channels by permute(2, 0, 1); view and reshape do not move them."),
+    "stale_statistics": ("warning", "Copy the buffers of the trained module with its weights, or train the layer."),
+    "modes_differ": ("warning", "Look at the layer's momentum, scaling and use of self.training."),
     # independence
     "batch_dependence": (
         "error",

@@ -76,6 +76,16 @@ class Patient:
     "Of the planned run, those included that the examination leaves out."
     hooks: dict[str, list[Any]] = field(default_factory=dict)
     "Functions that are hooked to the gradients of parameters, by name: copies of a task have none."
+    make: Any = None
+    "A function that makes another copy of the user's own task."
+    buffers_before: dict[str, Tensor] = field(default_factory=dict)
+    "The buffers of the untrained task."
+    floor: float | None = None
+    "The lowest loss that any answers reach, of the first batch."
+    chance: float | None = None
+    "The lowest loss of one answer for all samples."
+    short: list[dict[str, float]] = field(default_factory=list)
+    "What the steps of a short fit returned."
     supervised: dict[int, Any] = field(default_factory=dict)
     "The prediction and the target of a batch, where there is one of each, by the batch's id."
 
@@ -132,6 +142,10 @@ class Patient:
         twin = copy.deepcopy(self.task)
         twin.trainer = self.trainer
         return twin
+
+    def fresh(self) -> TaskModule:
+        """Return a copy of the task as it was given, to be trained."""
+        return self.make() if self.make is not None else copy.deepcopy(self.task)
 
     def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
         """Return the output of a step, with the same random numbers every time, unless a seed is given."""
@@ -230,10 +244,11 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def rows(batch: Any) -> list[tuple[Tensor, ...]]:
-    """The samples of a batch: a row of each tensor that has one for each."""
-    size = batch_size(batch)
-    whole = [x.detach().cpu().unbind() for x in tensors(batch) if x.ndim and len(x) == size]
-    return list(zip(*whole, strict=True))
+    """The samples of a batch: a row of each tensor. Where tensors differ in length, rows are no samples."""
+    size, found = batch_size(batch), [x for x in tensors(batch) if x.ndim]
+    if any(len(x) != size for x in found):  # nodes and edges of a graph, say
+        return []
+    return list(zip(*(x.detach().cpu().unbind() for x in found), strict=True))
 
 
 def with_rows(tree: Any, size: int, change: Any) -> Any:

@@ -77,9 +77,9 @@ def _are_parallel(rows: Tensor) -> bool:
     return float(cosines.min()) > 0.9999
 
 
-def changed(patient: Patient) -> Iterator[Finding]:
+def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
     """Reading a sample for the second time changes it in the dataset."""
-    for name, loader in patient.loaders.items():
+    for name, loader in loaders.items():
         dataset = indexed(loader)
         if dataset is None or len(dataset) < 8:
             continue

@@ -1,0 +1,224 @@
+"""Answers: what the last layers of a task give, as free tensors, so that loss and metrics can be examined alone.
+
+The answers are the outputs of layers with weights between which and the loss no other such layer stands. They are found
+in the graph of the loss. Every layer with weights then returns what it returned before, and the answers what they are
+told to: a step on given answers costs what the loss costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.contract.task import TaskModule
+from forge.torch_internals import pytree
+from forge_doctor.patient import Patient, like, loss_of, tensors
+from forge_doctor.probes.graph import nodes
+
+Place = tuple[str, int, int]
+"""A module's path, the number of its call, and the number of the tensor among its output."""
+MOST_NUMBERS = 2_000_000
+"""Numbers of answers that are still optimised."""
+STEPS = 120
+ENOUGH = 1e-4
+"""Of the way from a constant answer, that ends an optimisation."""
+
+
+def own_weights(task: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that have parameters themselves."""
+    for path, module in task.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            yield path, module
+
+
+@contextmanager
+def layer_calls(task: nn.Module, noted: Any) -> Iterator[None]:
+    """Call `noted(path, number, output)` after each call of a layer with weights; what it returns is the output."""
+    counts: Counter[str] = Counter()
+
+    def hook(path: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            counts[path] += 1
+            return noted(path, counts[path] - 1, output)
+
+        return after
+
+    handles = [module.register_forward_hook(hook(path)) for path, module in own_weights(task)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Answers:
+    """The answers of a task to a batch, and the task with all its layers held."""
+
+    patient: Patient
+    task: TaskModule
+    batch: Any
+    name: str | None
+    given: dict[Place, Tensor]
+    "The answers by place."
+    held: dict[tuple[str, int], Any]
+    "What each call of a layer returned."
+    loss: float
+    used: set[tuple[str, int]] = field(default_factory=set)
+    "The answers that the last step asked for."
+
+    @property
+    def values(self) -> list[Tensor]:
+        return list(self.given.values())
+
+    @property
+    def paths(self) -> list[str]:
+        return list(dict.fromkeys(path for path, _, _ in self.given))
+
+    def step(self, values: list[Tensor], batch: Any = None, stage: str = "train") -> Any:
+        """Run a step on these answers."""
+        told = dict(zip(self.given, values, strict=True))
+        self.used = set()
+
+        def noted(path: str, number: int, output: Any) -> Any:
+            is_answer = any(place[:2] == (path, number) for place in told)
+            if is_answer:
+                self.used.add((path, number))
+            if not is_answer and any(True for _ in self.task.get_submodule(path).children()):
+                return output  # it has run, on what the layers inside it gave
+            kept = self.held.get((path, number))
+            if kept is None:
+                raise LookupError(f"call {number} of {path}")
+            flat, shape = pytree.tree_flatten(kept)
+            places = [told.get((path, number, i), x) for i, x in enumerate(flat)]
+            return pytree.tree_unflatten(places, shape)
+
+        task = like(self.task, self.patient.task) if stage == "train" else self.task.eval()
+        with _idle(task), layer_calls(task, noted):
+            return self.patient.run(task, self.batch if batch is None else batch, stage, self.name)
+
+    def loss_at(self, values: list[Tensor], batch: Any = None) -> Tensor:
+        return loss_of(self.step(values, batch))
+
+    def slopes(self, values: list[Tensor] | None = None, batch: Any = None) -> list[Tensor]:
+        """The gradient of the loss by the answers."""
+        free = [x.detach().clone().requires_grad_() for x in (self.values if values is None else values)]
+        found = torch.autograd.grad(self.loss_at(free, batch), free, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(free, found, strict=True)]
+
+    def best(self, batch: Any = None, constant: bool = False, steps: int = STEPS) -> tuple[float, list[Tensor]]:
+        """Minimise the loss over the answers, or over one answer that all samples get; the lowest loss, and where."""
+        spread = [max(float(x.float().std()) if x.numel() > 1 else 0.0, 0.3) for x in self.values]
+        start = [x.detach().clone() for x in self.values]
+        if constant:
+            start = [x.mean(0, keepdim=True) if x.ndim else x for x in start]
+        us = [x.requires_grad_() for x in start]
+        whole = lambda: [u.expand_as(x) if u.ndim else u for u, x in zip(us, self.values, strict=True)]  # noqa: E731
+        adam = torch.optim.Adam([{"params": [u], "lr": 0.3 * s} for u, s in zip(us, spread, strict=True)])
+        lowest, found = float("inf"), [x.detach().clone() for x in self.values]
+        for number in range(steps):
+            if number == 2 * steps // 3:
+                for group in adam.param_groups:
+                    group["lr"] *= 0.1
+            adam.zero_grad()
+            loss = self.loss_at(whole(), batch)
+            value = float(loss.detach())
+            if value != value:
+                break
+            if value < lowest:
+                lowest, found = value, [x.detach().clone() for x in whole()]
+            loss.backward()
+            adam.step()
+        return lowest, found
+
+
+@contextmanager
+def _idle(task: nn.Module) -> Iterator[None]:
+    """Layers do not compute: their hooks say what they return. A layer whose forward runs others must run."""
+    idle = [
+        module
+        for _, module in own_weights(task)
+        if not any(True for _ in module.children()) and "forward" not in vars(module)
+    ]
+    for module in idle:
+        module.forward = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for module in idle:
+            del module.forward
+
+
+def answers(patient: Patient, batch: Any, name: str | None = None) -> Answers | None:
+    """Find the answers of a task to a batch; None where the loss is not computed from outputs of layers alone."""
+    task = patient.clone()
+    calls: dict[tuple[str, int], Any] = {}
+
+    def noted(path: str, number: int, output: Any) -> Any:
+        calls[path, number] = output
+        return output
+
+    with torch.enable_grad(), layer_calls(task, noted):
+        loss = patient.loss(task, batch, name)
+    if not isinstance(loss, Tensor) or loss.grad_fn is None or loss.numel() != 1:
+        return None
+    made: dict[Any, list[tuple[Place, Tensor]]] = {}
+    for (path, number), output in calls.items():
+        for i, x in enumerate(pytree.tree_leaves(output)):
+            if isinstance(x, Tensor) and x.grad_fn is not None and x.is_floating_point():
+                made.setdefault(x.grad_fn, []).append(((path, number, i), x))
+    order = {(path, number): i for i, (path, number) in enumerate(calls)}
+    found: dict[Place, Tensor] = {}
+    for node in _frontier(loss, set(made)):
+        place, x = min(made[node], key=lambda item: order[item[0][:2]])  # the innermost of modules that pass it on
+        found[place] = x.detach()
+    found = dict(sorted(found.items(), key=lambda item: order[item[0][:2]]))
+    if not found or sum(x.numel() for x in found.values()) > MOST_NUMBERS:
+        return None
+    held = {key: pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out) for key, out in calls.items()}
+    whole = Answers(patient, task, batch, name, found, held, float(loss.detach()))
+    try:
+        again = float(whole.loss_at(whole.values).detach())
+    except Exception:  # a step that needs more of its layers than what they return
+        return None
+    return whole if abs(again - whole.loss) <= 1e-4 * abs(whole.loss) + 1e-6 else None
+
+
+def _frontier(loss: Tensor, made: set[Any]) -> list[Any]:
+    """The nodes of outputs that a walk back from the loss meets first."""
+    seen: set[Any] = set()
+    todo, found = [loss.grad_fn], []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in made:
+            found.append(node)
+        else:
+            todo.extend(child for child, _ in node.next_functions)
+    return found
+
+
+def chain(loss: Tensor, stop: set[Any]) -> list[str]:
+    """The operations between answers and a loss, from the answers on, each once."""
+    names: dict[str, None] = {}
+    for node in nodes(loss):
+        if node not in stop:
+            names[type(node).__name__.rstrip("0123456789").removesuffix("Backward")] = None
+    return list(names)[::-1]
+
+
+def rows_of(x: Tensor, size: int | None) -> bool:
+    return bool(x.ndim) and len(x) == size
+
+
+def leaves_with_rows(batch: Any, size: int | None) -> dict[int, Tensor]:
+    """The tensors of a batch with a sample in each row, by place."""
+    return {place: x for place, x in enumerate(tensors(batch)) if rows_of(x, size)}

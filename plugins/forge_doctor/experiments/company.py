@@ -1,0 +1,77 @@
+"""Company: a sample alone and among others, by the loader's own collate: the task must say the same of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.torch_internals import pytree
+from forge_doctor.experiments.intervene import calls_of
+from forge_doctor.findings import Finding
+from forge_doctor.patient import SEED, Patient
+from forge_doctor.stored import indexed
+
+SAMPLES = 6
+NEAR = 1e-3
+"""Differences that count as none, as a share of the deviation."""
+
+
+def alone(patient: Patient) -> Iterator[Finding]:
+    """Collate some samples together and one by one: what the last layer says of each must stay."""
+    stage = "val" if patient.can_validate else "train"
+    loader = patient.loaders[stage]
+    dataset, collate = indexed(loader), getattr(loader, "collate_fn", None)
+    if dataset is None or collate is None or len(dataset) < SAMPLES or getattr(loader, "batch_size", None) in (None, 1):
+        return
+    items = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES)][:SAMPLES]
+    together = _outputs(patient, collate(items), stage)
+    again = _outputs(patient, collate(items), stage, SEED + 1)
+    singles = [_outputs(patient, collate([item]), stage) for item in items]
+    for key, x in together.items():
+        if any(key not in single for single in singles) or not _same(x, again.get(key)):
+            return  # it draws random numbers, or does other things with one sample
+    for key in list(together)[::-1]:
+        rows = [single[key] for single in singles]
+        worst = _apart(together[key], rows)
+        if worst is None:
+            continue
+        if worst > NEAR:
+            first = next((k[0] for k in together if (_apart(together[k], [s[k] for s in singles]) or 0) > NEAR), key[0])
+            yield Finding(
+                "depends_on_company",
+                f"What {key[0]} says of a sample differs by {worst:.2g} of its deviation between a batch of {SAMPLES} and a "
+                f"batch of it alone, in evaluation mode; the first layer at which it does is {first}. Padding, indices "
+                "into the batch, or statistics over it reach the answers.",
+                first,
+                {"difference": worst},
+            )
+        return
+
+
+def _outputs(patient: Patient, batch: Any, stage: str, seed: int = SEED) -> dict[tuple[str, int], Tensor]:
+    batch = pytree.tree_map(lambda x: x.to(patient.device) if isinstance(x, Tensor) else x, batch)
+    return {key: out[0] for key, out in calls_of(patient, batch, stage, seed=seed)[0].items() if len(out) == 1}
+
+
+def _same(x: Tensor, y: Tensor | None) -> bool:
+    return y is not None and x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-5)
+
+
+def _apart(x: Tensor, rows: list[Tensor]) -> float | None:
+    """The largest difference between rows of a batch and the same rows alone; None where they have no common shape."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    total = sum(len(row) for row in rows if row.ndim)
+    if not x.ndim or any(not row.ndim for row in rows) or len(x) != total:
+        return None
+    for whole, row in zip(x.split([len(row) for row in rows]), rows, strict=True):
+        if whole.shape == row.shape:
+            parts.append((whole, row))
+        elif whole.ndim == row.ndim >= 3 and whole.shape[2:] == row.shape[2:] and row.shape[1] <= whole.shape[1]:
+            parts.append((whole[:, : row.shape[1]], row))
+        else:
+            return None
+    scale = float(x.float().std(correction=0)) or 1.0
+    return max(float((a.float() - b.float()).abs().max()) for a, b in parts if a.numel()) / scale

@@ -1,0 +1,200 @@
+"""Equivariance: permute the batch, change other samples, change what comes later: answers follow, or stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.data.accumulation_windows import batch_size
+from forge_doctor.experiments.answers import answers
+from forge_doctor.experiments.intervene import Calls, calls_of, exchanged, named, parts, with_rows_changed
+from forge_doctor.findings import Finding
+from forge_doctor.patient import SEED, Patient
+
+NEAR = 1e-4
+"""Differences of outputs that count as none, as a share of their deviation."""
+MOST_STEPS = 512
+
+
+def samples(patient: Patient) -> Iterator[Finding]:
+    """Change one half of a batch: what layers give for the other half must stay, in evaluation mode."""
+    given = [("train", patient.batches[0]), *([("val", patient.val_batches[0])] if patient.can_validate else [])]
+    for stage, batch in given[::-1]:
+        with suppress(Exception):
+            found = list(_mixed(patient, stage, batch))
+            yield from found
+            if found:
+                return
+
+
+def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
+    size = batch_size(batch)
+    if size is None or size < 4 or any(x.ndim and len(x) != size for x in parts(batch).values()):
+        return  # a graph, or several lengths: rows are no samples
+    base = calls_of(patient, batch, stage)[0]
+    if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1)[0], size, slice(None)):
+        return  # it draws random numbers, of which the rows get others
+    half = size // 2
+    turned = calls_of(patient, with_rows_changed(batch, size, lambda x: x.flip(0)), stage)[0]
+    found = _differing(base, {key: [_flipped(x, size) for x in out] for key, out in turned.items()}, size, slice(None), last=True)
+    if found:
+        path, worst = found[0]
+        yield Finding(
+            "batch_dependence",
+            f"What {path} gives for a sample changes by {worst:.2g} of its deviation when the order of the samples in the "
+            "batch is reversed, in evaluation mode: it depends on the sample's place in the batch.",
+            path,
+            {"difference": worst},
+        )
+        return
+    for kept, other in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
+        after = calls_of(patient, with_rows_changed(batch, size, other), stage)[0]
+        found = _differing(base, after, size, kept)
+        if found and _is_certain(patient, batch, stage, size, base):
+            path, worst = found[0]
+            yield Finding(
+                "batch_dependence",
+                f"What {path} gives for one half of a batch changes by {worst:.2g} of its deviation when the other half "
+                f"is replaced, in evaluation mode: samples are mixed in or before {path}.",
+                path,
+                {"difference": worst, "layers": [path for path, _ in found][:8]},
+            )
+            return
+
+
+def _flipped(x: Tensor, size: int) -> Tensor:
+    by_sample = _by_sample(x, size)
+    return x if by_sample is None else by_sample.flip(0).reshape(x.shape)
+
+
+def _is_certain(patient: Patient, batch: Any, stage: str, size: int, base: Calls) -> bool:
+    """Whether the last layer's answers mix samples too: some modules keep rows of all samples together on their way."""
+    half = size // 2
+    after = calls_of(patient, with_rows_changed(batch, size, _last_alike), stage)[0]
+    return bool(_differing(base, after, size, slice(half), last=True))
+
+
+def _last_alike(x: Tensor) -> Tensor:
+    """The second half of a batch becomes copies of its last row."""
+    half = len(x) // 2
+    return torch.cat([x[:half], x[-1:].expand_as(x[half:])])
+
+
+def _first_alike(x: Tensor) -> Tensor:
+    half = len(x) // 2
+    return torch.cat([x[:1].expand_as(x[:half]), x[half:]])
+
+
+def _differing(before: Calls, after: Calls, size: int, kept: slice, last: bool = False) -> list[tuple[str, float]]:
+    """Layers whose rows of the kept samples differ, in the order of their calls."""
+    found = []
+    keys = [key for key in before if any(_by_sample(x, size) is not None for x in before[key])]
+    for key in keys[-1:] if last else keys:
+        for x, y in zip(before[key], after.get(key, []), strict=False):
+            mine, theirs = _by_sample(x, size), _by_sample(y, size)
+            if mine is None or theirs is None or mine.shape != theirs.shape:
+                continue
+            scale = float(mine.float().std(correction=0)) or 1.0
+            worst = float((mine[kept].float() - theirs[kept].float()).abs().max()) / scale
+            if worst > NEAR:
+                found.append((key[0], worst))
+    return found
+
+
+def _by_sample(x: Tensor, size: int) -> Tensor | None:
+    """An output with the sample as its first dimension: as it is, or a whole number of rows for each."""
+    if not x.ndim or not len(x):
+        return None
+    if len(x) == size and not (x.ndim > 1 and x.shape[1] == size):  # of each with each, as for contrastive losses
+        return x
+    return x.reshape(size, len(x) // size, *x.shape[1:]) if len(x) > size and len(x) % size == 0 else None
+
+
+def answers_seen(patient: Patient) -> Iterator[Finding]:
+    """Change the value that an answer is compared with: where it is another position of the input, the answer must stay."""
+    for batch in patient.batches[:1]:
+        size = batch_size(batch)
+        held = answers(patient, batch) if size is not None and len(patient.names) == 1 else None
+        if held is None or size is None:
+            return
+        base = held.slopes()
+        for path, x in parts(batch).items():
+            if x.ndim < 2 or len(x) != size or not 4 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
+                continue
+            steps = x.shape[1]
+            for t in (steps // 2, steps // 2 + 1):
+                change = exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))
+                with suppress(Exception):
+                    asked = _moved(base, held.slopes(batch=change), size, steps)
+                    if not asked or t in asked or len(asked) > 3:
+                        continue
+                    now = answers(patient, change)
+                    seen = _moved(held.values, now.values, size, steps) if now is not None else set()
+                    if asked <= seen:
+                        yield Finding(
+                            "sees_the_future",
+                            f"Step {t} of {named(path, patient)} is what the answer at step {min(asked)} is compared "
+                            "with, and that answer changes with it: the model sees what it is to predict.",
+                            held.paths[-1],
+                            {"step": t, "answer": min(asked)},
+                        )
+                        return
+
+
+def _rolled_at(x: Tensor, t: int) -> Tensor:
+    x[:, t] = x[:, t].roll(1, 0).clone()
+    return x
+
+
+def _moved(before: list[Tensor], after: list[Tensor], size: int, steps: int) -> set[int]:
+    """The steps at which answers, or their gradients, differ."""
+    found: set[int] = set()
+    for x, y in zip(before, after, strict=True):
+        if x.shape != y.shape:
+            continue
+        scale = float(x.abs().mean()) or 1.0
+        off = (x - y).abs() > 1e-5 * scale
+        for length in (steps, steps - 1):
+            shaped = _in_steps(off, size, length)
+            if shaped is not None:
+                found |= set(shaped.flatten(2).any(-1).any(0).nonzero().flatten().tolist())
+                break
+    return found
+
+
+def _in_steps(x: Tensor, size: int, steps: int) -> Tensor | None:
+    """A tensor as (samples, steps, the rest); None where it has no such shape."""
+    if x.ndim >= 2 and x.shape[:2] == (size, steps):
+        return x.reshape(size, steps, -1)
+    if x.ndim >= 1 and len(x) == size * steps:
+        return x.reshape(size, steps, -1)
+    if x.ndim >= 2 and x.shape[:2] == (steps, size):
+        return x.transpose(0, 1).reshape(size, steps, -1)
+    if x.ndim == 3 and len(x) == size and x.shape[2] == steps:
+        return x.transpose(1, 2).reshape(size, steps, -1)
+    return None
+
+
+def state(patient: Patient) -> Iterator[Finding]:
+    """Run another batch first: the loss of a batch must not depend on it while the weights stay."""
+    if len(patient.batches) < 2 or len(patient.names) > 1:
+        return
+    losses: list[float] = []
+    for first in (None, patient.batches[1]):
+        task = patient.clone().eval()
+        with torch.no_grad():
+            if first is not None:
+                patient.run(task, first)
+            losses.append(float(patient.loss(task, patient.batches[0])))
+    if abs(losses[0] - losses[1]) > 1e-5 * max(abs(losses[0]), 1e-6):
+        yield Finding(
+            "state_between_batches",
+            f"The loss of a batch is {losses[0]:.6g}, and {losses[1]:.6g} after a step on another batch, with the same "
+            "weights: something is carried over from batch to batch.",
+            f"{type(patient.task).__name__}.training_step",
+            {"alone": losses[0], "after another": losses[1]},
+        )

@@ -1,0 +1,330 @@
+"""Influence: for each weight and each part of the input, whether the loss depends on it, and whether a gradient arrives.
+
+A weight is moved a little, and the change of the loss is compared with what autograd says. Dependence without a gradient
+is a way that is cut; a gradient that is not the slope of the loss is a way that is cut in part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
+from forge_doctor.experiments.intervene import calls_of, doubled, exchanged, in_double, named, parts, says
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient
+from forge_doctor.patient import named as listed
+from forge_doctor.probes.graph import trained
+from forge_doctor.watch import where
+
+MOST_GROUPS = 24
+MOST_SLICES = 32
+NEAR = 0.05
+"""A slope and a gradient that differ by less, as a share, are the same."""
+
+
+class CutWatch(TorchFunctionMode):
+    """Notes the lines at which a value with a graph loses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with suppress(Exception):
+            self._look(func, args, result)
+        return result
+
+    def _look(self, func: Any, args: Any, result: Any) -> None:
+        name = getattr(func, "__name__", "")
+        given = [x for x in args if isinstance(x, Tensor)]
+        had = any(x.requires_grad and x.grad_fn is not None for x in given)
+        if not had or name in ("__get__", "backward", "size", "dim", "requires_grad_", "__repr__"):
+            if name == "__get__" and had and isinstance(result, Tensor) and not result.requires_grad:
+                self._note("a .data or an attribute without a graph")
+            return
+        if name in ("detach", "item", "tolist", "numpy", "argmax", "sign", "round", "floor", "__float__", "__int__"):
+            self._note(f"{name.strip('_')}()")
+        elif not torch.is_grad_enabled():
+            self._note("torch.no_grad()")
+
+    def _note(self, what: str) -> None:
+        line = where()
+        if line:
+            self.lines.setdefault(line, what)
+
+
+def weights(patient: Patient) -> Iterator[Finding]:
+    """Move each group of trained weights, and compare the slope of the loss with the gradient."""
+    known = trained(patient)
+    for name in patient.names:
+        found = _slopes(patient, name, known)
+        if found is None:
+            continue
+        groups, watch = found
+        cut = [group for group in groups if not group.gradient and group.slope > 0]
+        part = [group for group in groups if group.gradient and not group.agrees]
+        at = _cuts(watch)
+        if cut:
+            yield Finding(
+                "no_gradient",
+                f"The loss depends on {listed([group.name for group in cut])}, but no gradient arrives: moving these "
+                f"weights changes the loss (slope {max(g.slope for g in cut):.2g}), and their gradient is 0{at}.",
+                cut[0].name,
+                {"groups": [group.name for group in cut][:8]},
+            )
+        elif part and not _has_own_functions(patient):
+            worst = max(part, key=lambda group: group.off)
+            yield Finding(
+                "gradient_is_cut",
+                f"The gradient of {listed([group.name for group in part])} is not the slope of the loss: along a "
+                f"direction of {worst.name} autograd says {worst.said:.4g}, and the loss changes by {worst.seen:.4g}. "
+                f"Part of the way from these weights to the loss is cut off{at}.",
+                worst.name,
+                {"gradient": worst.said, "slope": worst.seen, "groups": [group.name for group in part][:8]},
+            )
+
+
+def _cuts(watch: CutWatch) -> str:
+    some = [f"{what} at {line}" for line, what in list(watch.lines.items())[:3]]
+    return f" ({', '.join(some)})" if some else ""
+
+
+def _has_own_functions(patient: Patient) -> bool:
+    from forge_doctor.probes.graph import own_functions
+
+    return any(True for output in patient.again(patient.clone()) for _ in own_functions(output))
+
+
+class Group:
+    """Weights that are moved together."""
+
+    def __init__(self, name: str, weights: list[nn.Parameter]):
+        self.name, self.weights = name, weights
+        self.gradient = False
+        self.slope = self.off = self.said = self.seen = 0.0
+        self.agrees = True
+
+
+def _grouped(task: nn.Module, known: set[str]) -> list[Group]:
+    """Weights by the module that has them, or by one around it where these are many."""
+    own = {name: p for name, p in task.named_parameters() if name in known and p.requires_grad}
+    for depth in (8, 4, 3, 2, 1):
+        found: dict[str, list[nn.Parameter]] = {}
+        for name, p in own.items():
+            found.setdefault(".".join(name.split(".")[:-1][:depth]) or name, []).append(p)
+        if len(found) <= MOST_GROUPS or depth == 1:
+            return [Group(name, weights) for name, weights in found.items()][:MOST_GROUPS]
+    return []
+
+
+def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[Group], CutWatch] | None:
+    """The slope of the loss along a few directions of each group, beside the gradient, in float64 where that works."""
+    if len(patient.names) > 1:
+        known = _of_optimizer(patient, name)
+    for double in (True, False):
+        with suppress(Exception):
+            if double:
+                with doubled():
+                    return _measured(patient, patient.clone().double(), in_double(patient.batches[0]), name, known, 1e-6)
+            return _measured(patient, patient.clone(), patient.batches[0], name, known, 1e-3)
+    return None
+
+
+def _of_optimizer(patient: Patient, name: str | None) -> set[str]:
+    mine = {id(p): path for path, p in patient.trainer.task.named_parameters()}
+    return {mine[id(p)] for p in patient.trainer.optimizers.parameters(name) if id(p) in mine}
+
+
+def _measured(
+    patient: Patient, task: TaskModule, batch: Any, name: str | None, known: set[str], step: float
+) -> tuple[list[Group], CutWatch]:
+    groups = _grouped(task, known)
+    held = {path: b.clone() for path, b in task.named_buffers()}
+
+    def again() -> Tensor:
+        with torch.no_grad():
+            for path, b in task.named_buffers():
+                if path in held:
+                    b.copy_(held[path])
+        return patient.loss(task, batch, name)
+
+    with CutWatch() as watch:
+        loss = again()
+    if float(again().detach()) != float(loss.detach()):
+        raise ArithmeticError("the step keeps a state of its own")
+    weights = [p for group in groups for p in group.weights]
+    found = torch.autograd.grad(loss, weights, allow_unused=True)
+    gradients = {id(p): g for p, g in zip(weights, found, strict=True)}
+    total = math.sqrt(sum(float(g.pow(2).sum()) for g in found if g is not None)) or 1e-12
+    generator = torch.Generator().manual_seed(0)
+    for group in groups:
+        given = [gradients[id(p)] for p in group.weights]
+        group.gradient = any(g is not None and bool(g.any()) for g in given)
+        ways = [[_drawn(p, generator) for p in group.weights] for _ in range(2)]
+        if group.gradient:
+            ways.append([torch.zeros_like(p) if g is None else g.detach() for p, g in zip(group.weights, given, strict=True)])
+        for way in ways:
+            _compare(again, group, way, given, step, total)
+    return groups, watch
+
+
+def _drawn(p: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+
+
+def _compare(
+    again: Callable[[], Tensor],
+    group: Group,
+    way: list[Tensor],
+    given: list[Tensor | None],
+    step: float,
+    total: float,
+) -> None:
+    size = math.sqrt(sum(float(d.pow(2).sum()) for d in way)) or 1.0
+    way = [d / size for d in way]
+    said = sum(float((g * d).sum()) for g, d in zip(given, way, strict=True) if g is not None)
+    seen = []
+    for length in (step, 10 * step):
+        ends = []
+        for sign in (1.0, -1.0):
+            _move(group.weights, way, sign * length)
+            with torch.no_grad():
+                ends.append(float(again().detach()))
+            _move(group.weights, way, -sign * length)
+        seen.append((ends[0] - ends[1]) / (2 * length))
+    if not any(seen) and group.gradient and step < 1e-4:
+        raise ArithmeticError("the loss is computed in float32")
+    rough = abs(seen[0] - seen[1]) > 0.02 * max(abs(seen[0]), abs(seen[1]), 1e-9 * total)
+    if rough or not all(map(math.isfinite, seen)):
+        return
+    if abs(seen[0]) > 1e-4 * total:
+        group.slope = max(group.slope, abs(seen[0]))
+    off = abs(said - seen[0]) / max(abs(said), abs(seen[0]), 1e-12)
+    if off > NEAR and abs(said - seen[0]) > 0.01 * total and off > group.off:
+        group.agrees, group.off, group.said, group.seen = False, off, said, seen[0]
+
+
+def _move(weights: list[nn.Parameter], way: list[Tensor], length: float) -> None:
+    with torch.no_grad():
+        for p, d in zip(weights, way, strict=True):
+            p.add_(d, alpha=length)
+
+
+def inputs(patient: Patient) -> Iterator[Finding]:
+    """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
+    for stage, batch in _stages(patient):
+        size = batch_size(batch)
+        if size is None or size < 4:
+            continue
+        whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) == size and _varies(x)}
+        base = says(patient, batch, stage)
+        other = {path: says(patient, exchanged(batch, x, _alike), stage) for path, x in whole.items()}
+        matter = [path for path in whole if not _same(base, other[path])]
+        for path, x in whole.items():
+            with suppress(Exception):
+                rolled = says(patient, exchanged(batch, x, lambda x: x.roll(1, 0)), stage)
+                if not _same(base, rolled):
+                    continue
+                if path not in matter:
+                    yield Finding(
+                        "tensor_ignored",
+                        f"{named(path, patient)} ({_kind(x)}) changes nothing in {stage}: each sample may have that of "
+                        "another, and every number that the step returns stays.",
+                        f"{type(patient.task).__name__}.{'training' if stage == 'train' else 'validation'}_step",
+                    )
+                elif "loss" in base and len(matter) > 1:
+                    yield Finding(
+                        "broadcast_loss",
+                        f"The loss is the same, {base['loss']:.6g}, when {named(path, patient)} ({_kind(x)}) is "
+                        "exchanged between samples, and another when all samples get one value: it compares each "
+                        "sample with those of all others.",
+                        f"{type(patient.task).__name__}.{'training' if stage == 'train' else 'validation'}_step",
+                        {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
+                    )
+
+
+def _stages(patient: Patient) -> list[tuple[str, Any]]:
+    return [("train", patient.batches[0]), *([("val", patient.val_batches[0])] if patient.can_validate else [])]
+
+
+def _alike(x: Tensor) -> Tensor:
+    """All samples get what the first one has."""
+    return x[:1].expand_as(x).clone()
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+def _varies(x: Tensor) -> bool:
+    return x.numel() > 0 and not torch.equal(x, x.roll(1, 0))
+
+
+def _same(a: dict[str, float], b: dict[str, float]) -> bool:
+    return a.keys() == b.keys() and all(abs(a[k] - b[k]) <= 1e-6 * max(1e-6, abs(a[k])) or a[k] != a[k] for k in a)
+
+
+def slices(patient: Patient) -> Iterator[Finding]:
+    """Exchange single columns, channels or steps of the inputs between samples: some answer must change."""
+    stage, batch = _stages(patient)[-1]
+    size = batch_size(batch)
+    if size is None or size < 4:
+        return
+    base, said = calls_of(patient, batch, stage)
+    if not base:
+        return
+    last = list(base)[-1]
+    for path, x in parts(batch).items():
+        if x.ndim < 2 or len(x) != size or x.dtype == torch.bool:
+            continue
+        for dim in range(1, min(x.ndim, 3)):
+            count = x.shape[dim]
+            if not 3 <= count <= MOST_SLICES:
+                continue
+            varied = [i for i in range(count) if _varies(x.select(dim, i))]
+            with suppress(Exception):
+                read = [i for i in varied if _matters(patient, batch, stage, x, dim, i, base[last], last, said)]
+                if 0 < len(read) < len(varied) and len(varied) >= 3:
+                    deaf = [i for i in varied if i not in read]
+                    alone = len(read) == 1 and len(varied) >= 4
+                    yield Finding(
+                        "positions_ignored" if alone else "part_ignored",
+                        f"Of {named(path, patient)}, {_kind(x)}, only index {read[0]} of dimension {dim} reaches the answers"
+                        if alone
+                        else f"Index {', '.join(map(str, deaf[:6]))}{' and more' * (len(deaf) > 6)} of dimension {dim} of "
+                        f"{named(path, patient)}, {_kind(x)}, never reaches the answers: exchanged between samples, "
+                        "nothing changes.",
+                        type(patient.task).__name__,
+                        {"dimension": dim, "read": read[:16], "ignored": deaf[:16]},
+                    )
+                    return
+
+
+def _matters(
+    patient: Patient,
+    batch: Any,
+    stage: str,
+    x: Tensor,
+    dim: int,
+    i: int,
+    base: list[Tensor],
+    last: tuple[str, int],
+    said: dict[str, float],
+) -> bool:
+    def change(x: Tensor) -> Tensor:
+        x.select(dim, i).copy_(x.select(dim, i).roll(1, 0).clone())
+        return x
+
+    after, now = calls_of(patient, exchanged(batch, x, change), stage)
+    if not _same(said, now):
+        return True
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(base, after.get(last, []), strict=False))

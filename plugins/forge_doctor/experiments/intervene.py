@@ -1,0 +1,114 @@
+"""Intervene: name the tensors of a batch, exchange one of them, and run the task's own step on a copy."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.util.walk import walk
+from forge_doctor.experiments.answers import layer_calls
+from forge_doctor.patient import SEED, Patient, tensors
+
+Calls = dict[tuple[str, int], list[Tensor]]
+"""The tensors that each call of a layer returned."""
+
+
+def parts(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch of any kind, by where they stand in it."""
+    return {path.removeprefix("batch") or "batch": x for path, x in walk({"batch": batch}) if isinstance(x, Tensor)}
+
+
+def replaced(batch: Any, changes: Mapping[int, Tensor]) -> Any:
+    """A copy of a batch of any kind in which some tensors, by their ids, are others."""
+    memo: dict[int, Any] = dict(changes)
+    return copy.deepcopy(batch, memo)
+
+
+def exchanged(batch: Any, old: Tensor, change: Callable[[Tensor], Tensor]) -> Any:
+    return replaced(batch, {id(old): change(old.detach().clone())})
+
+
+def with_rows_changed(batch: Any, size: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a batch in which all tensors with a sample in each row are changed."""
+    whole = {id(x): change(x.detach().clone()) for x in parts(batch).values() if x.ndim and len(x) == size}
+    return replaced(batch, whole)
+
+
+def named(path: str, patient: Patient) -> str:
+    """How to speak of a tensor of a batch: by its key, or by its place."""
+    key = re.search(r"\['?([A-Za-z_]\w*)'?\]$|\.(\w+)$", path)
+    if key:
+        return f"'{key.group(1) or key.group(2)}' of the batch"
+    return "the batch" if path == "batch" else f"batch{path}"
+
+
+def numbers(result: Any) -> dict[str, float]:
+    """The scalars that a step returned, the loss included."""
+    items = result if isinstance(result, Mapping) else {"loss": result}
+    found = {}
+    for name, value in items.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            found[str(name)] = float(value.detach())
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[str(name)] = float(value)
+    return found
+
+
+def says(patient: Patient, batch: Any, stage: str = "val", *, training: bool = False, seed: int = SEED) -> dict[str, float]:
+    """What a step on a fresh copy returns for a batch."""
+    task = patient.clone()
+    if not training:
+        task.eval()
+    with torch.no_grad():
+        return numbers(patient.run(task, batch, stage, seed=seed))
+
+
+def is_random(patient: Patient, stage: str, batch: Any) -> bool:
+    """Whether a step in evaluation mode says something else with other random numbers."""
+    one, other = (says(patient, batch, stage, seed=seed) for seed in (SEED, SEED + 1))
+    return any(one[name] != other.get(name) and one[name] == one[name] for name in one)
+
+
+def calls_of(
+    patient: Patient, batch: Any, stage: str, *, training: bool = False, seed: int = SEED, into: nn.Module | None = None
+) -> tuple[Calls, dict[str, float]]:
+    """What each layer with weights returned in a step, in order, and what the step returned."""
+    task = patient.clone()
+    if not training:
+        task.eval()
+    found: Calls = {}
+
+    def noted(path: str, number: int, output: Any) -> Any:
+        found[path, number] = [x.detach() for x in tensors(output) if x.is_floating_point()]
+        return output
+
+    with torch.no_grad(), layer_calls(task, noted):
+        result = patient.run(task, batch, stage, seed=seed)
+    return found, numbers(result)
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """New tensors are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_double(batch: Any) -> Any:
+    return replaced(batch, {id(x): x.detach().double() for x in parts(batch).values() if x.is_floating_point()})
+
+
+def apart(x: float, y: float) -> float:
+    """The difference of two numbers, as a share of the larger one."""
+    size = max(abs(x), abs(y))
+    return abs(x - y) / size if size else 0.0

@@ -1,0 +1,139 @@
+"""Lossy: watch operations that silently lose values, while samples are read and while steps run.
+
+Each is done again in a way that loses nothing, and compared: whole numbers that wrap around, fractions that a cast cuts
+off, several values that are written to one place, and pairs of tensors that spread into each with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from forge.data.accumulation_windows import batch_size
+from forge_doctor.findings import Finding
+from forge_doctor.patient import SEED, Patient
+from forge_doctor.stored import count_of, read
+from forge_doctor.watch import where
+
+ARITHMETIC = {"add", "add_", "sub", "sub_", "mul", "mul_", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
+ARITHMETIC |= {"__mul__", "__rmul__", "__imul__", "__rsub__", "neg", "__neg__", "pow", "__pow__"}
+CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as"}
+PAIRS = {"sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "eq", "__eq__", "ne", "__ne__", "div", "__truediv__"}
+PAIRS |= {"logical_and", "__and__"}
+SAMPLES = 6
+FRACTION = 0.02
+"""The share of numbers with a fraction from which a cast is told."""
+
+
+class LossWatch(TorchFunctionMode):
+    """Notes lines at which values are lost. `rows` is the number of samples of a batch."""
+
+    def __init__(self, rows: int | None = None):
+        super().__init__()
+        self.rows = rows
+        self.found: dict[tuple[str, str], str] = {}
+        self._inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._inside or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        self._inside = True
+        before = args[0].detach().clone() if name in ARITHMETIC and name.endswith(("_", "__")) and _is_whole(args) else None
+        result = func(*args, **kwargs)
+        try:
+            self._look(func, name, args if before is None else (before, *args[1:]), kwargs, result)
+        except Exception:  # a look must not fail
+            pass
+        finally:
+            self._inside = False
+        return result
+
+    def _look(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        if name in ARITHMETIC and _is_whole(args) and isinstance(result, Tensor) and result.dtype in WHOLE:
+            wide = func(*(x.to(torch.int64) if isinstance(x, Tensor) else x for x in args), **kwargs)
+            lost = float((wide != result.to(torch.int64)).float().mean()) if wide.numel() else 0.0
+            if lost:
+                self._note("overflow", f"{lost:.0%} of the {result.dtype} numbers wrap around in {name.strip('_')}")
+        elif name in CASTS and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
+            x = args[0]
+            if x.is_floating_point() and result.dtype in WHOLE and x.numel():
+                part = (x.detach() - x.detach().round()).abs() > 1e-4
+                share = float(part.float().mean())
+                near = bool(((x >= 0) & (x <= 1)).all()) or share > 0.5
+                if share > FRACTION and not (x.numel() < 4) and near is not None:
+                    self._note("truncation", f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to {str(result.dtype).removeprefix('torch.')}")
+        elif name == "__setitem__":
+            self._look_at_writes(args[0], args[1], args[2])
+        elif name in ("scatter", "scatter_") and "reduce" not in kwargs and len(args) >= 4 and isinstance(args[3], Tensor):
+            self._repeated(args[2].movedim(args[1], 0).flatten(1)[:, 0], name)
+        elif name in PAIRS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            self._look_at_pair(name, args[0], args[1])
+
+    def _look_at_writes(self, x: Tensor, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        ids = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.int64, torch.int32)]
+        if len(ids) == 1 and ids[0].ndim == 1 and isinstance(value, Tensor) and value.requires_grad:
+            self._repeated(ids[0], "an assignment by index")
+
+    def _repeated(self, ids: Tensor, what: str) -> None:
+        lost = 1 - len(ids.unique()) / max(1, len(ids))
+        if lost > 0.05:
+            self._note("lost_writes", f"{lost:.0%} of the rows that {what} writes are written over by later ones: indices repeat, and nothing adds them up")
+
+    def _look_at_pair(self, name: str, a: Tensor, b: Tensor) -> None:
+        n = self.rows
+        shapes = {tuple(a.shape), tuple(b.shape)}
+        if n is not None and n > 2 and shapes == {(n,), (n, 1)}:
+            self._note("broadcast", f"{name.strip('_')} of shapes {tuple(a.shape)} and {tuple(b.shape)} gives {n} x {n} numbers: each sample meets every other")
+
+    def _note(self, kind: str, text: str) -> None:
+        self.found.setdefault((kind, where()), text)
+
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _is_whole(args: Any) -> bool:
+    return bool(args) and isinstance(args[0], Tensor) and args[0].dtype in WHOLE[:4]
+
+
+def reading(patient: Patient) -> Iterator[Finding]:
+    """What is lost while samples are read."""
+    for split, loader in patient.loaders.items():
+        total = count_of(loader) if loader is not None else 0
+        with LossWatch() as watch:
+            for i in range(0, total, max(1, total // SAMPLES)):
+                read(loader, i, SEED + i)
+        yield from _told(watch, split)
+
+
+def steps(patient: Patient) -> Iterator[Finding]:
+    """What is lost in a training step and in a validation step."""
+    for stage, batch in (("train", patient.batches[0]), ("val", patient.val_batches[0] if patient.can_validate else None)):
+        if batch is None:
+            continue
+        task = patient.clone() if stage == "train" else patient.clone().eval()
+        with LossWatch(batch_size(batch)) as watch:
+            patient.run(task, batch, stage)
+        yield from _told(watch, f"{type(task).__name__}.{'training' if stage == 'train' else 'validation'}_step")
+
+
+LEVEL = {"overflow": "warning", "truncation": "note", "lost_writes": "warning", "broadcast": "warning"}
+CURES = {
+    "overflow": "Convert to a wider type first: x.int(), or x.float().",
+    "truncation": "Round first, or keep the numbers as they are: torch.round(x).long(); mode='nearest' for masks.",
+    "lost_writes": "Add up what belongs to one index: index_add_, or scatter_add_.",
+    "broadcast": "Give both one shape: prediction.squeeze(1), or y.unsqueeze(1).",
+}
+
+
+def _told(watch: LossWatch, place: str) -> Iterator[Finding]:
+    for (kind, line), text in list(watch.found.items())[:4]:
+        name = "broadcast_loss" if kind == "broadcast" else "values_lost"
+        yield Finding(name, f"{text}.", line or place, {"kind": kind}, cure=CURES[kind], level=LEVEL[kind])

@@ -1,0 +1,121 @@
+"""Reachable: let the last layers give any answer: the loss must come near its minimum there, and metrics to their best.
+
+Three losses tell most of it: the lowest that any answers reach, the lowest of one answer for all samples (chance), and
+that of the untrained model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from forge.data.accumulation_windows import batch_size
+from forge.runs.directions import mode_of
+from forge_doctor.experiments.answers import Answers, answers, chain
+from forge_doctor.experiments.intervene import apart, numbers
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient
+
+HIGH = 0.4
+"""The share of the loss by chance that the best answers may leave, where it is not the targets that keep it up."""
+FAR = 8.0
+"""How many times the loss by chance, above which an untrained model is confidently wrong."""
+VIEWS = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Slice", "Select", "T", "Transpose", "Permute", "ToCopy", "Expand"}
+
+
+def bounds(patient: Patient) -> Iterator[Finding]:
+    """Minimise the loss over the answers themselves, and over one answer for all samples."""
+    if len(patient.names) > 1:
+        return
+    held = answers(patient, patient.batches[0])
+    size = batch_size(patient.batches[0])
+    if held is None or size is None or size < 4:
+        return
+    floor, best = held.best()
+    constant, _ = held.best(constant=True)
+    patient.floor, patient.chance = floor, min(constant, held.loss) if constant > held.loss else constant
+    if not all(map(math.isfinite, (floor, constant))) or constant <= 0 or floor < -1e-3:
+        return
+    if floor > HIGH * constant and constant - floor > 0 and _is_bounded(held, best, floor):
+        yield Finding(
+            "loss_floor",
+            f"Whatever {_listed(held.paths)} gives, the loss stays above {floor:.3g}; one answer for all samples "
+            f"reaches {constant:.3g}. Between the answers and the loss stand {_ways(patient, held)}: they keep the "
+            "answers from where the loss is low.",
+            held.paths[-1],
+            {"lowest": floor, "constant": constant, "untrained": held.loss},
+        )
+    if held.loss > FAR * constant + 1e-6 and constant > 1e-3:
+        yield Finding(
+            "initial_loss",
+            f"The first loss is {held.loss:.4g}; one answer for all samples reaches {constant:.4g}: the untrained model "
+            "is confidently wrong.",
+            held.paths[-1],
+            {"loss": held.loss, "constant": constant},
+        )
+
+
+def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
+    """Whether larger answers in the same direction are no worse: the end is that of a range, not of the targets."""
+    with torch.no_grad():
+        farther = float(held.loss_at([x + (x - y) for x, y in zip(best, held.values, strict=True)]))
+    return farther <= floor + 0.02 * abs(floor)
+
+
+def _ways(patient: Patient, held: Answers) -> str:
+    free = [x.detach().clone().requires_grad_() for x in held.values]
+    names = [name for name in chain(held.loss_at(free), set()) if name not in VIEWS and name != "torch::autograd::AccumulateGrad"]
+    return ", ".join(name for name in names[:6] if "Accumulate" not in name) or "nothing"
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[-2:])
+
+
+def metrics(patient: Patient) -> Iterator[Finding]:
+    """Validate the best answers, the best answers of other samples, and small ones with the same decisions."""
+    if not patient.can_validate or len(patient.names) > 1:
+        return
+    batch = patient.val_batches[0]
+    size = batch_size(batch)
+    held = answers(patient, batch)
+    if held is None or size is None or size < 8 or any(len(x) != size for x in held.values if x.ndim):
+        return
+    floor, best = held.best()
+    others = [x.roll(1, 0) if x.ndim else x for x in best]
+    middle = [x.mean(0, keepdim=True) if x.ndim else x for x in best]
+    small = [m + 0.03 * (x - m) for x, m in zip(best, middle, strict=True)]
+    said = {}
+    for what, values in (("untrained", held.values), ("best", best), ("others", others), ("small", small)):
+        with torch.no_grad(), suppress(LookupError):
+            said[what] = numbers(held.step(values, stage="val"))
+    if {"best", "others", "untrained"} - said.keys() or held.used != {place[:2] for place in held.given}:
+        return  # validation asks other layers
+    with torch.no_grad():
+        wrong = float(held.loss_at(others))
+    if not wrong > floor + 0.1 * abs(floor) + 1e-3 or floor > 0.3 * max(held.loss, 1e-9):
+        return  # the loss does not tell right from wrong here
+    for name, value in said["best"].items():
+        if mode_of(name) is None or "loss" in name or name not in said["others"]:
+            continue  # a part of the loss, or a number whose best is not known
+        other = said["others"][name]
+        if apart(value, other) < 1e-6 and apart(value, said["untrained"].get(name, value)) < 1e-6:
+            yield Finding(
+                "metric_blind",
+                f"{name} is {value:.4g} for the best answers, {other:.4g} for those of other samples, and "
+                f"{said['untrained'].get(name, value):.4g} for the untrained model: it does not see whether answers are right.",
+                f"{type(patient.task).__name__}.validation_step",
+                {"best": value, "others": other},
+            )
+        elif apart(value, other) < 1e-6:
+            yield Finding(
+                "metric_blind",
+                f"{name} is {value:.4g} for the best answers and for those of other samples: it does not see which "
+                "sample an answer belongs to.",
+                f"{type(patient.task).__name__}.validation_step",
+                {"best": value, "others": other},
+            )

@@ -1,0 +1,188 @@
+"""Scale: short fits of copies: does a small step lower the loss, do metrics follow it, is the rate in its range?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import Trainer
+from forge.optim.optimizers import Optimizers
+from forge.runs.directions import mode_of
+from forge_doctor.experiments.intervene import numbers
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient, loss_of
+
+UPDATES = 40
+SMALL_STEP = 1e-3
+"""The share of the planned rate at which an update must lower the loss that it was computed from."""
+
+
+class Keeps(Plugin):
+    """Keeps what the steps of a short fit return, at a multiple of the optimizer's own rate, without schedules."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.name = "forge_doctor.keeps"
+        self.factor = factor
+        self.said: list[dict[str, float]] = []
+
+    @hookimpl(wrapper=True)
+    def forge_build_optimizers(self) -> Any:
+        built: Optimizers = yield
+        for entry in built.entries.values():
+            entry.schedules.clear()
+            for group in entry.optimizer.param_groups:
+                rate = float(group["lr"]) * self.factor
+                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+        built.has_schedules = False
+        return built
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Any, batch: Any) -> Any:
+        output = yield
+        if step.stage == "train":
+            self.said.append(numbers(output))
+        return output
+
+
+def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tuple[TaskModule, list[dict[str, float]]]:
+    """Train a copy on these batches with the optimizers alone; the copy, and what each step returned."""
+    peak = patient.headroom if patient.headroom < 1e5 else 1.0  # as high as the schedule goes
+    task, keeper = patient.fresh(), Keeps(factor * peak)
+    trainer = Trainer(
+        plugins=[keeper], max_updates=len(batches), seed=0, log_every=10_000, validate_every=None, run_dir=False,
+        device=patient.device.type,
+    )  # fmt: skip
+    trainer.fit(task, [copy.deepcopy(batch) for batch in batches])
+    task.trainer = patient.trainer
+    return task, keeper.said
+
+
+def small_step(patient: Patient) -> Iterator[Finding]:
+    """A step that is small enough must lower the loss of its own batch."""
+    if len(patient.names) > 1:
+        return
+    batch = patient.batches[0]
+    before = float(patient.loss(patient.clone(), batch).detach())
+    falls = []
+    for factor in (SMALL_STEP, 10 * SMALL_STEP):
+        task, _ = short_fit(patient, [batch] * 3, factor)
+        for mine, own in zip(task.modules(), patient.task.modules(), strict=True):
+            mine.training = own.training
+        falls.append(before - float(patient.loss(task, batch).detach()))
+    if all(fall < -1e-7 * abs(before) for fall in falls) and falls[1] < 2 * falls[0]:
+        yield Finding(
+            "step_raises_loss",
+            f"Three updates at {SMALL_STEP:g} of the rate raise the loss of their own batch from {before:.6g} by "
+            f"{-falls[0]:.3g}, and at ten times that by {-falls[1]:.3g}: the updates go uphill.",
+            "configure_optimizers",
+            {"loss": before, "rises": [-fall for fall in falls]},
+        )
+
+
+def rates(patient: Patient) -> Iterator[Finding]:
+    """Short fits at the rate, a hundredth and a hundred times of it; and metrics against the loss."""
+    if len(patient.names) > 1:
+        return
+    served = [patient.batches[i % len(patient.batches)] for i in range(UPDATES)]
+    found: dict[float, list[float]] = {}
+    for factor in (1.0, 0.01, 100.0):
+        with suppress(Exception):
+            task, said = short_fit(patient, served, factor)
+            found[factor] = [row.get("loss", math.nan) for row in said]
+            if factor == 1.0:
+                patient.short = said
+                yield from _against(patient, said)
+                yield from modes(patient, task)
+    if len(found) < 3:
+        return
+    start, at = found[1.0][0], {factor: _last(losses) for factor, losses in found.items()}
+    if not start == start or start <= 0:
+        return
+    fall = {factor: (start - value) / start if math.isfinite(value) else -math.inf for factor, value in at.items()}
+    evidence = {"start": start, "at the rate": at[1.0], "at a hundredth": at[0.01], "at a hundred times": at[100.0]}
+    planned = patient.trainer.planned_updates or 1000
+    if fall[1.0] < 0.0 and fall[0.01] > 0.05:
+        yield Finding(
+            "learning_rate_high",
+            f"{UPDATES} updates take the loss from {start:.4g} to {at[1.0]:.4g}; at a hundredth of the rate to "
+            f"{at[0.01]:.4g}.",
+            "configure_optimizers",
+            evidence,
+        )
+    elif fall[1.0] * planned / UPDATES < 0.1 and fall[1.0] < 0.02 and fall[100.0] > 0.3:
+        yield Finding(
+            "learning_rate_low",
+            f"{UPDATES} updates take the loss from {start:.4g} to {at[1.0]:.4g}, which is little even over {planned} "
+            f"updates; at a hundred times the rate to {at[100.0]:.4g}.",
+            "configure_optimizers",
+            evidence,
+        )
+
+
+def _last(losses: list[float]) -> float:
+    return sum(losses[-4:]) / 4
+
+
+def _against(patient: Patient, said: list[dict[str, float]]) -> Iterator[Finding]:
+    """Metrics that get worse as the loss gets better."""
+    first, last = said[:4], said[-4:]
+    mean = lambda rows, name: sum(row[name] for row in rows) / len(rows)  # noqa: E731
+    if not all("loss" in row for row in said) or mean(last, "loss") >= 0.9 * mean(first, "loss"):
+        return
+    for name in said[0]:
+        mode = mode_of(name)
+        if name == "loss" or mode is None or any(name not in row for row in said):
+            continue
+        before, after = mean(first, name), mean(last, name)
+        worse = before - after if mode == "max" else after - before
+        if worse > 0.2 * max(abs(before), 1e-6):
+            yield Finding(
+                "metric_against_loss",
+                f"As the loss falls from {mean(first, 'loss'):.4g} to {mean(last, 'loss'):.4g}, {name} goes from "
+                f"{before:.4g} to {after:.4g}: what is optimised makes it worse.",
+                f"{type(patient.task).__name__}.training_step",
+                {"before": before, "after": after},
+            )
+            return
+
+
+def modes(patient: Patient, task: TaskModule) -> Iterator[Finding]:
+    """After a short fit: the loss of a batch in training mode beside that in evaluation mode, and which layer it is."""
+    batch = patient.batches[0]
+    with torch.no_grad():
+        trained = float(patient.loss(task.train(), batch))
+        evaluated = float(patient.loss(task.eval(), batch))
+        start = float(patient.loss(patient.clone(), batch))
+    if not evaluated > max(2 * trained, trained + 0.3 * abs(start - trained)) + 1e-3:
+        return
+    layers = [(path, m) for path, m in task.named_modules() if not any(True for _ in m.children()) and _has_modes(m)]
+    by_layer: dict[str, float] = {}
+    for path, module in layers:
+        with torch.no_grad():
+            task.eval()
+            module.train()
+            by_layer[path] = float(patient.loss(task, batch))
+    if not by_layer:
+        return
+    path = min(by_layer, key=lambda name: by_layer[name])
+    yield Finding(
+        "modes_differ",
+        f"After {UPDATES} updates the loss of a batch is {trained:.4g} in training mode, and {evaluated:.4g} in "
+        f"evaluation mode. With {path} alone in training mode it is {by_layer[path]:.4g}.",
+        path,
+        {"training": trained, "evaluation": evaluated, "with one layer": by_layer[path]},
+    )
+
+
+def _has_modes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn") is False or "Norm" in type(module).__name__ or "Drop" in type(module).__name__

@@ -1,0 +1,178 @@
+"""Stages: the same samples through training and validation, whole and in parts, once and twice, in both modes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.data.accumulation_windows import batch_size
+from forge.engine.trainer import Trainer
+from forge.runs.directions import mode_of
+from forge_doctor.experiments.intervene import apart, calls_of, is_random, numbers, parts, says, with_rows_changed
+from forge_doctor.findings import Finding
+from forge_doctor.patient import SEED, Patient
+
+OFF = 0.02
+"""By how much two numbers that should be one may differ, as a share."""
+
+
+def two_steps(patient: Patient) -> Iterator[Finding]:
+    """Run training_step and validation_step on one batch, both in evaluation mode: layers must be given the same."""
+    if not patient.can_validate or len(patient.names) > 1:
+        return
+    batch = patient.batches[0]
+    with suppress(Exception):
+        mine, trains = calls_of(patient, batch, "train")
+        again = calls_of(patient, batch, "train", seed=SEED + 1)[0]
+        theirs, validates = calls_of(patient, batch, "val")
+        if not _equal(mine, again) or is_random(patient, "train", batch) or is_random(patient, "val", batch):
+            return
+        common = [key for key in mine if key in theirs]
+        differs = next((key for key in common if not _alike(mine[key], theirs[key])), None)
+        if differs is not None:
+            yield Finding(
+                "stages_differ",
+                f"For one batch, in evaluation mode, {differs[0]} gives other numbers in validation_step than in "
+                "training_step: the two prepare their inputs in different ways.",
+                f"{type(patient.task).__name__}.validation_step",
+                {"layer": differs[0]},
+            )
+            return
+        for name in trains.keys() & validates.keys():
+            if apart(trains[name], validates[name]) > OFF:
+                yield Finding(
+                    "stages_differ",
+                    f"For one batch, in evaluation mode, training_step gives {name} = {trains[name]:.4g}, and "
+                    f"validation_step {validates[name]:.4g}, from the same answers: they compute it in different ways.",
+                    f"{type(patient.task).__name__}.validation_step",
+                    {"train": trains[name], "val": validates[name]},
+                )
+
+
+def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-5) for x, y in zip(a, b, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+
+
+def whole_and_parts(patient: Patient) -> Iterator[Finding]:
+    """Validate a batch as a whole and in unequal parts: a mean over samples, weighed by num_items, is the same."""
+    if not patient.can_validate:
+        return
+    batch = patient.val_batches[0]
+    size = batch_size(batch)
+    if size is None or size < 8 or any(x.ndim and len(x) != size for x in parts(batch).values()):
+        return
+    cut = 3 * size // 4
+    if is_random(patient, "val", batch):
+        return
+    with suppress(Exception):
+        pieces = [with_rows_changed(batch, size, lambda x: x[:cut]), with_rows_changed(batch, size, lambda x: x[cut:])]
+        weights = [float(patient.task.num_items(piece)) for piece in pieces]
+        whole, some = says(patient, batch), [says(patient, piece) for piece in pieces]
+        for name, value in whole.items():
+            if any(name not in piece for piece in some):
+                continue
+            mean = sum(w * piece[name] for w, piece in zip(weights, some, strict=True)) / sum(weights)
+            if apart(value, mean) > OFF and abs(value - mean) > 1e-4:
+                yield Finding(
+                    "metric_by_batch",
+                    f"{name} of {size} validation samples is {value:.4g} in one batch, and {mean:.4g} as the mean of a "
+                    f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are batched.",
+                    f"{type(patient.task).__name__}.validation_step",
+                    {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
+                )
+
+
+def twice(patient: Patient) -> Iterator[Finding]:
+    """Validate two batches in both orders, on one task: what a batch says must not depend on the one before."""
+    if not patient.can_validate or len(patient.val_batches) < 2:
+        return
+    one, other = patient.val_batches[:2]
+    task = patient.clone().eval()
+    with torch.no_grad(), suppress(Exception):
+        first = numbers(patient.run(task, one, "val"))
+        patient.run(task, other, "val")
+        again = numbers(patient.run(task, one, "val"))
+        for name in first.keys() & again.keys():
+            if apart(first[name], again[name]) > 1e-4:
+                yield Finding(
+                    "state_between_batches",
+                    f"{name} of a validation batch is {first[name]:.6g}, and {again[name]:.6g} after another batch was "
+                    "validated, with the same weights: something is carried over.",
+                    f"{type(patient.task).__name__}.validation_step",
+                    {"first": first[name], "again": again[name]},
+                )
+                return
+
+
+def evaluated_twice(patient: Patient) -> Iterator[Finding]:
+    """Run a whole evaluation twice with the same weights, as a fit does: every number must be the same."""
+    if not patient.can_validate or is_random(patient, "val", patient.val_batches[0]):
+        return
+    task, said = patient.clone(), []
+    for _ in range(2):
+        trainer = Trainer(plugins=[], run_dir=False, seed=0, device=patient.device.type)
+        said.append(numbers(trainer.validate(task, [copy.deepcopy(batch) for batch in patient.val_batches])))
+    for name in said[0].keys() & said[1].keys():
+        if apart(said[0][name], said[1][name]) > 1e-4:
+            yield Finding(
+                "state_between_batches",
+                f"A second evaluation with the same weights gives {name} = {said[1][name]:.6g}; the first gave "
+                f"{said[0][name]:.6g}: something is not reset between evaluations.",
+                f"{type(patient.task).__name__}.evaluation_end",
+                {"first": said[0][name], "second": said[1][name]},
+                level="warning",
+            )
+            return
+
+
+def best_at_first(patient: Patient) -> Iterator[Finding]:
+    """A metric that is at its best before any training."""
+    if not patient.can_validate:
+        return
+    said = [says(patient, batch) for batch in patient.val_batches]
+    for name in said[0]:
+        mode, values = mode_of(name), [row.get(name, float("nan")) for row in said]
+        best = all(value in (1.0, 100.0) for value in values) if mode == "max" else all(v == 0 for v in values)
+        if mode is not None and best:
+            yield Finding(
+                "metric_blind",
+                f"{name} of the untrained model is {values[0]:g} already, its best: it compares something with itself, "
+                "or with what every answer fits.",
+                f"{type(patient.task).__name__}.validation_step",
+                {"metric": name, "untrained": values[0]},
+            )
+
+
+def stale(patient: Patient) -> Iterator[Finding]:
+    """After a few updates: statistics that validation uses and training never changed, where those of others moved."""
+    if not patient.can_validate or not patient.buffers_before:
+        return
+    now = {path: b.detach() for path, b in patient.task.named_buffers() if b.is_floating_point()}
+    moved = {path for path, b in now.items() if path in patient.buffers_before and not torch.equal(b, patient.buffers_before[path])}
+    used: set[str] = set()
+    task = patient.clone().eval()
+    for path, module in task.named_modules():
+        module.register_forward_hook(lambda module, args, output, path=path: used.add(path) if not module.training else None)
+    with torch.no_grad():
+        patient.run(task, patient.val_batches[0], "val")
+    still = [path for path in now if path not in moved and path.rpartition(".")[0] in used and path.rpartition(".")[2] in KINDS]
+    if moved and still and any(path.rpartition(".")[2] in KINDS for path in moved):
+        yield Finding(
+            "stale_statistics",
+            f"Validation uses {still[0]}, which no update has changed, though the statistics of other layers "
+            f"({sorted(moved)[0]}) moved: {len(still)} buffers stay as they were made.",
+            still[0],
+            {"buffers": still[:8]},
+        )
+
+
+KINDS = ("running_mean", "running_var")
