@@ -29,7 +29,18 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.left_out import is_left_out
 from forge.torch_internals import pytree
-from forge_doctor.experiments import company, equivariance, influence, lossy, pairs, reachable, scale, stages, values
+from forge_doctor.experiments import (
+    company,
+    equivariance,
+    influence,
+    lossy,
+    pairs,
+    reachable,
+    scale,
+    stages,
+    values,
+)
+from forge_doctor.experiments import motion as movement
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import learn
 from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
@@ -75,6 +86,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "constant columns": values.constant,
     "values in the step": values.in_step,
     "pairs follow": pairs.follow,
+    "samples of val": pairs.fixed,
+    "terms of the loss": movement.terms,
     "losses while reading": lossy.reading,
     "losses in steps": lossy.steps,
     "alone and in company": company.alone,
@@ -104,7 +117,6 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "options of losses": criteria.options,
     "labels of pairs": criteria.contrast,
     "order of triplets": criteria.triplets,
-    "bounds of scores": criteria.bounds,
     "padding in regression": criteria.padded_numbers,
     "bootstrapped targets": criteria.bootstrap,
     "where the loss leads": alignment.loss,
@@ -114,11 +126,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "quantiles": optimum.quantiles,
     "penalties": optimum.penalties,
     "metrics of a perfect prediction": alignment.metrics,
-    "independence of samples": independence.samples,
-    "order of time": independence.future,
-    "order of a series": order.forecast,
     "positions before": order.previous,
-    "positions that are read": order.positions,
     "order of tokens": order.permuted,
     "padding in the model": independence.padded,
     "inputs are read": independence.reads_its_input,
@@ -135,14 +143,12 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "class labels": class_labels.labels,
     "order of samples": class_labels.order,
     "samples that are left out": data.dropped,
-    "labels among the features": class_labels.giveaways,
     "seeds of the data": data.generator,
     "noise of the samples": serving.noise,
     "seeds while training": serving.reseeded,
     "turned pictures": serving.turned,
     "values that were filled in": preparation.filled,
     "ids of embeddings": preparation.ids,
-    "first loss": start.first_loss,
     "activations": start.activations,
     "layers": start.layers,
     "names of attributes": aliases.attributes,
@@ -161,6 +167,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "statistics of validation": stages.stale,
+    "weights that stand still": movement.still,
+    "averages of weights": movement.averages,
     "influence of the batch": influence.inputs,
     "influence of parts": influence.slices,
     "inputs are read after updates": independence.reads_its_input,
@@ -169,7 +177,6 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "results of the compiled model": precision.compiled,
     "clamps": gradients.clamps,
     "steps without a slope": gradients.flat,
-    "weights of batches in metrics": measures.weights,
     "rows of weights": start.equal_rows,
     "activations between layers": start.linear,
     "size of updates": motion.rates,
@@ -334,6 +341,8 @@ class Examination(Plugin):
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
         self._weights = copied(self.patient.task)
+        self.patient.track = movement.Track()
+        self.patient.track.note(trainer.task)
         self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
     def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
@@ -355,6 +364,7 @@ class Examination(Plugin):
     def forge_step_end(self, step: Any) -> None:
         patient = self.patient
         assert patient is not None
+        patient.track.note(patient.task)
         now = copied(patient.task)
         patient.note_motion(self._weights, now)
         self._weights = now
@@ -370,6 +380,12 @@ class Examination(Plugin):
 
     @hookimpl
     def forge_inspect_grads(self, step: Any) -> None:
+        if self.patient is not None and self.patient.track is not None:
+            have = {
+                name for name, p in step.trainer.task.named_parameters() if p.grad is not None and bool(p.grad.any())
+            }
+            track = self.patient.track
+            track.with_gradient = have if not self.patient.updates else track.with_gradient & have
         if self.patient is not None and any(plugin.name == "clip" for plugin in step.trainer.stack):
             gradients = [p.grad for p in step.parameters() if p.grad is not None]
             self.patient.norms.append(float(torch.nn.utils.get_total_norm(gradients)))

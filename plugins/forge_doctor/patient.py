@@ -80,6 +80,8 @@ class Patient:
     "A function that makes another copy of the user's own task."
     buffers_before: dict[str, Tensor] = field(default_factory=dict)
     "The buffers of the untrained task."
+    track: Any = None
+    "The weights before and after the last updates."
     floor: float | None = None
     "The lowest loss that any answers reach, of the first batch."
     chance: float | None = None
@@ -243,12 +245,20 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def are_samples(batch: Any) -> bool:
+    """Whether the rows of a batch are samples: not where tensors differ in length, or one relates each row to each."""
+    size, found = batch_size(batch), [x for x in tensors(batch) if x.ndim]
+    square = any(
+        x.ndim == 2 and x.shape == (size, size) and (x.is_floating_point() or x.dtype == torch.bool) for x in found
+    )
+    return bool(found) and not square and all(len(x) == size for x in found)
+
+
 def rows(batch: Any) -> list[tuple[Tensor, ...]]:
     """The samples of a batch: a row of each tensor. Where tensors differ in length, rows are no samples."""
-    size, found = batch_size(batch), [x for x in tensors(batch) if x.ndim]
-    if any(len(x) != size for x in found):  # nodes and edges of a graph, say
+    if not are_samples(batch):
         return []
-    return list(zip(*(x.detach().cpu().unbind() for x in found), strict=True))
+    return list(zip(*(x.detach().cpu().unbind() for x in tensors(batch) if x.ndim), strict=True))
 
 
 def with_rows(tree: Any, size: int, change: Any) -> Any:

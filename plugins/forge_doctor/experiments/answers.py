@@ -119,7 +119,7 @@ class Answers:
         if constant:
             start = [x.mean(0, keepdim=True) if x.ndim else x for x in start]
         us = [x.requires_grad_() for x in start]
-        whole = lambda: [u.expand_as(x) if u.ndim else u for u, x in zip(us, self.values, strict=True)]  # noqa: E731
+        whole = lambda: [u.expand_as(x).contiguous() if u.ndim else u for u, x in zip(us, self.values, strict=True)]  # noqa: E731
         adam = torch.optim.Adam([{"params": [u], "lr": 0.3 * s} for u, s in zip(us, spread, strict=True)])
         lowest, found = float("inf"), [x.detach().clone() for x in self.values]
         for number in range(steps):
@@ -181,7 +181,9 @@ def answers(patient: Patient, batch: Any, name: str | None = None) -> Answers | 
     found = dict(sorted(found.items(), key=lambda item: order[item[0][:2]]))
     if not found or sum(x.numel() for x in found.values()) > MOST_NUMBERS:
         return None
-    held = {key: pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out) for key, out in calls.items()}
+    held = {
+        key: pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out) for key, out in calls.items()
+    }
     whole = Answers(patient, task, batch, name, found, held, float(loss.detach()))
     try:
         again = float(whole.loss_at(whole.values).detach())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from forge.data.accumulation_windows import batch_size
 from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import Calls, calls_of, exchanged, named, parts, with_rows_changed
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import SEED, Patient, are_samples
 
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
@@ -33,14 +33,14 @@ def samples(patient: Patient) -> Iterator[Finding]:
 
 def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
     size = batch_size(batch)
-    if size is None or size < 4 or any(x.ndim and len(x) != size for x in parts(batch).values()):
+    if size is None or size < 4 or not are_samples(batch):
         return  # a graph, or several lengths: rows are no samples
     base = calls_of(patient, batch, stage)[0]
     if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1)[0], size, slice(None)):
         return  # it draws random numbers, of which the rows get others
     half = size // 2
     turned = calls_of(patient, with_rows_changed(batch, size, lambda x: x.flip(0)), stage)[0]
-    found = _differing(base, {key: [_flipped(x, size) for x in out] for key, out in turned.items()}, size, slice(None), last=True)
+    found = _differing(base, turned, size, slice(None), last=True, change=lambda x: x.flip(0))
     if found:
         path, worst = found[0]
         yield Finding(
@@ -66,11 +66,6 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
             return
 
 
-def _flipped(x: Tensor, size: int) -> Tensor:
-    by_sample = _by_sample(x, size)
-    return x if by_sample is None else by_sample.flip(0).reshape(x.shape)
-
-
 def _is_certain(patient: Patient, batch: Any, stage: str, size: int, base: Calls) -> bool:
     """Whether the last layer's answers mix samples too: some modules keep rows of all samples together on their way."""
     half = size // 2
@@ -89,29 +84,40 @@ def _first_alike(x: Tensor) -> Tensor:
     return torch.cat([x[:1].expand_as(x[:half]), x[half:]])
 
 
-def _differing(before: Calls, after: Calls, size: int, kept: slice, last: bool = False) -> list[tuple[str, float]]:
+def _differing(
+    before: Calls,
+    after: Calls,
+    size: int,
+    kept: slice,
+    last: bool = False,
+    change: Callable[[Tensor], Tensor] = lambda x: x,
+) -> list[tuple[str, float]]:
     """Layers whose rows of the kept samples differ, in the order of their calls."""
     found = []
-    keys = [key for key in before if any(_by_sample(x, size) is not None for x in before[key])]
+    keys = [key for key in before if any(_views(x, size) for x in before[key])]
     for key in keys[-1:] if last else keys:
         for x, y in zip(before[key], after.get(key, []), strict=False):
-            mine, theirs = _by_sample(x, size), _by_sample(y, size)
-            if mine is None or theirs is None or mine.shape != theirs.shape:
+            if x.shape != y.shape or x.ndim == 0:
                 continue
-            scale = float(mine.float().std(correction=0)) or 1.0
-            worst = float((mine[kept].float() - theirs[kept].float()).abs().max()) / scale
-            if worst > NEAR:
-                found.append((key[0], worst))
+            scale = float(x.float().std(correction=0)) or 1.0
+            views = [(a, b) for a, b in zip(_views(x, size), _views(y, size), strict=True)]
+            if views:
+                worst = min(float((a[kept].float() - change(b)[kept].float()).abs().max()) / scale for a, b in views)
+                if worst > NEAR:
+                    found.append((key[0] or "the task", worst))
     return found
 
 
-def _by_sample(x: Tensor, size: int) -> Tensor | None:
-    """An output with the sample as its first dimension: as it is, or a whole number of rows for each."""
-    if not x.ndim or not len(x):
-        return None
-    if len(x) == size and not (x.ndim > 1 and x.shape[1] == size):  # of each with each, as for contrastive losses
-        return x
-    return x.reshape(size, len(x) // size, *x.shape[1:]) if len(x) > size and len(x) % size == 0 else None
+def _views(x: Tensor, size: int) -> list[Tensor]:
+    """An output with the sample as its first dimension; of several rows for each, as neighbours and as blocks."""
+    if not x.ndim or not len(x) or (len(x) == size and x.ndim > 1 and x.shape[1] == size):
+        return []  # of each with each, as for contrastive losses
+    if len(x) == size:
+        return [x]
+    if len(x) < size or len(x) % size:
+        return []
+    each = len(x) // size
+    return [x.reshape(size, each, *x.shape[1:]), x.reshape(each, size, *x.shape[1:]).transpose(0, 1)]
 
 
 def answers_seen(patient: Patient) -> Iterator[Finding]:

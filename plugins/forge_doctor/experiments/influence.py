@@ -19,7 +19,7 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.experiments.intervene import calls_of, doubled, exchanged, in_double, named, parts, says
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import trained
 from forge_doctor.watch import where
@@ -134,7 +134,9 @@ def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[G
         with suppress(Exception):
             if double:
                 with doubled():
-                    return _measured(patient, patient.clone().double(), in_double(patient.batches[0]), name, known, 1e-6)
+                    return _measured(
+                        patient, patient.clone().double(), in_double(patient.batches[0]), name, known, 1e-6
+                    )
             return _measured(patient, patient.clone(), patient.batches[0], name, known, 1e-3)
     return None
 
@@ -171,7 +173,9 @@ def _measured(
         group.gradient = any(g is not None and bool(g.any()) for g in given)
         ways = [[_drawn(p, generator) for p in group.weights] for _ in range(2)]
         if group.gradient:
-            ways.append([torch.zeros_like(p) if g is None else g.detach() for p, g in zip(group.weights, given, strict=True)])
+            ways.append(
+                [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(group.weights, given, strict=True)]
+            )
         for way in ways:
             _compare(again, group, way, given, step, total)
     return groups, watch
@@ -223,7 +227,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
     """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
     for stage, batch in _stages(patient):
         size = batch_size(batch)
-        if size is None or size < 4:
+        if size is None or size < 4 or not are_samples(batch):
             continue
         whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) == size and _varies(x)}
         base = says(patient, batch, stage)
@@ -244,10 +248,10 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                 elif "loss" in base and len(matter) > 1:
                     yield Finding(
                         "broadcast_loss",
-                        f"The loss is the same, {base['loss']:.6g}, when {named(path, patient)} ({_kind(x)}) is "
-                        "exchanged between samples, and another when all samples get one value: it compares each "
-                        "sample with those of all others.",
-                        f"{type(patient.task).__name__}.{'training' if stage == 'train' else 'validation'}_step",
+                        f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} ({_kind(x)}) is "
+                        "exchanged between samples, and another when all samples get one value: the loss does not see "
+                        "which of them belongs to which sample. It compares each with each, or pairs the wrong rows.",
+                        f"{type(patient.task).__name__}.training_step",
                         {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
                     )
 

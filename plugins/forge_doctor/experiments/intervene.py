@@ -60,7 +60,9 @@ def numbers(result: Any) -> dict[str, float]:
     return found
 
 
-def says(patient: Patient, batch: Any, stage: str = "val", *, training: bool = False, seed: int = SEED) -> dict[str, float]:
+def says(
+    patient: Patient, batch: Any, stage: str = "val", *, training: bool = False, seed: int = SEED
+) -> dict[str, float]:
     """What a step on a fresh copy returns for a batch."""
     task = patient.clone()
     if not training:

@@ -22,7 +22,20 @@ from forge_doctor.watch import where
 ARITHMETIC = {"add", "add_", "sub", "sub_", "mul", "mul_", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 ARITHMETIC |= {"__mul__", "__rmul__", "__imul__", "__rsub__", "neg", "__neg__", "pow", "__pow__"}
 CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as"}
-PAIRS = {"sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "eq", "__eq__", "ne", "__ne__", "div", "__truediv__"}
+PAIRS = {
+    "sub",
+    "__sub__",
+    "__rsub__",
+    "mul",
+    "__mul__",
+    "__rmul__",
+    "eq",
+    "__eq__",
+    "ne",
+    "__ne__",
+    "div",
+    "__truediv__",
+}
 PAIRS |= {"logical_and", "__and__"}
 SAMPLES = 6
 FRACTION = 0.02
@@ -44,7 +57,9 @@ class LossWatch(TorchFunctionMode):
         if self._inside or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         self._inside = True
-        before = args[0].detach().clone() if name in ARITHMETIC and name.endswith(("_", "__")) and _is_whole(args) else None
+        before = (
+            args[0].detach().clone() if name in ARITHMETIC and name.endswith(("_", "__")) and _is_whole(args) else None
+        )
         result = func(*args, **kwargs)
         try:
             self._look(func, name, args if before is None else (before, *args[1:]), kwargs, result)
@@ -67,10 +82,18 @@ class LossWatch(TorchFunctionMode):
                 share = float(part.float().mean())
                 near = bool(((x >= 0) & (x <= 1)).all()) or share > 0.5
                 if share > FRACTION and not (x.numel() < 4) and near is not None:
-                    self._note("truncation", f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to {str(result.dtype).removeprefix('torch.')}")
+                    self._note(
+                        "truncation",
+                        f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to {str(result.dtype).removeprefix('torch.')}",
+                    )
         elif name == "__setitem__":
             self._look_at_writes(args[0], args[1], args[2])
-        elif name in ("scatter", "scatter_") and "reduce" not in kwargs and len(args) >= 4 and isinstance(args[3], Tensor):
+        elif (
+            name in ("scatter", "scatter_")
+            and "reduce" not in kwargs
+            and len(args) >= 4
+            and isinstance(args[3], Tensor)
+        ):
             self._repeated(args[2].movedim(args[1], 0).flatten(1)[:, 0], name)
         elif name in PAIRS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             self._look_at_pair(name, args[0], args[1])
@@ -84,13 +107,19 @@ class LossWatch(TorchFunctionMode):
     def _repeated(self, ids: Tensor, what: str) -> None:
         lost = 1 - len(ids.unique()) / max(1, len(ids))
         if lost > 0.05:
-            self._note("lost_writes", f"{lost:.0%} of the rows that {what} writes are written over by later ones: indices repeat, and nothing adds them up")
+            self._note(
+                "lost_writes",
+                f"{lost:.0%} of the rows that {what} writes are written over by later ones: indices repeat, and nothing adds them up",
+            )
 
     def _look_at_pair(self, name: str, a: Tensor, b: Tensor) -> None:
         n = self.rows
         shapes = {tuple(a.shape), tuple(b.shape)}
         if n is not None and n > 2 and shapes == {(n,), (n, 1)}:
-            self._note("broadcast", f"{name.strip('_')} of shapes {tuple(a.shape)} and {tuple(b.shape)} gives {n} x {n} numbers: each sample meets every other")
+            self._note(
+                "broadcast",
+                f"{name.strip('_')} of shapes {tuple(a.shape)} and {tuple(b.shape)} gives {n} x {n} numbers: each sample meets every other",
+            )
 
     def _note(self, kind: str, text: str) -> None:
         self.found.setdefault((kind, where()), text)
@@ -115,7 +144,10 @@ def reading(patient: Patient) -> Iterator[Finding]:
 
 def steps(patient: Patient) -> Iterator[Finding]:
     """What is lost in a training step and in a validation step."""
-    for stage, batch in (("train", patient.batches[0]), ("val", patient.val_batches[0] if patient.can_validate else None)):
+    for stage, batch in (
+        ("train", patient.batches[0]),
+        ("val", patient.val_batches[0] if patient.can_validate else None),
+    ):
         if batch is None:
             continue
         task = patient.clone() if stage == "train" else patient.clone().eval()

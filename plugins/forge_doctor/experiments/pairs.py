@@ -79,3 +79,24 @@ def _turn(x: Tensor, y: Tensor) -> str:
 def _alike(x: Tensor, y: Tensor) -> float:
     both = torch.stack([x.flatten(), y.flatten()])
     return float(torch.corrcoef(both)[0, 1]) if bool((both.std(1) > 1e-9).all()) else 1.0
+
+
+def fixed(patient: Patient) -> Iterator[Finding]:
+    """Samples of val that are others when they are read again."""
+    loader = patient.loaders["val"]
+    total = count_of(loader) if loader is not None else 0
+    changed = []
+    for i in range(0, total, max(1, total // SAMPLES)):
+        one, other = read(loader, i, SEED), read(loader, i, SEED + 1)
+        if len(one) == len(other) and any(
+            x.shape != y.shape or not torch.equal(x, y) for x, y in zip(one, other, strict=True)
+        ):
+            changed.append(i)
+    if len(changed) >= 2:
+        yield Finding(
+            "random_validation_data",
+            f"Samples of val are others each time they are read ({len(changed)} of {SAMPLES} that were read twice): "
+            "validations of the same weights differ.",
+            "val",
+            {"samples": changed[:8]},
+        )

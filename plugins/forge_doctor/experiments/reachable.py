@@ -24,7 +24,19 @@ HIGH = 0.4
 """The share of the loss by chance that the best answers may leave, where it is not the targets that keep it up."""
 FAR = 8.0
 """How many times the loss by chance, above which an untrained model is confidently wrong."""
-VIEWS = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Slice", "Select", "T", "Transpose", "Permute", "ToCopy", "Expand"}
+VIEWS = {
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "Slice",
+    "Select",
+    "T",
+    "Transpose",
+    "Permute",
+    "ToCopy",
+    "Expand",
+}
 
 
 def bounds(patient: Patient) -> Iterator[Finding]:
@@ -68,7 +80,11 @@ def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
 
 def _ways(patient: Patient, held: Answers) -> str:
     free = [x.detach().clone().requires_grad_() for x in held.values]
-    names = [name for name in chain(held.loss_at(free), set()) if name not in VIEWS and name != "torch::autograd::AccumulateGrad"]
+    names = [
+        name
+        for name in chain(held.loss_at(free), set())
+        if name not in VIEWS and name != "torch::autograd::AccumulateGrad"
+    ]
     return ", ".join(name for name in names[:6] if "Accumulate" not in name) or "nothing"
 
 

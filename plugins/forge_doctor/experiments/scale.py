@@ -19,7 +19,7 @@ from forge.optim.optimizers import Optimizers
 from forge.runs.directions import mode_of
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, loss_of
+from forge_doctor.patient import Patient
 
 UPDATES = 40
 SMALL_STEP = 1e-3
@@ -185,4 +185,8 @@ def modes(patient: Patient, task: TaskModule) -> Iterator[Finding]:
 
 
 def _has_modes(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn") is False or "Norm" in type(module).__name__ or "Drop" in type(module).__name__
+    return (
+        type(module).__module__.startswith("torch.nn") is False
+        or "Norm" in type(module).__name__
+        or "Drop" in type(module).__name__
+    )

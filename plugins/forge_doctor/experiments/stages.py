@@ -13,9 +13,9 @@ from torch import Tensor
 from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.intervene import apart, calls_of, is_random, numbers, parts, says, with_rows_changed
+from forge_doctor.experiments.intervene import apart, calls_of, is_random, numbers, says, with_rows_changed
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import SEED, Patient, are_samples
 
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
@@ -55,7 +55,9 @@ def two_steps(patient: Patient) -> Iterator[Finding]:
 
 
 def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-5) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-5) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -68,7 +70,7 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
         return
     batch = patient.val_batches[0]
     size = batch_size(batch)
-    if size is None or size < 8 or any(x.ndim and len(x) != size for x in parts(batch).values()):
+    if size is None or size < 8 or not are_samples(batch):
         return
     cut = 3 * size // 4
     if is_random(patient, "val", batch):
@@ -157,14 +159,24 @@ def stale(patient: Patient) -> Iterator[Finding]:
     if not patient.can_validate or not patient.buffers_before:
         return
     now = {path: b.detach() for path, b in patient.task.named_buffers() if b.is_floating_point()}
-    moved = {path for path, b in now.items() if path in patient.buffers_before and not torch.equal(b, patient.buffers_before[path])}
+    moved = {
+        path
+        for path, b in now.items()
+        if path in patient.buffers_before and not torch.equal(b, patient.buffers_before[path])
+    }
     used: set[str] = set()
     task = patient.clone().eval()
     for path, module in task.named_modules():
-        module.register_forward_hook(lambda module, args, output, path=path: used.add(path) if not module.training else None)
+        module.register_forward_hook(
+            lambda module, args, output, path=path: used.add(path) if not module.training else None
+        )
     with torch.no_grad():
         patient.run(task, patient.val_batches[0], "val")
-    still = [path for path in now if path not in moved and path.rpartition(".")[0] in used and path.rpartition(".")[2] in KINDS]
+    still = [
+        path
+        for path in now
+        if path not in moved and path.rpartition(".")[0] in used and path.rpartition(".")[2] in KINDS
+    ]
     if moved and still and any(path.rpartition(".")[2] in KINDS for path in moved):
         yield Finding(
             "stale_statistics",

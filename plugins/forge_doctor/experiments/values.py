@@ -19,7 +19,11 @@ def finite(patient: Patient) -> Iterator[Finding]:
     """NaN and infinities in the samples of each split, and the first sample that has one."""
     for split, samples in (("train", patient.samples), ("val", patient.val_samples)):
         for place in range(len(samples[0]) if samples else 0):
-            bad = [i for i, s in enumerate(samples) if len(s) > place and s[place].is_floating_point() and not bool(s[place].isfinite().all())]
+            bad = [
+                i
+                for i, s in enumerate(samples)
+                if len(s) > place and s[place].is_floating_point() and not bool(s[place].isfinite().all())
+            ]
             if bad:
                 x = samples[bad[0]][place]
                 what = "NaN" if bool(x.isnan().any()) else "an infinity"
@@ -64,7 +68,11 @@ def constant(patient: Patient) -> Iterator[Finding]:
         if bool(still.all()) or not bool(still.any()):
             continue
         y = val.get(place)
-        moves = [int(i) for i in still.nonzero().flatten() if y is not None and y.shape[1] == x.shape[1] and not bool((y[:, i] == x[0, i]).all())]
+        moves = [
+            int(i)
+            for i in still.nonzero().flatten()
+            if y is not None and y.shape[1] == x.shape[1] and not bool((y[:, i] == x[0, i]).all())
+        ]
         if moves:
             yield Finding(
                 "split_statistics",
@@ -112,12 +120,12 @@ def layout(patient: Patient) -> Iterator[Finding]:
     from forge_doctor.probes.data import _inputs_of_layers
 
     for path, x in _inputs_of_layers(patient)[:1]:
-        if x.ndim != 4 or x.shape[1] not in (2, 3, 4) or min(x.shape[2:]) < 8 or len(x) < 4:
+        if x.ndim != 4 or x.shape[1] not in (3, 4) or min(x.shape[2:]) < 8 or len(x) < 4:
             continue
         n, c, h, w = x.shape
         other = x.contiguous().reshape(n, h, w, c).permute(0, 3, 1, 2)
         mine, theirs = _smoothness(x), _smoothness(other)
-        if theirs > mine + 0.2 and theirs > 0.5:
+        if theirs > 0.5 and mine < 0.4 * theirs:
             yield Finding(
                 "pixels_scrambled",
                 f"The pictures that reach {path} look scrambled: neighbouring pixels correlate by {mine:.2f}, and by "
@@ -190,13 +198,23 @@ def told_apart(patient: Patient) -> Iterator[Finding]:
 def spreads(patient: Patient) -> Iterator[Finding]:
     """Columns that are squeezed beside the others, and single values far away from all others."""
     for place, x in stacked(patient, patient.samples).items():
-        if x.ndim != 2 or not x.is_floating_point() or not 3 <= x.shape[1] <= 512 or len(x) < 100 or is_target(patient, place):
+        if (
+            x.ndim != 2
+            or not x.is_floating_point()
+            or not 3 <= x.shape[1] <= 512
+            or len(x) < 100
+            or is_target(patient, place)
+        ):
             continue
         quarter = x.float().quantile(0.9, 0) - x.float().quantile(0.1, 0)
         spread = x.float().std(0)
         many = torch.tensor([len(column.unique()) > 20 for column in x.T])
         squeezed = [int(i) for i in (many & (quarter < 0.15 * spread)).nonzero().flatten()]
-        narrow = [int(i) for i in (many & (spread < 0.05 * spread[many].median())).nonzero().flatten()] if bool(many.any()) else []
+        narrow = (
+            [int(i) for i in (many & (spread < 0.05 * spread[many].median())).nonzero().flatten()]
+            if bool(many.any())
+            else []
+        )
         if squeezed:
             worst = min(squeezed, key=lambda i: float(quarter[i] / spread[i]))
             column = x[:, worst].float()

@@ -42,7 +42,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
             "times.",
             "train",
             {"samples": len(train), "different": len(counts), "most": top},
-            level="error" if len(counts) <= 2 else "warning",
+            level="error" if len(counts) <= 2 else "note" if _is_drawn(patient) else "warning",
         )
     both = sum(1 for key in val if key in counts)
     shared = both / len(val) if val else 0.0
@@ -57,6 +57,12 @@ def copies(patient: Patient) -> Iterator[Finding]:
         "val",
         {"share": shared, "samples": both},
     )
+
+
+def _is_drawn(patient: Patient) -> bool:
+    """Whether a sampler of the user's own decides which samples come how often."""
+    made = [getattr(patient.train, name, None) for name in ("sampler", "batch_sampler")]
+    return any(x is not None and not type(x).__module__.startswith(("torch.", "forge.")) for x in made)
 
 
 def _copies_of_a_class(patient: Patient, val: list[bytes], train: Counter[bytes]) -> Iterator[Finding]:
