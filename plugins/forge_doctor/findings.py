@@ -126,6 +126,9 @@ FINDINGS = {
     "terms_unequal": ("note", "Weigh the terms, and reduce all of them in one way."),
     "learnt_not_validated": ("warning", "Compare the two steps: preparation, mode, module, labels and metric."),
     "random_validation_data": ("note", "Leave augmentation out of val, or draw it from a generator with a fixed seed."),
+    "validation_sees_target": ("note", "Predict without the target in validation: feed answers back, or shift it."),
+    "same_tensors": ("note", "Draw noise and views anew for each of them."),
+    "collapsed": ("warning", "Look at the balance of the terms, at dead units, and at what the loss rewards."),
     "modes_differ": ("warning", "Look at the layer's momentum, scaling and use of self.training."),
     # independence
     "batch_dependence": (

@@ -80,6 +80,8 @@ class Patient:
     "A function that makes another copy of the user's own task."
     buffers_before: dict[str, Tensor] = field(default_factory=dict)
     "The buffers of the untrained task."
+    directions: dict[str, str] = field(default_factory=dict)
+    "Which way metrics go as answers get better, by experiment: max or min."
     track: Any = None
     "The weights before and after the last updates."
     floor: float | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.probes import alignment, optimum
+from forge_doctor.experiments import reading
 from tests.support.patients import Healthy, found, loader
 
 
@@ -109,7 +109,7 @@ class HardFocus(Numbers):
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
-    assert "loss_misaligned" in found(task(), alignment.loss, data=given() if given else None)
+    assert "loss_misaligned" in found(task(), reading.leads, data=given() if given else None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_to_its_target(task: type[Healthy], given: Any) -> None:
-    assert found(task(), alignment.loss, alignment.metrics, data=given() if given else None) == {}
+    assert found(task(), reading.leads, reading.metrics, data=given() if given else None) == {}
 
 
 class Rates(Numbers):
@@ -137,8 +137,8 @@ class Risk(Numbers):
 
 
 def test_times_and_rates_go_apart_rightly() -> None:
-    assert found(Rates(), alignment.loss, data=data(lambda x: x[:, 0].exp())) == {}
-    assert found(Risk(), alignment.loss, data=data(lambda x: x[:, 0])) == {}
+    assert found(Rates(), reading.leads, data=data(lambda x: x[:, 0].exp())) == {}
+    assert found(Risk(), reading.leads, data=data(lambda x: x[:, 0])) == {}
 
 
 class Imputed(Numbers):
@@ -150,7 +150,7 @@ class Imputed(Numbers):
 
 
 def test_a_mask_is_no_target() -> None:
-    assert found(Imputed(), alignment.loss, data=(sides()[0], None)) == {}
+    assert found(Imputed(), reading.leads, data=(sides()[0], None)) == {}
 
 
 class Policy(Numbers):
@@ -166,7 +166,7 @@ class Policy(Numbers):
 def test_a_policy_has_no_target() -> None:
     x, action = torch.randn(64, 8), torch.arange(64) % 4
     rows = loader(x, action, -torch.rand(64))
-    assert found(Policy(), alignment.loss, data=(rows, None)) == {}
+    assert found(Policy(), reading.leads, data=(rows, None)) == {}
 
 
 class Tagger(Healthy):
@@ -188,9 +188,9 @@ def test_an_inverted_mask() -> None:
     lengths = 2 + torch.arange(64) % 4
     prompts = loader(x, y, lengths)
     rows = loader(x, y * (torch.arange(6) < lengths[:, None]), lengths)
-    assert "mask is inverted" in found(TagsPadding(), alignment.loss, data=(rows, None))["loss_misaligned"].message
-    assert found(Tagger(), alignment.loss, data=(rows, None)) == {}
-    assert found(TagsPadding(), alignment.loss, data=(prompts, None)) == {}  # lengths of prompts, not to be trained
+    assert "mask is inverted" in found(TagsPadding(), reading.leads, data=(rows, None))["loss_misaligned"].message
+    assert found(Tagger(), reading.leads, data=(rows, None)) == {}
+    assert found(TagsPadding(), reading.leads, data=(prompts, None)) == {}  # lengths of prompts, not to be trained
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
@@ -237,14 +237,14 @@ class Determination(Numbers):
 
 @pytest.mark.parametrize(("task", "given"), [(FixedSize, None), (ThresholdOfZero, sides), (Upside, real_numbers)])
 def test_a_metric_that_is_wrong(task: type[Healthy], given: Any) -> None:
-    assert "metric_wrong" in found(task(), alignment.metrics, data=given() if given else None)
+    assert "metric_wrong" in found(task(), reading.metrics, data=given() if given else None)
 
 
 @pytest.mark.parametrize(
     ("task", "given"), [(InPerCent, None), (ThresholdOfHalf, sides), (Determination, real_numbers)]
 )
 def test_a_metric_that_is_right(task: type[Healthy], given: Any) -> None:
-    assert found(task(), alignment.metrics, data=given() if given else None) == {}
+    assert found(task(), reading.metrics, data=given() if given else None) == {}
 
 
 # -- spreads, quantiles and penalties ---------------------------------------------------------------------------------
@@ -273,9 +273,9 @@ class TwoHeads(Spread):
 
 
 def test_a_spread_with_the_wrong_sign() -> None:
-    assert "loss_misaligned" in found(WrongSpread(), optimum.spread, data=real_numbers())
-    assert found(Spread(), optimum.spread, data=real_numbers()) == {}
-    assert found(TwoHeads(), optimum.spread, data=real_numbers()) == {}
+    assert "loss_misaligned" in found(WrongSpread(), reading.spread, data=real_numbers())
+    assert found(Spread(), reading.spread, data=real_numbers()) == {}
+    assert found(TwoHeads(), reading.spread, data=real_numbers()) == {}
 
 
 class Pinball(Numbers):
@@ -296,29 +296,8 @@ class Exchanged(Pinball):
 
 
 def test_quantiles_with_sides_exchanged() -> None:
-    assert "sides" in found(Exchanged(), optimum.quantiles, data=real_numbers())["loss_misaligned"].message
-    assert found(Pinball(), optimum.quantiles, data=real_numbers()) == {}
-
-
-class Rough(Numbers):
-    outputs = 3
-    weight = 0.1
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(scores, y) - self.weight * scores.diff(dim=1).square().mean()
-
-
-class Entropy(Rough):
-    """A bonus is subtracted rightly."""
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        p = scores.softmax(1)
-        return F.mse_loss(scores, y) - self.weight * -(p * p.log()).sum(1).mean()
-
-
-def test_a_penalty_that_is_subtracted() -> None:
-    assert "loss_misaligned" in found(Rough(), optimum.penalties, data=vectors())
-    assert found(Entropy(), optimum.penalties, data=vectors()) == {}
+    assert "sides" in found(Exchanged(), reading.quantiles, data=real_numbers())["loss_misaligned"].message
+    assert found(Pinball(), reading.quantiles, data=real_numbers()) == {}
 
 
 class LikelihoodAsLoss(TwoHeads):
@@ -327,9 +306,9 @@ class LikelihoodAsLoss(TwoHeads):
 
 
 def test_a_likelihood_that_is_minimised() -> None:
-    assert "loss_misaligned" in found(LikelihoodAsLoss(), optimum.likelihood, data=real_numbers())
-    assert found(TwoHeads(), optimum.likelihood, data=real_numbers()) == {}
-    assert found(Spread(), optimum.likelihood, data=real_numbers()) == {}
+    assert "loss_misaligned" in found(LikelihoodAsLoss(), reading.errors, data=real_numbers())
+    assert found(TwoHeads(), reading.errors, data=real_numbers()) == {}
+    assert found(Spread(), reading.errors, data=real_numbers()) == {}
 
 
 class Code(Numbers):
@@ -367,12 +346,12 @@ class OtherWrongSign(OtherOrder):
 
 @pytest.mark.parametrize("task", [WrongSign, OtherWrongSign])
 def test_a_divergence_with_the_wrong_sign(task: type[Healthy]) -> None:
-    assert "loss_misaligned" in found(task(), optimum.divergence, data=vectors())
+    assert "loss_misaligned" in found(task(), reading.endless, data=vectors())
 
 
 @pytest.mark.parametrize("task", [Code, OtherOrder])
 def test_a_divergence_with_the_right_sign(task: type[Healthy]) -> None:
-    assert found(task(), optimum.divergence, data=vectors()) == {}
+    assert found(task(), reading.endless, data=vectors()) == {}
 
 
 class Overlap(Numbers):
@@ -395,5 +374,5 @@ class OverlapAsLoss(Overlap):
 
 def test_an_overlap_that_is_minimised() -> None:
     masks = data(lambda x: (x[:, :3] > 0).float())
-    assert "loss_misaligned" in found(OverlapAsLoss(), alignment.loss, data=masks)
-    assert found(Overlap(), alignment.loss, data=masks) == {}
+    assert "loss_misaligned" in found(OverlapAsLoss(), reading.leads, data=masks)
+    assert found(Overlap(), reading.leads, data=masks) == {}

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
+from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import calls_of, doubled, exchanged, in_double, named, parts, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, are_samples
@@ -227,9 +228,9 @@ def inputs(patient: Patient) -> Iterator[Finding]:
     """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
     for stage, batch in _stages(patient):
         size = batch_size(batch)
-        if size is None or size < 4 or not are_samples(batch):
+        if size is None or size < 4:
             continue
-        whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) == size and _varies(x)}
+        whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) >= 4 and _varies(x)}
         base = says(patient, batch, stage)
         other = {path: says(patient, exchanged(batch, x, _alike), stage) for path, x in whole.items()}
         matter = [path for path in whole if not _same(base, other[path])]
@@ -245,7 +246,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         "another, and every number that the step returns stays.",
                         f"{type(patient.task).__name__}.{'training' if stage == 'train' else 'validation'}_step",
                     )
-                elif "loss" in base and len(matter) > 1:
+                elif "loss" in base and len(matter) > 1 and are_samples(batch):
                     yield Finding(
                         "broadcast_loss",
                         f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} ({_kind(x)}) is "
@@ -332,3 +333,35 @@ def _matters(
     if not _same(said, now):
         return True
     return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(base, after.get(last, []), strict=False))
+
+
+def targets_in_validation(patient: Patient) -> Iterator[Finding]:
+    """Exchange what validation compares the answers with: the answers must stay."""
+    from forge_doctor.experiments.reading import target_of
+
+    if not patient.can_validate or len(patient.names) > 1:
+        return
+    batch = patient.val_batches[0]
+    held = answers(patient, batch)
+    if held is None:
+        return
+    slopes = held.slopes()
+    base = calls_of(patient, batch, "val")[0]
+    last = list(base)[-1] if base else None
+    seen = []
+    for path, x in parts(batch).items():
+        if last is None or not x.ndim or len(x) != batch_size(batch) or not _varies(x) or target_of(held) is x:
+            continue
+        other = exchanged(batch, x, lambda x: x.roll(1, 0))
+        compared = any(not torch.allclose(a, b) for a, b in zip(slopes, held.slopes(batch=other), strict=True))
+        after = calls_of(patient, other, "val")[0].get(last, [])
+        pairs = zip(base[last], after, strict=False)
+        if compared and any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs):
+            seen.append(named(path, patient))
+    if seen and last is not None and len(parts(batch)) > 1:
+        yield Finding(
+            "validation_sees_target",
+            f"In validation the answers of {last[0]} change with {' and with '.join(seen)}, which the loss compares them "
+            "with as well: what is to be predicted must not go in.",
+            f"{type(patient.task).__name__}.validation_step",
+        )

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
+from forge_doctor.experiments.answers import layer_calls
 from forge_doctor.experiments.intervene import numbers, says
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import trained
 
@@ -148,6 +150,34 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
                 "else than what is trained.",
                 f"{type(patient.task).__name__}.validation_step",
                 {"before": before[name], "after": after[name], "metric": name},
+            )
+
+
+def collapsed(patient: Patient, task: Any, batch: Any) -> Iterator[Finding]:
+    """After a batch was trained on: whether all samples get one answer."""
+    size = batch_size(batch)
+    calls: dict[str, Tensor] = {}
+    if size is None or size < 8 or not are_samples(batch) or len(patient.names) > 1:
+        return
+
+    def noted(path: str, number: int, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.ndim > 1 and len(output) == size and output.is_floating_point():
+            calls[path] = output.detach()
+        return output
+
+    with torch.no_grad(), suppress(Exception), layer_calls(task.eval(), noted):
+        patient.run(task, batch)
+    if calls:
+        path, x = list(calls.items())[-1]
+        flat = x.float().flatten(1)
+        among, all_of_it = float(flat.std(0).mean()), float(flat.pow(2).mean().sqrt())
+        if among < 1e-3 * all_of_it:
+            yield Finding(
+                "collapsed",
+                f"After updates on one batch {path} gives all {size} samples one answer: they differ by {among:.2g}, of "
+                f"{all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer.",
+                path,
+                {"between samples": among, "size": all_of_it},
             )
 
 

@@ -61,13 +61,15 @@ def bounds(patient: Patient) -> Iterator[Finding]:
             held.paths[-1],
             {"lowest": floor, "constant": constant, "untrained": held.loss},
         )
-    if held.loss > FAR * constant + 1e-6 and constant > 1e-3:
+    with torch.no_grad():
+        nothing = float(held.loss_at([torch.zeros_like(x) for x in held.values]))
+    if held.loss > FAR * max(constant, nothing) and nothing > 1e-3:
         yield Finding(
             "initial_loss",
-            f"The first loss is {held.loss:.4g}; one answer for all samples reaches {constant:.4g}: the untrained model "
-            "is confidently wrong.",
+            f"The first loss is {held.loss:.4g}; answers of 0 give {nothing:.4g}, and one answer for all samples reaches "
+            f"{constant:.4g}: the untrained model is confidently wrong.",
             held.paths[-1],
-            {"loss": held.loss, "constant": constant},
+            {"loss": held.loss, "zeros": nothing, "constant": constant},
         )
 
 
@@ -116,6 +118,8 @@ def metrics(patient: Patient) -> Iterator[Finding]:
     if not wrong > floor + 0.1 * abs(floor) + 1e-3 or floor > 0.3 * max(held.loss, 1e-9):
         return  # the loss does not tell right from wrong here
     for name, value in said["best"].items():
+        if apart(value, said["others"].get(name, value)) > 0.2:
+            patient.directions[f"val/{name}"] = "max" if value > said["others"][name] else "min"
         if mode_of(name) is None or "loss" in name or name not in said["others"]:
             continue  # a part of the loss, or a number whose best is not known
         other = said["others"][name]

@@ -105,7 +105,9 @@ def rates(patient: Patient) -> Iterator[Finding]:
                 yield from modes(patient, task)
     if len(found) < 3:
         return
-    start, at = found[1.0][0], {factor: _last(losses) for factor, losses in found.items()}
+    few = len(patient.batches)  # a round over the batches
+    start = sum(found[0.01][:few]) / few
+    at = {factor: sum(losses[-few:]) / few for factor, losses in found.items()}
     if not start == start or start <= 0:
         return
     fall = {factor: (start - value) / start if math.isfinite(value) else -math.inf for factor, value in at.items()}
@@ -119,7 +121,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
             "configure_optimizers",
             evidence,
         )
-    elif fall[1.0] * planned / UPDATES < 0.1 and fall[1.0] < 0.02 and fall[100.0] > 0.3:
+    elif fall[1.0] * planned / UPDATES < 0.1 and fall[1.0] < 0.02 and fall[100.0] > 0.15:
         yield Finding(
             "learning_rate_low",
             f"{UPDATES} updates take the loss from {start:.4g} to {at[1.0]:.4g}, which is little even over {planned} "
@@ -127,10 +129,6 @@ def rates(patient: Patient) -> Iterator[Finding]:
             "configure_optimizers",
             evidence,
         )
-
-
-def _last(losses: list[float]) -> float:
-    return sum(losses[-4:]) / 4
 
 
 def _against(patient: Patient, said: list[dict[str, float]]) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.runs.directions import mode_of
@@ -116,24 +117,32 @@ def twice(patient: Patient) -> Iterator[Finding]:
 
 
 def evaluated_twice(patient: Patient) -> Iterator[Finding]:
-    """Run a whole evaluation twice with the same weights, as a fit does: every number must be the same."""
+    """Evaluate, change the weights, evaluate again: the second must say what a fresh copy with these weights says."""
     if not patient.can_validate or is_random(patient, "val", patient.val_batches[0]):
         return
-    task, said = patient.clone(), []
-    for _ in range(2):
-        trainer = Trainer(plugins=[], run_dir=False, seed=0, device=patient.device.type)
-        said.append(numbers(trainer.validate(task, [copy.deepcopy(batch) for batch in patient.val_batches])))
-    for name in said[0].keys() & said[1].keys():
-        if apart(said[0][name], said[1][name]) > 1e-4:
+    used, fresh = patient.clone(), patient.clone()
+    _evaluate(patient, used)
+    for mine, theirs in zip(used.parameters(), fresh.parameters(), strict=True):
+        with torch.no_grad():
+            mine.mul_(-0.7)
+            theirs.copy_(mine)
+    again, first = _evaluate(patient, used), _evaluate(patient, fresh)
+    for name in first.keys() & again.keys():
+        if apart(first[name], again[name]) > 1e-4:
             yield Finding(
                 "state_between_batches",
-                f"A second evaluation with the same weights gives {name} = {said[1][name]:.6g}; the first gave "
-                f"{said[0][name]:.6g}: something is not reset between evaluations.",
+                f"A second evaluation, with other weights, gives {name} = {again[name]:.6g}; with these weights from the "
+                f"start it is {first[name]:.6g}: something is not reset between evaluations.",
                 f"{type(patient.task).__name__}.evaluation_end",
-                {"first": said[0][name], "second": said[1][name]},
+                {"second": again[name], "alone": first[name]},
                 level="warning",
             )
             return
+
+
+def _evaluate(patient: Patient, task: TaskModule) -> dict[str, float]:
+    trainer = Trainer(plugins=[], run_dir=False, seed=0, device=patient.device.type)
+    return numbers(trainer.validate(task, [copy.deepcopy(batch) for batch in patient.val_batches]))
 
 
 def best_at_first(patient: Patient) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.data import is_target, stacked
+from forge_doctor.stored import indexed
 
 FEWEST = 30
 MOST_KINDS = 200
@@ -236,3 +239,41 @@ def spreads(patient: Patient) -> Iterator[Finding]:
                 {"columns": narrow[:20]},
                 level="note",
             )
+
+
+def same_tensors(patient: Patient) -> Iterator[Finding]:
+    """Two tensors of a sample that are the same in all samples."""
+    held = stacked(patient, patient.samples[:200])
+    for a, x in held.items():
+        for b, y in held.items():
+            if a < b and x.shape == y.shape and x[0].numel() > 1 and len(x) >= 8 and torch.equal(x.float(), y.float()):
+                yield Finding(
+                    "same_tensors",
+                    f"Tensors {a} and {b} of a sample are the same in all of {len(x)} samples: two views, or a noisy input "
+                    "and its target, should differ.",
+                    "train",
+                    {"tensors": [a, b]},
+                )
+                return
+
+
+def coverage(patient: Patient) -> Iterator[Finding]:
+    """How many of the samples an epoch draws."""
+    loader = patient.train
+    dataset, sampler = indexed(loader), getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    if dataset is None or sampler is None or len(dataset) < 20:
+        return
+    drawn: set[int] = set()
+    for index in itertools.islice(iter(copy.deepcopy(sampler)), 100_000):
+        drawn |= {int(index)} if isinstance(index, (int, Tensor)) else {int(i) for i in index}
+    share = len(drawn) / len(dataset)
+    if share < 0.35:
+        yield Finding(
+            "dropped_data",
+            f"An epoch draws {len(drawn)} of the {len(dataset)} samples of train: the sampler, "
+            f"{type(getattr(loader, 'sampler', sampler)).__name__}, leaves the others out.",
+            "train",
+            {"drawn": len(drawn), "samples": len(dataset)},
+            cure="Give a weighted sampler one weight for each sample, and as many draws as samples.",
+            level="warning" if share < 0.1 else "note",
+        )

@@ -181,6 +181,17 @@ def _wrong_log_softmax(call: LossCall, x: Tensor) -> Iterator[Finding]:
 def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator[Finding]:
     if call.name in ASYMMETRIC and y.requires_grad and not (call.name == "kl_div" and _is_of_the_same(x, y)):
         yield Finding("target_has_gradient", f"The target of {call.name} carries a gradient.", call.where)
+    if call.name == "cross_entropy" and y.is_floating_point() and y.ndim == x.ndim and x.shape == y.shape:
+        sums = y.detach().float().sum(1)
+        off = float(((sums - 1).abs() > 1e-2).float().mean())
+        if off > 0.02:
+            yield Finding(
+                "competing_labels",
+                f"{off:.0%} of the targets of cross_entropy, which are probabilities of classes, do not sum to 1 (but to "
+                f"{float(sums.min()):.3g} to {float(sums.max()):.3g}): several labels of one sample compete in one softmax.",
+                call.where,
+                {"share": off},
+            )
     if call.name in PLUS_MINUS and y.numel() and bool(((y == 0) | (y == 1)).all()) and bool((y == 0).any()):
         yield Finding("label_values", f"{call.name} gets labels of 0 and 1; it wants -1 and 1.", call.where)
     if call.name in REGRESSION and made in RANGES and y.numel():
