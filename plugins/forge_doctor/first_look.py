@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
@@ -23,8 +24,9 @@ from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
+from forge_doctor.experiments import equivariance, influence, lossy, reachable, reading, stages, values
 from forge_doctor.findings import Finding
-from forge_doctor.outside import reaches_outside
+from forge_doctor.outside import reaches_outside, step_reaches_outside
 from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows, tensors
 from forge_doctor.probes import (
     aliases,
@@ -61,21 +63,28 @@ SAMPLES = 2000
 
 
 FIRST_STEP = (
-    *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
+    *(losses.inputs, losses.summed, losses.weights, losses.padding, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
     *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules),
     *(criteria.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
 )
 """Probes of the first step and of the plan."""
-MODULES_AGAIN = (
-    *(independence.random_modules, independence.samples, independence.future, independence.padded),
-    *(losses.copied_labels, order.previous, order.positions, order.permuted, graph.finite_differences),
-)
+MODULES_AGAIN = (*(independence.random_modules, losses.copied_labels, order.permuted, graph.finite_differences),)
 """Probes that run modules again, on a copy."""
+STEP_AGAIN = (
+    *(lossy.steps, equivariance.samples, influence.weights, influence.inputs, reading.leads, reading.errors),
+    *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
+)
+"""Experiments that run the step again, on a copy."""
+VALIDATION_AGAIN = (*(lossy.steps, reading.metrics, reachable.metrics, equivariance.samples, stages.best_at_first),)
+"""Experiments that run the validation step again, on a copy."""
+SECONDS = 1.0
+"""Of the processor, that experiments of the first update, and of the first validation, may take."""
 FIRST_UPDATES = (
     *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
-    *(class_labels.labels, class_labels.order, class_labels.giveaways, serving.noise, motion.gradients),
+    *(class_labels.labels, class_labels.order, serving.noise, motion.gradients),
+    *(values.finite, values.unseen, values.giveaway),
 )
 """Probes after a few updates, and of the samples up to there."""
 
@@ -269,12 +278,31 @@ class FirstLook(Plugin):
         own.append(lambda: graph.wrong_modes(patient.task, look.off))
         probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
         self._tell(step, [*own, *(functools.partial(probe, patient) for probe in probes)])
+        if small and is_on_host(step.trainer) and is_telling(look.batch):
+            self._tell(step, self._experiments(step.trainer, STEP_AGAIN, train=patient.batches[0]))
         patient.twin = None
         look.watch.settle()
         if not small:
             patient.batches.clear()
             look.watch.losses.clear()
         return patient
+
+    def _experiments(self, trainer: Run, experiments: Any, train: Any = None, val: Any = None) -> Iterator[Any]:
+        """Experiments on a copy of the task, one after another while there is time."""
+        task = trainer.task
+        if step_reaches_outside(task, "training_step", "validation_step"):
+            return
+        batch = train if train is not None else val
+        try:
+            twin = without_hooks(task)
+        except Exception:  # it holds a graph, or what cannot be copied
+            return
+        twin.trainer = trainer
+        copied = Patient(twin, trainer, None, None, [batch], [] if val is None else [val])
+        began = time.process_time()
+        for experiment in experiments:
+            if time.process_time() - began < SECONDS:
+                yield functools.partial(experiment, copied)
 
     def _keep(self, look: Look, patient: Observed, reads: bool, epoch: int) -> None:
         """Keep of a look what the last judgement needs."""
@@ -298,6 +326,9 @@ class FirstLook(Plugin):
             seen = [traces.found] if attempt(traces.look_again) else []
             modes = functools.partial(graph.on_in_validation, task, off)
             self._tell(step, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
+            if is_small(trainer, batch) and is_on_host(trainer) and is_telling(batch):
+                kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
+                self._tell(step, self._experiments(trainer, VALIDATION_AGAIN, val=kept))
         return output
 
     def _compared(self, batch: Any) -> Iterator[Finding]:

@@ -31,6 +31,15 @@ def reaches_outside(module: nn.Module) -> str:
     return ""
 
 
+def step_reaches_outside(task: nn.Module, *names: str) -> str:
+    """The same of the steps of a task, with these names, and of its modules: whether its step may run on a copy."""
+    for name in names:
+        found = next(_outside(getattr(type(task), name, None), type(task), set()), "")
+        if found:
+            return f"{found} in {name}"
+    return reaches_outside(task)
+
+
 def _outside(function: Any, kind: type, seen: set[Any]) -> Iterator[str]:
     """Yield the names of mutable things outside that a function and those that it names use."""
     function = getattr(function, "__func__", function)

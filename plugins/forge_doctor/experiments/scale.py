@@ -17,11 +17,14 @@ from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
 from forge.optim.optimizers import Optimizers
 from forge.runs.directions import mode_of
+from forge.torch_internals import pytree
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, first
 
 UPDATES = 40
+LONG, MOST_BATCHES = 100, 60
+"""Updates, and batches of train, of a fit that must hold for other samples."""
 SMALL_STEP = 1e-3
 """The share of the planned rate at which an update must lower the loss that it was computed from."""
 
@@ -121,7 +124,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
             "configure_optimizers",
             evidence,
         )
-    elif fall[1.0] * planned / UPDATES < 0.1 and fall[1.0] < 0.02 and fall[100.0] > 0.15:
+    elif fall[1.0] * planned / UPDATES < 0.1 and fall[1.0] < 0.01 and fall[100.0] > 0.1:
         yield Finding(
             "learning_rate_low",
             f"{UPDATES} updates take the loss from {start:.4g} to {at[1.0]:.4g}, which is little even over {planned} "
@@ -188,3 +191,40 @@ def _has_modes(module: nn.Module) -> bool:
         or "Norm" in type(module).__name__
         or "Drop" in type(module).__name__
     )
+
+
+def generalises(patient: Patient) -> Iterator[Finding]:
+    """Train on some batches of train: others of train that were held out must not be much easier than those of val."""
+    if not patient.can_validate or len(patient.names) > 1:
+        return
+    served = [_moved(patient, batch) for batch in first(patient.train, MOST_BATCHES)]
+    held = max(1, len(served) // 5)
+    if len(served) < 5:
+        return
+    kept, given = served[-held:], served[:-held]
+    task, _ = short_fit(patient, [given[i % len(given)] for i in range(LONG)])
+    with suppress(Exception):  # validation may take other batches
+        before = [_validated(patient, patient.clone(), batches) for batches in (kept, patient.val_batches)]
+        after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
+        gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
+        if gains[0] > 0.15 and gains[1] < 0.1 * gains[0]:
+            yield Finding(
+                "splits_disagree",
+                f"{LONG} updates take the validation loss of batches of train that were held out from {before[0]:.4g} to "
+                f"{after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train does not hold "
+                "for val. Labels, words, columns or scales are encoded in another way there.",
+                "val",
+                {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
+            )
+
+
+def _moved(patient: Patient, batch: Any) -> Any:
+    return pytree.tree_map(lambda x: x.to(patient.device) if isinstance(x, Tensor) else x, batch)
+
+
+def _validated(patient: Patient, task: TaskModule, batches: list[Any]) -> float:
+    task.trainer = patient.trainer
+    task.eval()
+    with torch.no_grad():
+        losses = [numbers(patient.run(task, batch, "val"))["loss"] for batch in batches[:4]]
+    return sum(losses) / len(losses)
