@@ -24,13 +24,16 @@ from torch import Tensor
 from forge import registry
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
+from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.left_out import is_left_out
 from forge.torch_internals import pytree
+from forge_doctor.deadline import Deadline
 from forge_doctor.findings import LEVELS, Finding
-from forge_doctor.learning import learn
+from forge_doctor.learning import NO_TIME, learn
+from forge_doctor.learning import UPDATES as ONE_BATCH
 from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
 from forge_doctor.probes import (
     aliases,
@@ -158,12 +161,12 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 UPDATES = 12
 """Updates of the short run."""
-ONE_BATCH = 80
-"""Updates on one batch."""
 SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
+READ_SHARE, BEFORE_SHARE, AFTER_SHARE, PROBE_SHARE = 0.1, 0.5, 0.3, 0.25
+"""Shares of the time that is left: for reading samples, for each table of probes, and for one probe of a table."""
 GRAPHS_AT, SETTLED = (5, 10), 3
 """Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
 NOT_REPEATED = {"unseeded"}
@@ -179,32 +182,49 @@ def doctor(
     budget: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
     rebuild: Callable[[], Any] | None = None,
+    deadline: Deadline | None = None,
+    report: DoctorReport | None = None,
     **trainer: Any,
 ) -> DoctorReport:
     """Examine a task and its data, and return a report; the task, the data and all generators stay as they are.
 
     `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
-    without a length it is 10 epochs. `budget` is the number of updates on one batch (80); 0 omits them. `tell` is
-    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded.
+    without a length it is 10 epochs. `budget` is the number of updates on one batch, at most (200); 0 omits them.
+    `deadline`, `forge_doctor.Deadline(seconds)`, ends the examination in time: what is left out is listed. `tell` is
+    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded. `report`
+    is filled, if one is given, so that it holds what was found until a signal.
     """
-    began = time.perf_counter()
-    report = DoctorReport()
+    report, deadline = report or DoctorReport(), deadline or Deadline()
     plan = planned(trainer)
     settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
     if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
     device = torch.device("cpu")
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
-        examination = Examination(report, train, val, tell, rebuild)
+        examination = Examination(report, train, val, tell, rebuild, deadline)
         examination.hooks, examination.original = gradient_hooks(task), task
         examination.validate_every = plan.get("validate_every")
-        _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
-        if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
-            tell("learning one batch")
-            learn(examination.patient, functools.partial(_copy, task), plugins, settings, budget or ONE_BATCH, report)
-    _sort(report, task.expected)
-    report.seconds = time.perf_counter() - began
+        try:
+            _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
+            why = _why_not(examination, budget)
+            if why:
+                report.skipped["learning one batch"] = why
+            elif examination.patient is not None:
+                make, updates = functools.partial(_copy, task), budget or ONE_BATCH
+                learn(examination.patient, make, plugins, settings, updates, report, deadline, tell)
+        finally:
+            _sort(report, task.expected)
+            report.seconds = deadline.spent
+            if NO_TIME in report.skipped.values():
+                report.partial = "the time was over"
     return report
+
+
+def _why_not(examination: Examination, budget: int | None) -> str:
+    """Why the updates on one batch are left out; empty if they run."""
+    if examination.patient is None or "the run" in examination.report.skipped:
+        return "training ended with an error"
+    return "no updates on it were asked for" if budget == 0 else ""
 
 
 def _copy(task: TaskModule) -> TaskModule:
@@ -268,8 +288,11 @@ def _fit(
 class Examination(Plugin):
     """Runs the probes inside a short run, which has the device, the optimizers and the plan."""
 
-    def __init__(self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any):
+    def __init__(
+        self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any, deadline: Deadline | None = None
+    ):
         super().__init__()
+        self.deadline = deadline or Deadline()
         self.name = "forge_doctor.examination"
         self.first_probes = BEFORE | {name: registry.load("probe", name) for name in registry.installed("probe")}
         self.last_probes, self.updates = AFTER, UPDATES
@@ -277,7 +300,7 @@ class Examination(Plugin):
         self.original: TaskModule | None = None
         self.validate_every: str | None = None
         "Of the planned run; this one does not validate."
-        self.patient: Patient | None = None
+        self.patient: TimedPatient | None = None
         self.plugins: list[Plugin] = []
         self.hooks: dict[str, list[Any]] = {}
         "Of the parameters of the user's own task; a copy has none."
@@ -288,29 +311,40 @@ class Examination(Plugin):
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
         self._hidden = fingerprint_hidden(trainer)
-        self.patient = admitted(trainer, *self.given)
+        self.patient = admitted(trainer, *self.given, self.deadline)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
         self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
-            self._probe(self.first_probes)
+            self._probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
         self._weights = copied(self.patient.task)
 
-    def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
-        assert self.patient is not None
-        for what, probe in probes.items():
-            self.tell(what)
+    def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]], within: Deadline) -> None:
+        """Run probes in their order, each for a part of the time at most; none begins when the time is over."""
+        patient = self.patient
+        assert patient is not None
+        for number, (what, probe) in enumerate(probes.items(), 1):
+            if within.is_over or patient.is_stopped:
+                self.report.skipped[what] = NO_TIME
+                continue
+            self.tell(f"{what} ({number} of {len(probes)})")
             before = len(self.report.findings)
+            patient.begin(within.part(PROBE_SHARE))
             try:
-                self.report.findings.extend(probe(self.patient))
+                self.report.findings.extend(probe(patient))
             except NotApplicable:
                 continue
+            except OutOfTime:
+                pass
             except Exception as error:
                 self.report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             else:
-                if len(self.report.findings) == before:
+                if len(self.report.findings) == before and not patient.is_late:
                     self.report.good.append(what)
+            if patient.is_late:  # some probes take an error for an answer
+                self.report.skipped[what] = NO_TIME
+        patient.begin(Deadline())
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
@@ -326,7 +360,7 @@ class Examination(Plugin):
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
         if patient.updates in GRAPHS_AT:
             self._count_graphs(patient)
-        if patient.updates >= self.updates:
+        if patient.updates >= self.updates or self.deadline.is_over:
             step.trainer.max_updates = patient.updates
 
     @hookimpl
@@ -368,7 +402,7 @@ class Examination(Plugin):
         if patient is None or not patient.updates:
             return
         with no_trace(trainer.env.device):
-            self._probe(self.last_probes)
+            self._probe(self.last_probes, self.deadline.part(AFTER_SHARE))
             with suppress(Exception):  # a step that takes no single samples
                 self.report.worst = worst_samples(patient)
         now = fingerprint_hidden(trainer)
@@ -388,14 +422,40 @@ class Examination(Plugin):
             )
 
 
-def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
-    """Read the first batches and samples, on the run's device."""
-    device = trainer.env.device
+class OutOfTime(Exception):
+    """Raised in a step of a probe that has had its time."""
+
+
+class TimedPatient(Patient):
+    """A patient whose steps end when the time of a probe is over."""
+
+    within = Deadline()
+    is_late = False
+
+    def begin(self, within: Deadline) -> None:
+        self.within, self.is_late = within, False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has come: its fit sees it only after the probes."""
+        stop = self.trainer.requests.open.get("stop")
+        return stop is not None and stop.asker == SIGNAL
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.within.is_over or self.is_stopped:
+            self.is_late = True
+            raise OutOfTime
+        return super().run(*args, **kwargs)
+
+
+def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:
+    """Read the first batches and samples, on the run's device; of slow loaders as many as there is time for."""
+    device, deadline = trainer.env.device, deadline or Deadline()
     loader = next(iter(val.values())) if isinstance(val, dict) else val
-    served, samples = _served(train)
-    val_served, val_samples = _served(loader)
+    served, samples = _served(train, deadline.part(READ_SHARE))
+    val_served, val_samples = _served(loader, deadline.part(READ_SHARE))
     move = lambda tree: pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)  # noqa: E731
-    patient = Patient(
+    patient = TimedPatient(
         trainer.task, trainer, train, val, [move(b) for b in served[:BATCHES]], [move(b) for b in val_served[:2]]
     )
     patient.samples, patient.val_samples = samples, val_samples
@@ -404,7 +464,7 @@ def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
     return patient
 
 
-def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
+def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
     """The first batches, and their samples one by one."""
     if loader is None:
         return [], []
@@ -415,7 +475,8 @@ def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
             kept.append(batch)
         fresh = rows(batch)
         samples.extend(fresh)
-        if len(samples) >= SAMPLES or (not fresh and len(kept) >= BATCHES):
+        is_enough = len(kept) >= BATCHES and (not fresh or within.is_over)
+        if len(samples) >= SAMPLES or is_enough:
             break
     return kept or first(loader, BATCHES), samples[:SAMPLES]
 
