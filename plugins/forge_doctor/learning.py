@@ -43,7 +43,7 @@ SETTLES, FLAT = 120, 60
 SMALL, AWRY, MOST = 1e-3, 0.2, 12
 """The share by which a step along its gradient changes a matrix, that by which the loss may then differ, and how many
 matrices are tried."""
-USUAL = 3e-3
+USUAL = 1e-2
 """The share of its size by which an update usually moves a matrix."""
 FAR = 100
 """How many times its start a loss may be below zero and still have a floor."""
@@ -82,15 +82,15 @@ class Curve:
 
 QUIET = Change("evaluation mode, without dropout and batch statistics", evaluates=True)
 FEWER = Change(f"{FEW} samples", samples=FEW)
+SPECIAL = (Change("no weight decay", decays=False), Change("no clipping of gradients", edits=False))
+"""What is tried first with a batch that is not learnt: it may hide behind the rate."""
 CHANGES = (
     Change("10 times the learning rate", rate=10.0),
     Change("a tenth of the learning rate", rate=0.1),
     QUIET,
-    Change("no weight decay", decays=False),
-    Change("no clipping of gradients", edits=False),
     FEWER,
 )
-"""What is tried, one at a time, with a batch that is not learnt."""
+"""What is tried then, one at a time."""
 
 
 def one_batch(
@@ -171,6 +171,8 @@ class OneBatch:
         found = self.found
         if not math.isfinite(found.reached) or self.deadline.is_over or self.witness.trainer is None:
             return None
+        if found.start - found.reached <= STILL * (found.start - self._lowest()):
+            return None  # at this rate nothing is learnt of others' inputs either
         exchange, rise = self.witness.exchange(trained)
         if exchange is None or rise < FALLING * abs(found.start - found.reached):
             return None
@@ -218,17 +220,20 @@ class OneBatch:
                 f"{text}, and stays there. It does not fall along its own gradient (one that is reversed, stopped, or "
                 "of a reward): its level says little."
             )
+        elif found.floor is None and min([*found.losses, *found.tried.values()]) < 0:
+            found.verdict = f"{text}. It can fall below zero, and nothing says how far."
         elif found.cause == FEWER.name and share > STILL:
             found.verdict = f"{text}. {FEW} samples of it are learnt: all of them need more updates, or a larger model."
         elif found.cause == QUIET.name and (share > STILL or reads):
             found.verdict = f"{text}. With {QUIET.name} it comes to {found.tried[QUIET.name]:.4g}."
-        elif found.cause:
+        elif found.cause and found.cause != FEWER.name:
             found.level = "warning"
             found.verdict = f"{text}, and stays there.{self._cause()}"
         else:
             is_low = share < HALF if found.floor is not None else share <= STILL and not reads
             found.level = "warning" if is_low else "note" if found.floor is not None else ""
-            found.verdict = f"{text}, and stays there. No one change was found that helps."
+            few = f"; {FEW} samples of it are learnt" if found.cause else ""
+            found.cause, found.verdict = "", f"{text}, and stays there. No one change was found that helps{few}."
 
     def _cause(self) -> str:
         cause = self.found.cause
@@ -256,7 +261,8 @@ class OneBatch:
     def _try_changes(self) -> None:
         """Try one change at a time, until the batch is learnt, and note the one that helps."""
         found = self.found
-        tried = [*self.witness.fitted(), *(change for change in CHANGES if self._differs(change))]
+        all_changes = (*SPECIAL, *self.witness.fitted(), *CHANGES)
+        tried = [change for change in all_changes if self._differs(change)]
         self.witness.looks = False
         for number, change in enumerate(tried):
             if self.deadline.is_over:
@@ -274,7 +280,7 @@ class OneBatch:
                 continue
             came = found.tried[change.name] = reached(losses)
             left = found.reached - self._lowest() if math.isfinite(found.reached) else math.inf
-            if self._is_learnt(came) or came - self._lowest() < 0.5 * left:
+            if self._is_learnt(came) or (change is not FEWER and came - self._lowest() < 0.5 * left):
                 found.cause = change.name
                 return
 
@@ -471,7 +477,7 @@ def _learn_one(
     deadline: Deadline,
     tell: Callable[[str], None],
 ) -> bool:
-    """Draw the curve of one batch, and return whether it is learnt."""
+    """Draw the curve of one batch, and return whether it is whole."""
     curve = report.one_batch = one_batch(
         make(),
         patient.train,
@@ -488,7 +494,10 @@ def _learn_one(
         report.findings.append(
             Finding("cannot_learn_a_batch", curve.verdict, task, {**evidence, **curve.tried}, level=curve.level)
         )
-    return curve.is_learnt
+    if curve.is_cut_short and not curve.is_learnt:
+        report.skipped["learning one batch"] = NO_TIME
+        return False
+    return True
 
 
 def _learn_many(
