@@ -459,7 +459,8 @@ def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None =
         trainer.task, trainer, train, val, [move(b) for b in served[:BATCHES]], [move(b) for b in val_served[:2]]
     )
     patient.samples, patient.val_samples = samples, val_samples
-    patient.order = _order_of_modules(patient)
+    with deadline.first_step():
+        patient.order = _order_of_modules(patient)
     patient.headroom = start.headroom(trainer)
     return patient
 

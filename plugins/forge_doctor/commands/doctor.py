@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
     seed_all(recipe.trainer.get("seed") or 0)
     task, data = recipe.make_task(), recipe.make_data()
-    deadline = Deadline(QUICK, time.process_time) if args.quick else Deadline(60 * args.budget)
+    deadline = Deadline(QUICK, time.process_time, steps=5) if args.quick else Deadline(60 * args.budget)
     report, code = DoctorReport(), 0
     with show.console(stderr=True).status("") as status, _ended_by_signals():
         try:
