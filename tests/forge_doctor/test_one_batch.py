@@ -60,7 +60,7 @@ class ByHand(Quick):
 
 
 class TwoOptimizers(Quick):
-    def training_step(self, batch: Any, name: str) -> Any:
+    def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().training_step(batch)
 
     def configure_optimizers(self) -> Any:

@@ -165,7 +165,7 @@ def drawn(losses: list[float], floor: float | None, width: int | None = WIDTH) -
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return ""
-    low = min([*finite, *([floor] if floor is not None else [])])
+    low = min(finite) if floor is None else min(floor, *finite)
     high = max(finite)
     count = min(width or len(finite), len(finite))
     edges = [round(i * len(finite) / count) for i in range(count + 1)]
