@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forge_doctor.deadline import Deadline
     from forge_doctor.findings import Finding
     from forge_doctor.patient import Patient
     from forge_doctor.report import DoctorReport
 
-_HOME = {"DoctorReport": "report", "Finding": "findings", "Patient": "patient"}
+_HOME = {"Deadline": "deadline", "DoctorReport": "report", "Finding": "findings", "Patient": "patient"}
 
-__all__ = ["DoctorReport", "Finding", "Patient"]
+__all__ = ["Deadline", "DoctorReport", "Finding", "Patient"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,13 @@ from torch import Tensor
 from forge import registry
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
+from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.left_out import is_left_out
 from forge.torch_internals import pytree
+from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import (
     company,
     equivariance,
@@ -43,7 +45,8 @@ from forge_doctor.experiments import (
 )
 from forge_doctor.experiments import motion as movement
 from forge_doctor.findings import LEVELS, Finding
-from forge_doctor.learning import learn
+from forge_doctor.learning import NO_TIME, learn
+from forge_doctor.learning import UPDATES as ONE_BATCH
 from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
 from forge_doctor.probes import (
     aliases,
@@ -117,9 +120,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "terms of other optimizers": gradients.other_players,
     "reversed gradients": gradients.reversals,
     "options of losses": criteria.options,
-    "labels of pairs": criteria.contrast,
     "order of triplets": criteria.triplets,
-    "padding in regression": criteria.padded_numbers,
     "bootstrapped targets": criteria.bootstrap,
     "where the loss leads": reading.leads,
     "errors beside the target": reading.errors,
@@ -127,9 +128,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "losses without end": reading.endless,
     "quantiles": reading.quantiles,
     "metrics of perfect answers": reading.metrics,
-    "positions before": order.previous,
     "order of tokens": order.permuted,
-    "padding in the model": independence.padded,
     "inputs are read": independence.reads_its_input,
     "evaluation twice": independence.repeated_evaluation,
     "copies of samples": data.copies,
@@ -156,7 +155,6 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "memory of parameters": aliases.shared_storage,
     "copies of modules": aliases.copies_of_modules,
     "labels that are inputs": losses.copied_labels,
-    "masks of padding": order.padding_mask,
     "samples of batch normalisation": start.normalised_samples,
     "options of the optimizer": start.optimizer,
     "rehearsal of the schedule": start.schedules,
@@ -170,14 +168,13 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "statistics of validation": stages.stale,
     "weights that stand still": movement.still,
     "averages of weights": movement.averages,
+    "weights without a slope": influence.flat,
     "influence of the batch": influence.inputs,
     "influence of parts": influence.slices,
     "inputs are read after updates": independence.reads_its_input,
     "results on this device": precision.devices,
     "results in mixed precision": precision.mixed_precision,
     "results of the compiled model": precision.compiled,
-    "clamps": gradients.clamps,
-    "steps without a slope": gradients.flat,
     "rows of weights": start.equal_rows,
     "activations between layers": start.linear,
     "size of updates": motion.rates,
@@ -199,12 +196,12 @@ LAST: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 UPDATES = 12
 """Updates of the short run."""
-ONE_BATCH = 80
-"""Updates on one batch."""
 SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
+READ_SHARE, BEFORE_SHARE, AFTER_SHARE, LAST_SHARE, PROBE_SHARE = 0.1, 0.5, 0.4, 0.5, 0.25
+"""Shares of the time that is left: for reading samples, for each table of probes, and for one probe of a table."""
 GRAPHS_AT, SETTLED = (5, 10), 3
 """Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
 NOT_REPEATED = {"unseeded"}
@@ -220,35 +217,52 @@ def doctor(
     budget: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
     rebuild: Callable[[], Any] | None = None,
+    deadline: Deadline | None = None,
+    report: DoctorReport | None = None,
     **trainer: Any,
 ) -> DoctorReport:
     """Examine a task and its data, and return a report; the task, the data and all generators stay as they are.
 
     `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
-    without a length it is 10 epochs. `budget` is the number of updates on one batch (80); 0 omits them. `tell` is
-    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded.
+    without a length it is 10 epochs. `budget` is the number of updates on one batch, at most (200); 0 omits them.
+    `deadline`, `forge_doctor.Deadline(seconds)`, ends the examination in time: what is left out is listed. `tell` is
+    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded. `report`
+    is filled, if one is given, so that it holds what was found until a signal.
     """
-    began = time.perf_counter()
-    report = DoctorReport()
+    report, deadline = report or DoctorReport(), deadline or Deadline()
     plan = planned(trainer)
     settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
     if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
     device = torch.device("cpu")
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
-        examination = Examination(report, train, val, tell, rebuild)
+        examination = Examination(report, train, val, tell, rebuild, deadline)
         examination.hooks, examination.original = gradient_hooks(task), task
         examination.validate_every = plan.get("validate_every")
-        _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
-        if examination.patient is not None and not report.skipped.get("the run"):
-            examination.patient.make = functools.partial(_copy, task)
-            examination._probe(LAST)
-        if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
-            tell("learning one batch")
-            learn(examination.patient, functools.partial(_copy, task), plugins, settings, budget or ONE_BATCH, report)
-    _sort(report, task.expected)
-    report.seconds = time.perf_counter() - began
+        try:
+            _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
+            patient = examination.patient
+            if patient is not None and not report.skipped.get("the run"):
+                patient.make = functools.partial(_copy, task)
+                examination.probe(LAST, deadline.part(LAST_SHARE))
+            why = _why_not(examination, budget)
+            if why:
+                report.skipped["learning one batch"] = why
+            elif patient is not None:
+                learn(patient, patient.make, plugins, settings, budget or ONE_BATCH, report, deadline, tell)
+        finally:
+            _sort(report, task.expected)
+            report.seconds = deadline.spent
+            if NO_TIME in report.skipped.values():
+                report.partial = "the time was over"
     return report
+
+
+def _why_not(examination: Examination, budget: int | None) -> str:
+    """Why the updates on one batch are left out; empty if they run."""
+    if examination.patient is None or "the run" in examination.report.skipped:
+        return "training ended with an error"
+    return "no updates on it were asked for" if budget == 0 else ""
 
 
 def _copy(task: TaskModule) -> TaskModule:
@@ -312,8 +326,11 @@ def _fit(
 class Examination(Plugin):
     """Runs the probes inside a short run, which has the device, the optimizers and the plan."""
 
-    def __init__(self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any):
+    def __init__(
+        self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any, deadline: Deadline | None = None
+    ):
         super().__init__()
+        self.deadline = deadline or Deadline()
         self.name = "forge_doctor.examination"
         self.first_probes = BEFORE | {name: registry.load("probe", name) for name in registry.installed("probe")}
         self.last_probes, self.updates = AFTER, UPDATES
@@ -321,7 +338,7 @@ class Examination(Plugin):
         self.original: TaskModule | None = None
         self.validate_every: str | None = None
         "Of the planned run; this one does not validate."
-        self.patient: Patient | None = None
+        self.patient: TimedPatient | None = None
         self.plugins: list[Plugin] = []
         self.hooks: dict[str, list[Any]] = {}
         "Of the parameters of the user's own task; a copy has none."
@@ -335,32 +352,43 @@ class Examination(Plugin):
         loaders = {"train": self.given[0], "val": _first_of(self.given[1])}
         with suppress(Exception):  # before anything is read: reading itself may change the data
             self.report.findings.extend(serving.changed(loaders))
-        self.patient = admitted(trainer, *self.given)
+        self.patient = admitted(trainer, *self.given, self.deadline)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
         self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
-            self._probe(self.first_probes)
+            self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
         self._weights = copied(self.patient.task)
         self.patient.track = movement.Track()
         self.patient.track.note(trainer.task)
         self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
-    def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
-        assert self.patient is not None
-        for what, probe in probes.items():
-            self.tell(what)
+    def probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]], within: Deadline) -> None:
+        """Run probes in their order, each for a part of the time at most; none begins when the time is over."""
+        patient = self.patient
+        assert patient is not None
+        for number, (what, probe) in enumerate(probes.items(), 1):
+            if within.is_over or patient.is_stopped:
+                self.report.skipped[what] = NO_TIME
+                continue
+            self.tell(f"{what} ({number} of {len(probes)})")
             before = len(self.report.findings)
+            patient.begin(within.part(PROBE_SHARE))
             try:
-                self.report.findings.extend(probe(self.patient))
+                self.report.findings.extend(probe(patient))
             except NotApplicable:
                 continue
+            except OutOfTime:
+                pass
             except Exception as error:
                 self.report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             else:
-                if len(self.report.findings) == before:
+                if len(self.report.findings) == before and not patient.is_late:
                     self.report.good.append(what)
+            if patient.is_late:  # some probes take an error for an answer
+                self.report.skipped[what] = NO_TIME
+        patient.begin(Deadline())
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
@@ -377,7 +405,7 @@ class Examination(Plugin):
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
         if patient.updates in GRAPHS_AT:
             self._count_graphs(patient)
-        if patient.updates >= self.updates:
+        if patient.updates >= self.updates or self.deadline.is_over:
             step.trainer.max_updates = patient.updates
 
     @hookimpl
@@ -425,7 +453,7 @@ class Examination(Plugin):
         if patient is None or not patient.updates:
             return
         with no_trace(trainer.env.device):
-            self._probe(self.last_probes)
+            self.probe(self.last_probes, self.deadline.part(AFTER_SHARE))
             with suppress(Exception):  # a step that takes no single samples
                 self.report.worst = worst_samples(patient)
         now = fingerprint_hidden(trainer)
@@ -445,18 +473,45 @@ class Examination(Plugin):
             )
 
 
-def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
-    """Read the first batches and samples, on the run's device."""
-    device = trainer.env.device
+class OutOfTime(Exception):
+    """Raised in a step of a probe that has had its time."""
+
+
+class TimedPatient(Patient):
+    """A patient whose steps end when the time of a probe is over."""
+
+    within = Deadline()
+    is_late = False
+
+    def begin(self, within: Deadline) -> None:
+        self.within, self.is_late = within, False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has come: its fit sees it only after the probes."""
+        stop = self.trainer.requests.open.get("stop")
+        return stop is not None and stop.asker == SIGNAL
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.within.is_over or self.is_stopped:
+            self.is_late = True
+            raise OutOfTime
+        return super().run(*args, **kwargs)
+
+
+def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:
+    """Read the first batches and samples, on the run's device; of slow loaders as many as there is time for."""
+    device, deadline = trainer.env.device, deadline or Deadline()
     loader = _first_of(val)
-    served, samples = _served(train)
-    val_served, val_samples = _served(loader)
+    served, samples = _served(train, deadline.part(READ_SHARE))
+    val_served, val_samples = _served(loader, deadline.part(READ_SHARE))
     move = lambda tree: pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)  # noqa: E731
-    patient = Patient(
+    patient = TimedPatient(
         trainer.task, trainer, train, val, [move(b) for b in served[:BATCHES]], [move(b) for b in val_served[:2]]
     )
     patient.samples, patient.val_samples = samples, val_samples
-    patient.order = _order_of_modules(patient)
+    with deadline.first_step():
+        patient.order = _order_of_modules(patient)
     patient.headroom = start.headroom(trainer)
     return patient
 
@@ -465,7 +520,7 @@ def _first_of(val: Any) -> Any:
     return next(iter(val.values()), None) if isinstance(val, dict) else val
 
 
-def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
+def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
     """The first batches, and their samples one by one."""
     if loader is None:
         return [], []
@@ -476,7 +531,8 @@ def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
             kept.append(batch)
         fresh = rows(batch)
         samples.extend(fresh)
-        if len(samples) >= SAMPLES or (not fresh and len(kept) >= BATCHES):
+        is_enough = len(kept) >= BATCHES and (not fresh or within.is_over)
+        if len(samples) >= SAMPLES or is_enough:
             break
     return kept or first(loader, BATCHES), samples[:SAMPLES]
 

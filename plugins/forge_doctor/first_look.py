@@ -81,7 +81,7 @@ VALIDATION_AGAIN = (*(lossy.steps, reading.metrics, reachable.metrics, equivaria
 SECONDS = 1.0
 """Of the processor, that experiments of the first update, and of the first validation, may take."""
 FIRST_UPDATES = (
-    *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.losses),
+    *(start.equal_rows, start.linear, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
     *(class_labels.labels, class_labels.order, serving.noise, motion.gradients),
     *(values.finite, values.unseen, values.giveaway),

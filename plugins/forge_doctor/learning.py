@@ -1,10 +1,12 @@
-"""Learning: train on one batch again and again, and on many with shuffled labels."""
+"""Learning: train on one batch again and again."""
 
 from __future__ import annotations
 
 import copy
-import functools
+import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,39 +15,411 @@ from torch import Tensor
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
+from forge.data.adapt import by_name
 from forge.engine.trainer import Plugins, Trainer
-from forge.optim.optimizers import Optimizers
-from forge.snapshot.left_out import SCHEDULE, is_left_out
+from forge.rng import reseed
 from forge.torch_internals import pytree
-from forge_doctor.patient import Patient, first, loss_of
-from forge_doctor.probes import motion
+from forge_doctor.deadline import Deadline
+from forge_doctor.experiments import motion as movement
+from forge_doctor.experiments.answers import answers
+from forge_doctor.exchange import Exchange, most_telling
+from forge_doctor.findings import Finding
+from forge_doctor.patient import SEED, Patient, copied, first, loss_of, no_trace
 from forge_doctor.report import DoctorReport
+from forge_doctor.trial import Change, Trial
+
+UPDATES = 200
+"""Updates on one batch, at most."""
+NO_TIME = "there was no time for it"
+LEARNT, DONE = 0.1, 0.005
+"""The share of the way to the floor that may be left of a batch that is learnt, and at which a trial ends."""
+STILL, HALF = 0.03, 0.5
+"""The shares of the way to the floor below which nothing was learnt, and too little for what a batch leaves open."""
+FALLING = 0.05
+"""The share of what is left that a fifth of the updates must take away to count as falling."""
+SETTLES, FLAT = 120, 60
+"""Updates after which a trial may end, and those that must then have been flat."""
+SMALL, AWRY, MOST = 1e-3, 0.2, 12
+"""The share by which a step along its gradient changes a matrix, that by which the loss may then differ, and how many
+matrices are tried."""
+USUAL = 1e-2
+"""The share of its size by which an update usually moves a matrix."""
+FAR = 100
+"""How many times its start a loss may be below zero and still have a floor."""
+FEW = 4
+"""Samples of the smaller batch that is tried."""
 
 
-class KeepsLosses(Plugin):
-    """Keeps the losses of a fit, which runs at the optimizer's own rate."""
+@dataclass
+class Curve:
+    """The losses of updates on one batch, and what they say."""
 
-    def __init__(self) -> None:
+    losses: list[float]
+    chance: float | None = None
+    "What the loss comes to where samples get the inputs of others; None if that is unknown."
+    floor: float | None = None
+    "The lowest loss of any prediction; None if that is unknown."
+    reached: float = math.nan
+    verdict: str = ""
+    is_learnt: bool = False
+    level: str = ""
+    "That of the finding `cannot_learn_a_batch`: it stopped far from the floor. Empty where nothing shows a mistake."
+    is_cut_short: bool = False
+    "Whether the time was over before the updates were."
+    cause: str = ""
+    "The one change with which the batch is learnt."
+    tried: dict[str, float] = field(default_factory=dict)
+    "What the loss came to with each change that was tried."
+
+    @property
+    def start(self) -> float:
+        return self.losses[0] if self.losses else math.nan
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+QUIET = Change("evaluation mode, without dropout and batch statistics", evaluates=True)
+FEWER = Change(f"{FEW} samples", samples=FEW)
+SPECIAL = (Change("no weight decay", decays=False), Change("no clipping of gradients", edits=False))
+"""What is tried first with a batch that is not learnt: it may hide behind the rate."""
+CHANGES = (
+    Change("10 times the learning rate", rate=10.0),
+    Change("a tenth of the learning rate", rate=0.1),
+    QUIET,
+    FEWER,
+)
+"""What is tried then, one at a time."""
+
+
+def one_batch(
+    task: TaskModule,
+    train: Any,
+    *,
+    plugins: Plugins = (),
+    settings: dict[str, Any] | None = None,
+    updates: int = UPDATES,
+    deadline: Deadline | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Curve:
+    """Train copies of a task on the first batch of `train` again and again, and judge how far its loss falls.
+
+    It runs with the planned stack, without schedules, and draws the same random numbers in every update: dropout,
+    noise and masks are part of the one batch. `settings` are arguments of a Trainer. What the loss reaches is compared
+    with its start, with chance (samples have the inputs of others) and with its floor (any prediction). Where it stops
+    far from there, one thing at a time is changed, to see which of them is the cause.
+    """
+    settings = {"seed": 0, "log_every": 10_000, **(settings or {})}
+    settings |= {"validate_every": None, "run_dir": False, "resume": None}
+    with no_trace(torch.device("cpu")):
+        (batch,) = first(by_name(train, "train"), 1)
+        return OneBatch(task, batch, plugins, settings, updates, deadline or Deadline(), tell).curve()
+
+
+class OneBatch:
+    """The trials of one batch."""
+
+    def __init__(
+        self,
+        task: TaskModule,
+        batch: Any,
+        plugins: Plugins,
+        settings: dict[str, Any],
+        updates: int,
+        deadline: Deadline,
+        tell: Callable[[str], None],
+    ):
+        self.task, self.updates, self.deadline, self.tell = task, updates, deadline, tell
+        self.witness = Witness(batch)
+        self.trial = Trial(plugins, settings, batch, (self.witness,))
+        self.found = Curve([])
+        self.trained: TaskModule | None = None
+
+    def curve(self) -> Curve:
+        found, deadline = self.found, self.deadline
+        self.tell("one batch: learning it")
+        within = deadline.part(0.5)
+        trained = self.trained = copy.deepcopy(self.task)
+        ended = [False]
+
+        def is_over(losses: list[float]) -> bool:
+            ended[0] = self._is_settled(losses)
+            return ended[0] or within.is_over
+
+        found.losses = self.trial.fit(trained, self.updates, is_over=is_over)
+        found.is_cut_short = not ended[0] and len(found.losses) < self.updates
+        found.reached = reached(found.losses)
+        floor = self.witness.floor
+        if floor is not None and min(found.losses) < floor - DONE * abs(found.start - floor):
+            self.witness.floor = None  # a target that moves with the weights, or what is random in it
+        found.floor = self.witness.floor
+        found.chance = self._chance(trained)
+        self._judge(trained)
+        return found
+
+    def _is_settled(self, losses: list[float]) -> bool:
+        """Whether a trial can end: the batch is learnt, or the loss has long been flat."""
+        floor = self.witness.floor if self.witness.floor is not None else 0.0
+        way = losses[0] - floor
+        if min(losses) >= floor - DONE * abs(way) and max(losses[-3:]) - floor <= DONE * way:
+            return True
+        late = len(losses) >= SETTLES
+        return late and min(losses[-FLAT:]) > min(losses[:-FLAT]) - 0.002 * abs(way)
+
+    def _chance(self, trained: TaskModule) -> float | None:
+        """What the loss comes to where the samples of the batch get each other's inputs in every update."""
+        found = self.found
+        if not math.isfinite(found.reached) or self.deadline.is_over or self.witness.trainer is None:
+            return None
+        if found.start - found.reached <= STILL * (found.start - self._lowest()):
+            return None  # at this rate nothing is learnt of others' inputs either
+        exchange, rise = self.witness.exchange(trained)
+        if exchange is None or rise < FALLING * abs(found.start - found.reached):
+            return None
+        self.tell("one batch: chance")
+        within = self.deadline.part(0.4)
+        losses = self.trial.fit(
+            copy.deepcopy(self.task), len(found.losses), is_over=lambda losses: within.is_over, exchange=exchange
+        )
+        return median(losses[len(losses) // 2 :]) if math.isfinite(losses[-1]) else None
+
+    def _judge(self, trained: TaskModule) -> None:
+        found = self.found
+        text = f"{len(found.losses)} updates on one batch take its loss from {found.start:.4g} to {found.reached:.4g}"
+        known = [f"chance is {found.chance:.4g}"] if found.chance is not None else []
+        floor = 0.0 if found.floor is not None and abs(found.floor) < 1e-3 * abs(found.start) else found.floor
+        known += [f"the floor {floor:.3g}"] if floor is not None else []
+        text += f" ({', '.join(known)})" if known else ""
+        if not math.isfinite(found.reached):
+            found.level = "warning"
+            self._try_changes()
+            found.verdict = f"{text}.{self._cause()}"
+            return
+        found.is_learnt = self._is_learnt(found.reached)
+        if found.is_learnt and found.floor is None and min(found.losses) < 0:
+            found.verdict = f"{text}. It falls below zero, and nothing says how far it can."
+        elif found.is_learnt:
+            found.verdict = f"{text}: it is learnt."
+        elif len(self.witness.names) > 1:
+            found.verdict = f"{text}. Several optimizers train against each other's losses: no level is right or wrong."
+        elif found.is_cut_short:
+            found.verdict = f"{text}. There was no time for more."
+        elif self._is_falling() and self._share(found.reached) > STILL:
+            found.verdict = f"{text}, and it is still falling."
+        else:
+            self._try_changes()
+            self._name_cause(text, trained)
+
+    def _name_cause(self, text: str, trained: TaskModule) -> None:
+        """Say what a loss that stopped far from its floor comes from. Only what is no one's noise is a warning."""
+        found = self.found
+        share = self._share(found.reached)
+        reads = found.chance is not None and found.reached < (1 - LEARNT) * found.chance
+        if not all(map(self.witness.descends, (trained, copy.deepcopy(self.task)))):
+            found.verdict = (
+                f"{text}, and stays there. It does not fall along its own gradient (one that is reversed, stopped, or "
+                "of a reward): its level says little."
+            )
+        elif found.floor is None and min([*found.losses, *found.tried.values()]) < 0:
+            found.verdict = f"{text}. It can fall below zero, and nothing says how far."
+        elif found.cause == FEWER.name and share > STILL:
+            found.verdict = f"{text}. {FEW} samples of it are learnt: all of them need more updates, or a larger model."
+        elif found.cause == QUIET.name and (share > STILL or reads):
+            found.verdict = f"{text}. With {QUIET.name} it comes to {found.tried[QUIET.name]:.4g}."
+        elif found.cause and found.cause != FEWER.name:
+            found.level = "warning"
+            found.verdict = f"{text}, and stays there.{self._cause()}"
+        else:
+            is_low = share < HALF if found.floor is not None else share <= STILL and not reads
+            found.level = "warning" if is_low else "note" if found.floor is not None else ""
+            few = f"; {FEW} samples of it are learnt" if found.cause else ""
+            found.cause, found.verdict = "", f"{text}, and stays there. No one change was found that helps{few}."
+
+    def _cause(self) -> str:
+        cause = self.found.cause
+        return f" With {cause} it comes to {self.found.tried[cause]:.4g}: that is the cause." if cause else ""
+
+    def _lowest(self) -> float:
+        """The floor, or 0 where it is unknown and no loss is below."""
+        return self.found.floor if self.found.floor is not None else min(0.0, *self.found.losses)
+
+    def _share(self, loss: float) -> float:
+        """The share of the way to the floor that a loss has gone, from the start or from chance."""
+        found, floor = self.found, self._lowest()
+        base = min(found.start, found.chance) if found.chance is not None else found.start
+        return 1.0 if base - floor <= 1e-12 else (base - loss) / (base - floor)
+
+    def _is_learnt(self, loss: float) -> bool:
+        return math.isfinite(loss) and self._share(loss) >= 1 - LEARNT
+
+    def _is_falling(self) -> bool:
+        losses = self.found.losses
+        width = max(1, len(losses) // 5)
+        fall = median(losses[-2 * width : -width] or losses[:1]) - median(losses[-width:])
+        return fall > FALLING * (self.found.reached - self._lowest())
+
+    def _try_changes(self) -> None:
+        """Try one change at a time, until the batch is learnt, and note the one that helps."""
+        found = self.found
+        all_changes = (*SPECIAL, *self.witness.fitted(), *CHANGES)
+        tried = [change for change in all_changes if self._differs(change)]
+        self.witness.looks = False
+        for number, change in enumerate(tried):
+            if self.deadline.is_over:
+                break
+            self.tell(f"one batch: with {change.name}")
+            within = self.deadline.part(1 / (len(tried) - number))
+            try:
+                losses = self.trial.fit(
+                    copy.deepcopy(self.task),
+                    self.updates // 2,
+                    change,
+                    lambda losses, within=within: within.is_over or self._is_settled(losses),
+                )
+            except Exception:  # a step that takes no smaller batch, or not in evaluation mode
+                continue
+            came = found.tried[change.name] = reached(losses)
+            left = found.reached - self._lowest() if math.isfinite(found.reached) else math.inf
+            if self._is_learnt(came) or (change is not FEWER and came - self._lowest() < 0.5 * left):
+                found.cause = change.name
+                return
+
+    def _differs(self, change: Change) -> bool:
+        """Whether a change changes anything here."""
+        witness = self.witness
+        if not change.decays:
+            return witness.decays
+        if not change.edits:
+            return witness.edits
+        if change.samples is not None:
+            return (batch_size(self.trial.batch) or 0) > change.samples
+        return True
+
+
+class Witness(Plugin):
+    """Looks at the first trial from inside: its floor, its optimizers and its stack."""
+
+    def __init__(self, batch: Any):
         super().__init__()
-        self.name = "forge_doctor.losses"
-        self.losses: list[float] = []
+        self.name = "forge_doctor.one_batch"
+        self.batch, self.looks = batch, True
+        self.trainer: Trainer | None = None
+        self.names: list[str | None] = []
+        self.floor: float | None = None
+        self.decays = self.edits = False
+        self.moved = 0.0
+        "By which share of their size the first update moved the matrices, half of them by more."
+        self._before: dict[str, Tensor] = {}
 
-    @hookimpl(wrapper=True)
-    def forge_build_optimizers(self) -> Any:
-        built: Optimizers = yield
-        for entry in built.entries.values():
-            entry.schedules.clear()
-            for group in entry.optimizer.param_groups:
-                if "initial_lr" in group and not isinstance(group["lr"], Tensor):
-                    group["lr"] = float(group["initial_lr"])
-        built.has_schedules = False
-        return built
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        if not self.looks:
+            return
+        self.looks, self.trainer = False, trainer
+        self._before = copied(trainer.task)
+        move = lambda x: x.to(trainer.env.device) if isinstance(x, Tensor) else x  # noqa: E731
+        self.batch = pytree.tree_map(move, self.batch)
+        patient = Patient(trainer.task, trainer, None, None, [self.batch], [])
+        self.names = patient.names
+        groups = [group for entry in trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
+        self.decays = any(group.get("weight_decay") for group in groups)
+        self.edits = any(getattr(plugin, "forge_edit_grads", None) is not None for plugin in trainer.stack)
+        with no_trace(trainer.env.device):
+            try:
+                self.floor = floor(patient, self.batch)
+            except Exception:  # a step that does not run on free predictions
+                self.floor = None
 
-    @hookimpl(wrapper=True)
-    def forge_forward(self, step: Any, batch: Any) -> Any:
-        output = yield
-        self.losses.append(float(loss_of(output).detach()))
-        return output
+    @hookimpl
+    def forge_step_end(self, step: Any) -> None:
+        if self._before:
+            now, before = copied(step.trainer.task), self._before
+            sizes = {name: float(x.norm()) for name, x in before.items() if x.ndim > 1}
+            self.moved = median([float((now[name] - before[name]).norm()) / n for name, n in sizes.items() if n] or [0])
+            self._before = {}
+
+    def fitted(self) -> list[Change]:
+        """The rate at which an update moves matrices by a usual share of their size, where that is far from here."""
+        factor = USUAL / self.moved if self.moved > 0 else 1.0
+        return [Change(f"{factor:.1g} times the learning rate", rate=factor)] if not 0.03 < factor < 30 else []
+
+    def exchange(self, trained: TaskModule) -> tuple[Exchange | None, float]:
+        """The exchange of rows that raises the loss of the trained task most, and by how much."""
+        trained.trainer = self.trainer
+        trained.train()
+
+        def loss(batch: Any) -> float:
+            reseed(SEED)
+            copied = copy.deepcopy(batch)
+            steps = [() if name is None else (name,) for name in self.names]
+            return sum(float(loss_of(trained.training_step(copied, *step)).detach()) for step in steps)  # pyright: ignore[reportCallIssue]
+
+        try:
+            return most_telling(trained, self.batch, loss)
+        except Exception:  # a step that runs in a fit alone
+            return None, 0.0
+        finally:
+            trained.trainer = None
+
+    def descends(self, task: TaskModule) -> bool:
+        """Whether the loss changes along its gradient as the gradient says.
+
+        It does not where gradients are reversed or stopped on purpose, or where the loss stands for something else, as
+        in reinforcement learning; then its level says nothing.
+        """
+        task.trainer = self.trainer
+        task.to(self.trainer.env.device if self.trainer is not None else "cpu").train()
+        weights = [p for p in task.parameters() if p.requires_grad and p.ndim > 1]
+        weights = weights[:: -(-len(weights) // MOST) or 1]
+
+        def loss() -> Tensor:
+            reseed(SEED)
+            return loss_of(task.training_step(copy.deepcopy(self.batch)))
+
+        try:
+            here = loss()
+            slopes = torch.autograd.grad(here, weights, allow_unused=True)
+            found = [
+                _as_planned(p, g, loss, float(here.detach()))
+                for p, g in zip(weights, slopes, strict=True)
+                if g is not None
+            ]
+        except Exception:  # a step that runs in a fit alone
+            return True
+        finally:
+            task.trainer = None
+        return all(found)
+
+
+def _as_planned(weight: Tensor, slope: Tensor, loss: Callable[[], Tensor], here: float) -> bool:
+    """Whether a small step of a weight along its gradient changes the loss by what the gradient says, as far as it is
+    a slope at all: near a minimum the loss bends by more."""
+    before, steep = weight.detach().clone(), float(slope.double().norm())
+    step = SMALL * float(before.double().norm()) / max(steep, 1e-30)
+    seen: list[float] = []
+    for way in (step, -step):
+        with torch.no_grad():
+            weight.copy_(before + way * slope)
+        seen.append(float(loss().detach()))
+    with torch.no_grad():
+        weight.copy_(before)
+    planned, came, bend = 2 * step * steep**2, seen[0] - seen[1], abs(sum(seen) - 2 * here)
+    return planned < max(1e-4 * abs(here), 4 * bend) or abs(came / planned - 1) < AWRY
+
+
+def floor(patient: Patient, batch: Any) -> float | None:
+    """The lowest loss of any answers; None where they cannot be chosen freely, or nothing bounds the loss."""
+    held = answers(patient, batch) if len(patient.names) == 1 else None
+    lowest = held.best(steps=200)[0] if held is not None else -math.inf
+    return lowest if held is not None and lowest > -FAR * abs(held.loss) and math.isfinite(lowest) else None
+
+
+def reached(losses: list[float]) -> float:
+    """The loss that updates came to: the median of the last."""
+    if not losses or not math.isfinite(losses[-1]):
+        return math.nan
+    return median(losses[-max(3, len(losses) // 20) :])
 
 
 def learn(
@@ -55,55 +429,32 @@ def learn(
     settings: dict[str, Any],
     updates: int,
     report: DoctorReport,
+    deadline: Deadline | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Train on the first batch again and again; then on many batches, with their labels and with shuffled ones."""
-    if not patient.is_supervised:
+    """Draw the curve of one batch; then see what validation says of the batch that was learnt."""
+    what, deadline, before = "learning one batch", deadline or Deadline(), len(report.findings)
+    if deadline.is_over:
+        report.skipped[what] = NO_TIME
         return
-    fit = functools.partial(_fit, plugins=plugins, settings=settings)
-    served = first(patient.train, updates)
     try:
-        patient.overfitted = fit(make(), [copy.deepcopy(served[0]) for _ in range(updates)])
-        if patient.label_position is not None and patient.val_batches and len(served) > 4:
-            for shuffled in (False, True):
-                given = [_shuffled(patient, batch) if shuffled else batch for batch in served]
-                task = make()
-                fit(task, [copy.deepcopy(given[i % len(given)]) for i in range(updates)])
-                patient.held_out.append(_held_out(patient, task))
+        (batch,) = first(by_name(patient.train, "train"), 1)
+        trials = OneBatch(make(), batch, plugins, settings, updates, deadline.part(0.75), tell)
+        curve = report.one_batch = trials.curve()
     except Exception as error:
-        report.skipped["learning one batch"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return
-    found = [*motion.one_batch(patient), *motion.shuffled_labels(patient)]
-    report.findings.extend(found)
-    if not found:
-        report.good += ["learning one batch"] + ["learning more than from shuffled labels"] * bool(patient.held_out)
-
-
-def _fit(task: TaskModule, batches: list[Any], plugins: Plugins, settings: dict[str, Any]) -> list[float]:
-    """Train on these batches, and return their losses."""
-    keeper = KeepsLosses()
-    options = {**settings, "max_updates": len(batches), "max_epochs": None}
-    trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
-    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, SCHEDULE)]:
-        trainer.stack.remove(plugin.name)
-    trainer.stack.add(keeper)
-    trainer.fit(task, batches)
-    return keeper.losses
-
-
-def _held_out(patient: Patient, task: TaskModule) -> float:
-    """The loss of a trained task on the first batches of val, with their own labels."""
-    task.trainer = patient.trainer
-    task.eval()
-    with torch.no_grad():
-        losses = [float(loss_of(patient.run(task, batch))) for batch in patient.val_batches]
-    return sum(losses) / len(losses)
-
-
-def _shuffled(patient: Patient, batch: Any) -> Any:
-    """The batch with the labels of its samples exchanged."""
-    leaves, shape = pytree.tree_flatten(batch)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    place = places[patient.label_position or 0]
-    order = torch.randperm(len(leaves[place]), generator=torch.Generator().manual_seed(0))
-    leaves[place] = leaves[place][order.to(leaves[place].device)]
-    return pytree.tree_unflatten(leaves, shape)
+    if curve.level:
+        figures = {"start": curve.start, "reached": curve.reached, "chance": curve.chance, "floor": curve.floor}
+        evidence = {key: value for key, value in figures.items() if value is not None}
+        found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
+        report.findings.append(replace(found, level=curve.level))
+    if trials.trained is not None and not curve.is_cut_short:
+        report.findings.extend(
+            movement.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
+        )
+        report.findings.extend(movement.collapsed(patient, trials.trained, trials.witness.batch))
+    if curve.is_cut_short and not curve.is_learnt:
+        report.skipped[what] = NO_TIME
+    elif len(report.findings) == before:
+        report.good.append(what)

@@ -70,8 +70,6 @@ class Patient:
     "Whether the loss stayed when inputs were exchanged, at the last look."
     overfitted: list[float] = field(default_factory=list)
     "Losses of updates on one batch."
-    held_out: list[float] = field(default_factory=list)
-    "The loss on val after a short training, and after one with shuffled labels."
     plugins: list[Any] = field(default_factory=list)
     "Of the planned run, those included that the examination leaves out."
     hooks: dict[str, list[Any]] = field(default_factory=dict)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_doctor.findings import Finding
 from forge_doctor.readiness import Readiness
+
+if TYPE_CHECKING:
+    from forge_doctor.learning import Curve
 
 
 @dataclass
@@ -25,6 +28,10 @@ class DoctorReport:
     "What a long run needs, and whether the planned one has it."
     worst: list[dict[str, Any]] = field(default_factory=list)
     "Samples of the first batch whose losses are far above the others' after a few updates."
+    one_batch: Curve | None = None
+    "The losses of updates on one batch, and what they say; None where they did not run, which `skipped` explains."
+    partial: str = ""
+    "Why the examination ended before it was whole: the time was over, or a signal came; empty if it is whole."
     seconds: float = 0.0
 
     @property
@@ -43,6 +50,8 @@ class DoctorReport:
             "skipped": self.skipped,
             "readiness": [asdict(item) for item in self.readiness],
             "worst": self.worst,
+            "one_batch": self.one_batch.as_data() if self.one_batch is not None else None,
+            "partial": self.partial,
             "seconds": round(self.seconds, 2),
         }
 

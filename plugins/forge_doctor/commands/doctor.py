@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 import re
+import signal
 import textwrap
+import threading
+import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from forge.cli import target
+from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
     from forge_doctor import DoctorReport
     from forge_doctor.findings import Finding
+    from forge_doctor.learning import Curve
 
 GROUP = "check"
 EXAMPLES = """\
-Works on copies for about a minute, and writes no run. Exits with 1 if there are errors.
+Works on copies for two minutes at most, and writes no run. Exits with 1 if there are errors. When the time is over, or
+by Ctrl-C, it prints what it has, and lists what was left out.
 
 examples:
   forge doctor quickstart
   forge doctor my_task.py:MyTask --recipe fast trainer.max_epochs=50
   forge doctor my_task.py:MyTask --quick --json
+  forge doctor my_task.py:MyTask --budget 10
 """
+MINUTES, QUICK = 2.0, 20
+"""Minutes of an examination, and seconds of CPU of a quick one."""
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 50
+"""Columns of a curve."""
 JOINED = "\0"
 """In place of a space at which no line may end."""
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -36,7 +52,12 @@ STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 def parser() -> ArgumentParser:
     parser = show.new_parser("doctor", "Examine a task and its data for mistakes that raise no error.", EXAMPLES)
     target.add_arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="leave out the updates on one batch")
+    parser.add_argument(
+        "--budget", type=float, default=MINUTES, metavar="MINUTES", help=f"time to take, at most ({MINUTES:g})"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"leave out the updates on one batch, and take {QUICK} s of CPU at most"
+    )
     parser.add_argument("--all", action="store_true", help="name every check that found nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
@@ -44,31 +65,67 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     from forge.rng import seed_all
+    from forge_doctor.deadline import Deadline
     from forge_doctor.doctor import doctor
+    from forge_doctor.report import DoctorReport
 
+    if args.budget <= 0:
+        raise ForgeError(f"--budget is {args.budget:g}. Write minutes above 0, as --budget 0.5.")
     recipe = target.load(args, to_train=True)
     seed_all(recipe.trainer.get("seed") or 0)
     task, data = recipe.make_task(), recipe.make_data()
-    console = show.console(stderr=True)
-    with console.status("") as status:
-        report = doctor(
-            task,
-            data.train,
-            data.val,
-            recipe=recipe,
-            budget=0 if args.quick else None,
-            tell=lambda what: status.update(f"examining: {what}"),
-            rebuild=lambda: recipe.make_data().train,
-        )
+    deadline = Deadline(QUICK, time.process_time, steps=5) if args.quick else Deadline(60 * args.budget)
+    report, code = DoctorReport(), 0
+    with show.console(stderr=True).status("") as status, _ended_by_signals():
+        try:
+            doctor(
+                task,
+                data.train,
+                data.val,
+                recipe=recipe,
+                budget=0 if args.quick else None,
+                tell=lambda what: status.update(f"examining, {_clock(deadline.left)} left: {what}"),
+                rebuild=lambda: recipe.make_data().train,
+                deadline=deadline,
+                report=report,
+            )
+        except KeyboardInterrupt:
+            report.partial, code = "it was interrupted", 130
+        except SystemExit as leaving:
+            if not isinstance(leaving.code, int) or leaving.code <= 128:
+                raise
+            report.partial, code = f"{signal.Signals(leaving.code - 128).name} ended it", leaving.code
     if args.json:
         print(json.dumps(report.as_data(), default=str))
     else:
         print_page(report, show.console(), args.all)
-    return 1 if report.errors else 0
+    return code or (1 if report.errors else 0)
+
+
+def _clock(seconds: float) -> str:
+    return f"{max(0, int(seconds)) // 60}:{max(0, int(seconds)) % 60:02d}"
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM end the examination as Ctrl-C does: with what it has."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave) if threading.current_thread() is threading.main_thread() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def print_page(report: DoctorReport, console: Console, every: bool = False) -> None:
     """Findings first, then what was examined; `every`: name each check that found nothing."""
+    if report.partial:
+        text = f"This is a part of an examination: {report.partial}. What was left out is listed below.\n"
+        console.print(Text(text, style="bold yellow"))
     for finding in report.findings:
         _print_finding(finding, console)
     if not report.findings:
@@ -80,10 +137,40 @@ def print_page(report: DoctorReport, console: Console, every: bool = False) -> N
         text = f"sample {sample['sample']} of the first batch has a loss of {sample['loss']:.4g}, the median is "
         console.print(Text(f"{text}{sample['median']:.4g}:", style="bold"))
         console.print(Text(f"{sample['shown']}\n", style="dim"))
+    if report.one_batch is not None:
+        _print_curve(report.one_batch, console)
     _print_readiness(report, console)
     _print_good(report, console, every)
+    reasons: dict[str, list[str]] = {}
     for what, why in report.skipped.items():
-        console.print(Text(f"Not examined: {what} ({why})", style="dim"))
+        reasons.setdefault(why, []).append(what)
+    for why, left_out in reasons.items():
+        console.print(Text(f"Not examined, {why}: {', '.join(left_out)}", style="dim"))
+
+
+def _print_curve(curve: Curve, console: Console) -> None:
+    """The losses of one batch as a row of bars, from the lowest to the highest; `chance` marks that level."""
+    console.print(Text("One batch, trained on again and again", style="bold"))
+    bars = drawn(curve.losses, curve.floor)
+    console.print(Text.assemble("  ", (bars, "cyan"), f"  {curve.start:.4g} to {curve.reached:.4g}"))
+    if curve.chance is not None:
+        bar = drawn([curve.start, curve.chance, *curve.losses], curve.floor, width=None)[1]
+        console.print(Text.assemble("  ", (bar * len(bars), "dim"), f"  chance, {curve.chance:.4g}"))
+    console.print(_indented(curve.verdict, console), soft_wrap=True)
+    console.print()
+
+
+def drawn(losses: list[float], floor: float | None, width: int | None = WIDTH) -> str:
+    """Losses as bars of eight heights; of many, the mean of each part."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return ""
+    low = min(finite) if floor is None else min(floor, *finite)
+    high = max(finite)
+    count = min(width or len(finite), len(finite))
+    edges = [round(i * len(finite) / count) for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    return "".join(BARS[round((mean - low) / max(high - low, 1e-12) * (len(BARS) - 1))] for mean in means)
 
 
 def _print_good(report: DoctorReport, console: Console, every: bool) -> None:

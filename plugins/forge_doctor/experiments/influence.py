@@ -94,6 +94,21 @@ def weights(patient: Patient) -> Iterator[Finding]:
             )
 
 
+def flat(patient: Patient) -> Iterator[Finding]:
+    """After a few updates: trained weights on which the loss does not depend though they take part in it."""
+    found = _slopes(patient, None, trained(patient)) if len(patient.names) == 1 else None
+    still = [group for group in found[0] if group.reached and not group.gradient and not group.slope] if found else []
+    if found and still and len(still) < len(found[0]):
+        yield Finding(
+            "no_gradient",
+            f"After {patient.updates} updates the loss does not change with {listed([group.name for group in still])}, and "
+            "their gradient is 0: on the way stands a step without a slope, or a clamp that is always at its bound.",
+            still[0].name,
+            {"groups": [group.name for group in still][:8]},
+            cure="Pass the gradient straight through, x + (round(x) - x).detach(), or widen the clamp.",
+        )
+
+
 def _cuts(watch: CutWatch) -> str:
     some = [f"{what} at {line}" for line, what in list(watch.lines.items())[:3]]
     return f" ({', '.join(some)})" if some else ""
@@ -110,7 +125,7 @@ class Group:
 
     def __init__(self, name: str, weights: list[nn.Parameter]):
         self.name, self.weights = name, weights
-        self.gradient = False
+        self.gradient = self.reached = False
         self.slope = self.off = self.said = self.seen = 0.0
         self.agrees = True
 
@@ -172,6 +187,7 @@ def _measured(
     for group in groups:
         given = [gradients[id(p)] for p in group.weights]
         group.gradient = any(g is not None and bool(g.any()) for g in given)
+        group.reached = any(g is not None for g in given)
         ways = [[_drawn(p, generator) for p in group.weights] for _ in range(2)]
         if group.gradient:
             ways.append(

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
-from forge.engine.trainer import Trainer
-from forge.optim.optimizers import Optimizers
 from forge.runs.directions import mode_of
 from forge.torch_internals import pytree
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, first
+from forge_doctor.trial import Change, fit
 
 UPDATES = 40
 LONG, MOST_BATCHES = 100, 60
@@ -30,24 +29,12 @@ SMALL_STEP = 1e-3
 
 
 class Keeps(Plugin):
-    """Keeps what the steps of a short fit return, at a multiple of the optimizer's own rate, without schedules."""
+    """Keeps what the steps of a short fit return."""
 
-    def __init__(self, factor: float):
+    def __init__(self) -> None:
         super().__init__()
         self.name = "forge_doctor.keeps"
-        self.factor = factor
         self.said: list[dict[str, float]] = []
-
-    @hookimpl(wrapper=True)
-    def forge_build_optimizers(self) -> Any:
-        built: Optimizers = yield
-        for entry in built.entries.values():
-            entry.schedules.clear()
-            for group in entry.optimizer.param_groups:
-                rate = float(group["lr"]) * self.factor
-                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
-        built.has_schedules = False
-        return built
 
     @hookimpl(wrapper=True)
     def forge_forward(self, step: Any, batch: Any) -> Any:
@@ -58,16 +45,22 @@ class Keeps(Plugin):
 
 
 def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tuple[TaskModule, list[dict[str, float]]]:
-    """Train a copy on these batches with the optimizers alone; the copy, and what each step returned."""
-    peak = patient.headroom if patient.headroom < 1e5 else 1.0  # as high as the schedule goes
-    task, keeper = patient.fresh(), Keeps(factor * peak)
-    trainer = Trainer(
-        plugins=[keeper], max_updates=len(batches), seed=0, log_every=10_000, validate_every=None, run_dir=False,
-        device=patient.device.type,
-    )  # fmt: skip
-    trainer.fit(task, [copy.deepcopy(batch) for batch in batches])
+    """Train a copy on these batches with the optimizers alone, at a multiple of the highest rate of its schedule; the
+    copy, and what each step returned."""
+    task, keeper = patient.fresh(), Keeps()
+    settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
+    given = [copy.deepcopy(batch) for batch in batches]
+    change = Change(rate=factor * _peak(patient))
+    fit(task, given, [], settings, len(given), change, more=(keeper,), seeded=False)
     task.trainer = patient.trainer
     return task, keeper.said
+
+
+def _peak(patient: Patient) -> float:
+    """The highest rate of the schedule, as a multiple of the optimizer's own."""
+    group = next(iter(patient.trainer.optimizers.entries.values())).optimizer.param_groups[0]
+    own, now = float(group.get("initial_lr", group["lr"])), float(group["lr"])
+    return patient.headroom * now / own if own > 0 and now > 0 and patient.headroom < 1e5 else 1.0
 
 
 def small_step(patient: Patient) -> Iterator[Finding]:
@@ -207,7 +200,15 @@ def generalises(patient: Patient) -> Iterator[Finding]:
         before = [_validated(patient, patient.clone(), batches) for batches in (kept, patient.val_batches)]
         after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
         gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
-        if gains[0] > 0.15 and gains[1] < 0.1 * gains[0]:
+        if gains[0] < 0.01 and patient.is_supervised:
+            yield Finding(
+                "labels_no_easier",
+                f"{LONG} updates on other batches of train take the loss of held-out ones from {before[0]:.4g} to "
+                f"{after[0]:.4g}: nothing that holds for them was learnt.",
+                "train",
+                {"before": before[0], "after": after[0]},
+            )
+        elif gains[0] > 0.15 and gains[1] < 0.1 * gains[0]:
             yield Finding(
                 "splits_disagree",
                 f"{LONG} updates take the validation loss of batches of train that were held out from {before[0]:.4g} to "

@@ -71,25 +71,3 @@ def order(patient: Patient) -> Iterator[Finding]:
             ):
                 yield Finding("not_shuffled", "The targets of train come sorted.", "train")
             return
-
-
-def giveaways(patient: Patient) -> Iterator[Finding]:
-    """A column of the inputs that is the label."""
-    columns_by_place = stacked(patient, patient.samples)
-    targets = [y for place, y in columns_by_place.items() if is_target(patient, place) and y[0].numel() == 1]
-    for place, x in columns_by_place.items():
-        if x.ndim != 2 or not x.is_floating_point() or is_target(patient, place) or len(x) < 60 or not targets:
-            continue
-        y = targets[0].flatten().float()
-        if float(y.std()) == 0:
-            continue
-        columns = (x.float() - x.float().mean(0)) / x.float().std(0).clamp_min(1e-9)
-        related = (columns * ((y - y.mean()) / y.std())[:, None]).mean(0).abs()
-        best = int(related.argmax())
-        if float(related[best]) > 0.98 and x.shape[1] > 1:
-            yield Finding(
-                "label_in_features",
-                f"Column {best} of the inputs is the label: their correlation is {float(related[best]):.4f}.",
-                f"train, tensor {place}, column {best}",
-                {"column": best, "correlation": float(related[best])},
-            )

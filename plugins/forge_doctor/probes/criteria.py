@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,12 +10,11 @@ from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.findings import Finding
-from forge_doctor.free_output import changed
-from forge_doctor.patient import Patient, tensors, with_rows
+from forge_doctor.experiments.intervene import exchanged
+from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.graph import leaves
 from forge_doctor.watch import REGRESSION, LossCall, StepWatch, origin, outermost_calls
 
-SCALES = (10.0, 100.0)
 """By which weights are multiplied, to see whether scores grow with them."""
 
 
@@ -53,49 +50,6 @@ def _competing(call: LossCall) -> Iterator[Finding]:
             call.where,
             {"several": several},
         )
-
-
-def contrast(patient: Patient) -> Iterator[Finding]:
-    """Scores of each sample with each: row i belongs to column i, not all rows to one column."""
-    size = batch_size(patient.batches[0])
-    if size is None or size < 6:
-        return
-    for call in patient.watched.losses:
-        x, y = call.input, call.target
-        if call.name != "cross_entropy" or not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            continue
-        is_square = tuple(x.shape) == (size, size) and tuple(y.shape) == (size,) and not y.is_floating_point()
-        if is_square and bool((y == y[0]).all()) and _is_a_product(x) and _follows_the_batch(patient, size):
-            yield Finding(
-                "contrastive_labels",
-                f"{call.name} gets the scores of {size} samples with each other, and the label {int(y[0])} for every "
-                "row: all are told to match one sample.",
-                call.where,
-                {"label": int(y[0]), "size": size},
-            )
-            return
-
-
-def _is_a_product(x: Tensor) -> bool:
-    """Whether scores are a product of two matrices, at most scaled."""
-    node = x.grad_fn
-    while node is not None:
-        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-        if name in ("Mm", "Bmm"):
-            return True
-        if name not in ("Mul", "Div", "T", "Transpose", "ToCopy"):
-            return False
-        node = next((child for child, _ in node.next_functions if child is not None), None)
-    return False
-
-
-def _follows_the_batch(patient: Patient, size: int) -> bool:
-    """Whether half of the batch gives scores with half as many columns."""
-    half = size // 2
-    watch = StepWatch(half)
-    with suppress(Exception), watch:
-        patient.run(patient.clone(), with_rows(patient.batches[0], size, lambda x: x[:half]))
-    return any(isinstance(call.input, Tensor) and tuple(call.input.shape) == (half, half) for call in watch.losses)
 
 
 def triplets(patient: Patient) -> Iterator[Finding]:
@@ -136,7 +90,7 @@ def _feeds(patient: Patient, where: str, batch: Any, size: int, key: str) -> lis
     base = _argument(patient, where, batch, key)
     for place, x in enumerate(tensors(batch)):
         if x.ndim and len(x) == size and x.is_floating_point():
-            other = _argument(patient, where, changed(batch, place, lambda x: x.roll(1, 0)), key)
+            other = _argument(patient, where, exchanged(batch, x, lambda x: x.roll(1, 0)), key)
             if base is None or other is None or not torch.equal(base, other):
                 found.append(place)
     return found
@@ -147,96 +101,6 @@ def _argument(patient: Patient, where: str, batch: Any, key: str) -> Tensor | No
     with torch.no_grad(), watch:
         patient.run(patient.clone().eval(), batch)
     return next((call.given[key] for call in watch.losses if call.where == where and key in call.given), None)
-
-
-def bounds(patient: Patient) -> Iterator[Finding]:
-    """Scores that stay small however large the weights are: even the best of them leave a high loss."""
-    plain = [call for call in patient.watched.losses if call.name == "cross_entropy" and _has_classes(call)]
-    if not plain or not _has_classes(plain[0]):
-        return
-    largest = [_largest(patient, scale) for scale in (1.0, *SCALES)]
-    if any(found is None for found in largest):
-        return
-    sizes = [float(found or 0.0) for found in largest]
-    bound, classes = 1.5 * max(sizes), int(plain[0].input.shape[1])
-    if min(sizes) <= 0 or max(sizes) > 2 * min(sizes) or origin(plain[0].input) in ("Softmax", "Sigmoid", "Relu"):
-        return
-    best = math.log1p((classes - 1) * math.exp(-2 * bound))
-    if best > 0.8 * math.log(classes):
-        yield Finding(
-            "bounded_logits",
-            f"The scores of cross_entropy stay within {max(sizes):.2g} of 0 when weights are 100 times as large: the "
-            f"loss cannot fall below about {best:.3g}, of ln({classes}) = {math.log(classes):.3g}.",
-            plain[0].where,
-            {"bound": max(sizes), "best": best},
-        )
-
-
-def _has_classes(call: LossCall) -> bool:
-    x, y = call.input, call.target
-    fits = isinstance(x, Tensor) and isinstance(y, Tensor) and not y.is_floating_point()
-    return fits and x.ndim > 1 and x.shape[1] > 2 and x.requires_grad
-
-
-def _largest(patient: Patient, scale: float) -> float | None:
-    """The largest score of the first loss of classes, with weights that are `scale` times as large."""
-    task = patient.clone()
-    with torch.no_grad():
-        for p in task.parameters():
-            p.mul_(scale)
-    watch = StepWatch(batch_size(patient.batches[0]))
-    with watch:
-        patient.run(task, patient.batches[0])
-    scores = next((call.input for call in watch.losses if call.name == "cross_entropy"), None)
-    if not isinstance(scores, Tensor) or not bool(torch.isfinite(scores).all()):
-        return None
-    return float(scores.abs().max())
-
-
-def padded_numbers(patient: Patient) -> Iterator[Finding]:
-    """Steps of zeros at the ends of rows that count in a loss of regression."""
-    given = tensors(patient.batches[0])
-    for call in patient.watched.losses:
-        x, y = call.input, call.target
-        if call.name not in REGRESSION or call.given.get("reduction") == "none" or not isinstance(y, Tensor):
-            continue
-        if not isinstance(x, Tensor) or x.shape != y.shape or y.ndim < 2 or y.shape[1] < 4 or y.requires_grad:
-            continue
-        runs = _trailing_zeros(y)
-        padded = runs > 0
-        if float(padded.float().mean()) < 0.4 or len(runs.unique()) < 3 or bool((runs == y.shape[1]).all()):
-            continue
-        ends = torch.arange(y.shape[1], device=y.device) >= (y.shape[1] - runs).unsqueeze(1)
-        if not bool((x.detach()[ends] != 0).any()) or not any(_says(z, runs, y) for z in given if z is not y):
-            continue
-        share = float(ends.float().mean())
-        if share > 0.05:
-            yield Finding(
-                "padding_in_loss",
-                f"{share:.0%} of the steps of {call.name} are zeros at the ends of rows of different lengths, in "
-                "inputs and targets: this looks like padding, and it counts.",
-                call.where,
-                {"share": share},
-                cure="Mask the padded steps out of the mean.",
-            )
-            return
-
-
-def _trailing_zeros(x: Tensor) -> Tensor:
-    """How many steps at the end of each row are all zeros."""
-    zero = (x == 0).flatten(2).all(-1) if x.ndim > 2 else x == 0
-    return zero.flip(1).long().cumprod(1).sum(1)
-
-
-def _says(z: Tensor, runs: Tensor, y: Tensor) -> bool:
-    """Whether another tensor of the batch is padded in the same way, or holds the lengths."""
-    if not z.ndim or len(z) != len(y):
-        return False
-    if z.ndim == 1 and not z.is_floating_point():
-        return float((z == y.shape[1] - runs).float().mean()) > 0.9
-    if z.ndim < 2 or z.shape[1] != y.shape[1] or torch.equal(z, y):
-        return False
-    return float((_trailing_zeros(z) == runs).float().mean()) > 0.9
 
 
 def bootstrap(patient: Patient) -> Iterator[Finding]:
@@ -259,7 +123,7 @@ def bootstrap(patient: Patient) -> Iterator[Finding]:
     changes = []
     for place, x in enumerate(tensors(patient.batches[0])):
         if x.ndim and len(x) == size and not torch.equal(x, x.roll(1, 0)):
-            other = _pairs_of(patient, changed(patient.batches[0], place, lambda x: x.roll(1, 0)))
+            other = _pairs_of(patient, exchanged(patient.batches[0], x, lambda x: x.roll(1, 0)))
             if len(other) != len(base):
                 return
             changes.append(

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, named, parameters
 from forge_doctor.probes.graph import leaves, nodes, own_functions
-from forge_doctor.watch import StepWatch, where
+from forge_doctor.watch import StepWatch
 
-CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "hardtanh", "relu6")
 SMALL = 0.01
 """What a hook leaves of a gradient, as a share, that is next to nothing."""
 
@@ -69,73 +67,6 @@ def _rows_removed(name: str, before: Tensor, after: Tensor) -> str:
     if int(has.nonzero().max()) > int(lost.nonzero().max()):
         return ""
     return f"A hook removes the gradient of {int(lost.sum())} of the {int(had.sum())} rows of {name} that have one."
-
-
-class ClampWatch(TorchFunctionMode):
-    """Lines at which a clamp changes every number that it is given, and those at which it does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: set[str] = set()
-        self.some: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        x = args[0] if args else None
-        if getattr(func, "__name__", "") not in CLAMPS or not isinstance(x, Tensor) or not isinstance(result, Tensor):
-            return result
-        if x.requires_grad and x.shape == result.shape and x.numel() > 1:
-            (self.all if bool((x != result).all()) else self.some).add(where())
-        return result
-
-
-def clamps(patient: Patient) -> Iterator[Finding]:
-    """After a few updates: weights whose gradient is 0 in all batches, behind a clamp that is always at its bound."""
-    task = patient.clone()
-    watch = ClampWatch()
-    for batch in patient.batches:
-        for name in patient.names:
-            with watch:
-                loss = patient.loss(task, batch, name)
-            loss.backward()
-    lines = sorted(watch.all - watch.some)
-    matrices = {name: p.grad for name, p in parameters(task).items() if p.ndim > 1 and p.grad is not None}
-    still = [name for name, gradient in matrices.items() if not bool(gradient.any())]
-    if lines and still and len(still) < len(matrices):
-        yield Finding(
-            "no_gradient",
-            f"The gradient of {named(still)} is 0 in all of {len(patient.batches)} batches: the clamp at {lines[0]} is "
-            "at its bound for every number.",
-            still[0],
-            {"parameters": still[:8]},
-            cure="Widen the clamp, or use softplus plus a small number.",
-        )
-
-
-FLAT = ("Sign", "Round", "Floor", "Ceil", "Trunc", "Heaviside", "Sgn")
-
-
-def flat(patient: Patient) -> Iterator[Finding]:
-    """After a few updates: weights whose gradient is 0 in all batches, behind a function without a slope."""
-    if len(patient.names) > 1:
-        return
-    task = patient.clone()
-    found: set[str] = set()
-    for batch in patient.batches:
-        loss = patient.loss(task, batch)
-        found |= {name for node in nodes(loss) if (name := type(node).__name__.partition("Backward")[0]) in FLAT}
-        loss.backward()
-    matrices = {name: p.grad for name, p in parameters(task).items() if p.ndim > 1 and p.grad is not None}
-    still = [name for name, gradient in matrices.items() if not bool(gradient.any())]
-    if found and still and len(still) < len(matrices):
-        what = sorted(found)[0].lower()
-        yield Finding(
-            "no_gradient",
-            f"The gradient of {named(still)} is 0 in all of {len(patient.batches)} batches: {what} has no slope.",
-            still[0],
-            {"parameters": still[:8]},
-            cure=f"Pass the gradient straight through: x + ({what}(x) - x).detach().",
-        )
 
 
 def repeated(patient: Patient) -> Iterator[Finding]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from forge.contract.task import defines
-from forge.data.accumulation_windows import batch_size
 from forge.progress import Interval
 from forge.runs.directions import mode_of
-from forge.torch_internals import pytree
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, tensors, with_rows
+from forge_doctor.patient import Patient
 
 MOST_BATCHES = 24
 

@@ -188,33 +188,3 @@ def waits(patient: Patient) -> Iterator[Finding]:
             "train",
             {"waits": wait, "takes": step},
         )
-
-
-def one_batch(patient: Patient) -> Iterator[Finding]:
-    """One batch, trained on again and again with the user's own optimizer."""
-    found = patient.overfitted
-    if len(found) < 60 or not patient.is_supervised or len(patient.watched.losses) > 1:
-        return
-    before, after = found[0], sum(found[-5:]) / 5
-    if after != after or after > 0.97 * before:
-        yield Finding(
-            "cannot_learn_a_batch",
-            f"{len(found)} updates on one batch take its loss from {before:.4g} to {after:.4g}.",
-            type(patient.task).__name__,
-            {"before": before, "after": after, "updates": len(found)},
-        )
-
-
-def shuffled_labels(patient: Patient) -> Iterator[Finding]:
-    """Held-out samples after a short training, against one with shuffled labels."""
-    if len(patient.held_out) != 2:
-        return
-    own, shuffled = patient.held_out
-    if own > 0.99 * shuffled:
-        yield Finding(
-            "labels_no_easier",
-            f"After a short training the loss of held-out samples is {own:.4g}; after one with shuffled labels it is "
-            f"{shuffled:.4g}: nothing that holds for them was learnt.",
-            "train",
-            {"own": own, "shuffled": shuffled},
-        )

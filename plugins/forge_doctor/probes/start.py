@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
@@ -30,34 +28,6 @@ FEWEST_STEPS, MOST_STEPS = 8, 50_000
 """Steps of a schedule that are rehearsed; a shorter run is a trial."""
 ONE_SAMPLES_VALUES = 256
 """Values per channel that batch normalisation of one sample needs."""
-
-
-def first_loss(patient: Patient) -> Iterator[Finding]:
-    """The first loss against an answer that looks at nothing."""
-    for call in patient.watched.losses:
-        x, y = call.input, call.target
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            continue
-        if call.name == "cross_entropy" and not y.is_floating_point() and x.ndim > 1 and x.shape[1] > 1:
-            plain = math.log(x.shape[1])
-            ignored = call.given["ignore_index"]
-            found = float(F.cross_entropy(x.detach().float(), y, ignore_index=ignored))
-            what = f"ln({x.shape[1]}) = {plain:.3g}, the loss of equal probabilities"
-        elif call.name == "mse_loss" and x.shape == y.shape and y.numel() > 4:
-            plain = float(y.detach().float().var(correction=0))
-            found = float(F.mse_loss(x.detach().float(), y.detach().float()))
-            what = f"{plain:.3g}, the loss of always predicting the mean"
-            plain *= 5
-        else:
-            continue
-        if plain > 0 and found > 10 * plain + 10:
-            yield Finding(
-                "initial_loss",
-                f"The first loss is {found:.4g}, against {what}: the untrained model is confidently wrong.",
-                call.where,
-                {"loss": found, "plain": plain},
-            )
-            return
 
 
 class ActivationWatch(TorchFunctionMode):

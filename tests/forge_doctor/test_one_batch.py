@@ -1,0 +1,230 @@
+"""One batch, trained on again and again: what is learnt, what is not and why, and what is no mistake."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import forge
+from forge.config.build import make_plugins
+from forge_doctor.commands.doctor import drawn, print_page
+from forge_doctor.deadline import Deadline
+from forge_doctor.learning import Curve, one_batch
+from forge_doctor.report import DoctorReport
+from tests.support.patients import Healthy, loader, numbers
+
+
+def curve(task: forge.TaskModule, train: Any = None, **options: Any) -> Curve:
+    torch.manual_seed(0)
+    return one_batch(task, train if train is not None else loader(*numbers(), shuffle=False), **options)
+
+
+class Quick(Healthy):
+    """Learns a batch in a few updates."""
+
+    rate, decay = 0.03, 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=self.decay)
+
+
+def test_a_batch_that_is_learnt_ends_early_and_leaves_no_trace() -> None:
+    task = Quick()
+    before, state = {name: x.clone() for name, x in task.state_dict().items()}, torch.get_rng_state()
+    found = one_batch(task, loader(*numbers(), shuffle=False))
+    assert found.is_learnt
+    assert not found.level
+    assert len(found.losses) < 200
+    assert found.reached < 0.05 < found.start
+    assert found.floor == pytest.approx(0, abs=1e-4)
+    assert found.chance is not None
+    assert found.chance > 0.8 * entropy(numbers()[1][:16]) / 16
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(x, before[name]) for name, x in task.state_dict().items())
+
+
+class ByHand(Quick):
+    """A loss that no function of torch's computes, over a dict, inside the model."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        return {"loss": (scores.logsumexp(1) - scores.gather(1, y[:, None]).squeeze(1)).mean()}
+
+
+class TwoOptimizers(Quick):
+    def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        return {"first": torch.optim.Adam(self.net[0].parameters()), "last": torch.optim.Adam(self.net[2].parameters())}
+
+
+class Autoencoder(Quick):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def training_step(self, batch: Any) -> Any:
+        (x,) = batch
+        return F.mse_loss(self.net(x), x)
+
+
+def test_it_runs_for_losses_by_hand_several_optimizers_and_one_tensor() -> None:
+    by_hand = curve(ByHand())
+    assert by_hand.is_learnt
+    two = curve(TwoOptimizers())
+    assert two.losses[0] > two.reached
+    assert not two.level
+    alone = curve(Autoencoder(), loader(numbers()[0], shuffle=False))
+    assert alone.is_learnt
+    assert alone.chance is not None  # its one tensor is input and target: what modules are given is exchanged
+    assert alone.chance > 5 * alone.reached
+
+
+class Narrow(Quick):
+    """Sees of each sample whether its first number is positive, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x[:, :1] > 0).float().expand(-1, 8))
+
+
+def entropy(y: Tensor) -> float:
+    """The lowest cross-entropy of one answer for all samples, times their number."""
+    return -sum(float(n) * math.log(float(n) / len(y)) for n in y.unique(return_counts=True)[1])
+
+
+def test_a_plateau_far_from_the_floor_is_a_finding_with_its_figures() -> None:
+    found = curve(Narrow())
+    x, y = (values[:16] for values in numbers())
+    side = x[:, 0] > 0
+    assert found.reached == pytest.approx((entropy(y[side]) + entropy(y[~side])) / 16, abs=0.02)
+    assert found.level == "warning"
+    assert not found.is_learnt
+    assert "stays there. No one change was found that helps" in found.verdict
+    assert f"to {found.reached:.4g} (chance is {found.chance:.4g}, the floor 0)" in found.verdict
+
+
+class Decays(Quick):
+    decay = 30.0
+
+
+class Stands(Quick):
+    rate = 1e-7
+
+
+class Descends(Healthy):
+    rate = 1.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+class Leaps(Descends):
+    rate = 300.0
+
+
+@pytest.mark.parametrize(
+    ("task", "plugins", "cause"),
+    [
+        (Decays, {}, "no weight decay"),
+        (Stands, {}, "times the learning rate"),
+        (Leaps, {}, "times the learning rate"),
+        (Descends, {"clip": {"max_norm": 1e-9}}, "no clipping of gradients"),
+    ],
+)
+def test_the_one_change_that_cures_it_is_the_cause(task: type[Healthy], plugins: Any, cause: str) -> None:
+    found = curve(task(), plugins=make_plugins(plugins))
+    assert found.level == "warning", found.verdict
+    assert cause in found.cause, found.verdict
+    assert "that is the cause" in found.verdict
+
+
+class Drops(Quick):
+    """Draws a dropout, a mask and noise in each step."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        x = F.dropout(x + 0.5 * torch.randn_like(x), 0.5)
+        return F.cross_entropy(self(x), y)
+
+
+class Linear(Quick):
+    """Has too few weights for sixteen samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -gradient
+
+
+class Adversarial(Quick):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[2](Reverse.apply(self.net[1](self.net[0](x))))
+
+
+class Rewarded(Quick):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        choice = torch.distributions.Categorical(logits=self(x))
+        taken = choice.sample()
+        reward = (taken == y).float() - 0.25
+        return -(choice.log_prob(taken) * reward).mean()
+
+
+@pytest.mark.parametrize("task", [Drops, Linear, Adversarial, Rewarded])
+def test_what_is_no_mistake_is_no_warning(task: type[Healthy]) -> None:
+    torch.manual_seed(0)
+    random = numbers()[0], torch.randint(4, (160,), generator=torch.Generator().manual_seed(1))
+    found = curve(task(), loader(*random, shuffle=False))
+    assert found.level != "warning", found.verdict
+    assert found.verdict
+
+
+def test_time_that_is_over_is_no_finding() -> None:
+    found = curve(Stands(), deadline=Deadline(0))
+    assert len(found.losses) == 1
+    assert found.is_cut_short
+    assert not found.level
+    assert "There was no time for more." in found.verdict
+
+
+def test_the_report_has_the_curve_and_what_did_not_run_with_its_reason() -> None:
+    torch.manual_seed(0)
+    report = forge.doctor(Stands(), loader(*numbers()), max_epochs=1)
+    data = report.as_data()["one_batch"]
+    assert data["losses"][0] == report.one_batch.start
+    assert {"chance", "floor", "reached", "verdict", "tried", "cause"} <= set(data)
+    (finding,) = [finding for finding in report.findings if finding.name == "cannot_learn_a_batch"]
+    assert finding.message == data["verdict"]
+    without = forge.doctor(Stands(), loader(*numbers()), max_epochs=1, budget=0)
+    assert without.one_batch is None
+    assert without.skipped["learning one batch"] == "no updates on it were asked for"
+
+
+def test_the_page_draws_the_curve() -> None:
+    file = io.StringIO()
+    made = Curve([2.0, 1.0, 0.5, 0.0], 1.0, 0.0, 0.0, "It is learnt.", True)
+    print_page(DoctorReport(one_batch=made), Console(file=file, width=100))
+    lines = file.getvalue().splitlines()
+    assert "  █▅▃▁  2 to 0" in lines
+    assert "  ▅▅▅▅  chance, 1" in lines
+    assert "  It is learnt." in lines
+    assert len(drawn([float(i) for i in range(200)], None)) == 50
+    assert drawn([math.nan], None) == ""
