@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forge_doctor.doctor import AFTER, BEFORE
+from forge_doctor.doctor import AFTER, BEFORE, LAST
 
 AREAS = {
-    "gradients": ("graph", "gradients", "aliases"),
-    "loss and metrics": ("losses", "criteria", "alignment", "optimum", "measures"),
-    "model": ("independence", "order", "precision"),
-    "data": ("data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
+    "gradients": ("influence", "graph", "gradients", "aliases"),
+    "loss and metrics": ("reachable", "reading", "stages", "losses", "criteria", "measures"),
+    "model": ("equivariance", "company", "independence", "order", "precision"),
+    "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
     "start and schedule": ("start",),
-    "updates": ("motion", "learning"),
+    "updates": ("scale", "motion", "learning"),
 }
 """The files of the probes in each area."""
 
 
 def by_area(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of probes by area, in the order of AREAS; empty areas are left out."""
-    files = {name: probe.__module__.rpartition(".")[2] for name, probe in (BEFORE | AFTER).items()}
+    files = {name: probe.__module__.rpartition(".")[2] for name, probe in (BEFORE | AFTER | LAST).items()}
     found: dict[str, list[str]] = {area: [] for area in AREAS}
     for name in names:
         file = files.get(name, "learning")
