@@ -100,6 +100,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "splits told apart": values.told_apart,
     "spreads of columns": values.spreads,
     "tensors that are the same": values.same_tensors,
+    "inputs of the first layer, by column": values.first_inputs,
+    "draws of two steps": stages.same_draws,
     "samples that an epoch draws": values.coverage,
     "targets in validation": influence.targets_in_validation,
     "noise of workers": worker_noise.workers,  # before others have read samples in this process

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from forge.util.walk import walk
 from forge_doctor.experiments.answers import layer_calls
@@ -114,3 +115,29 @@ def apart(x: float, y: float) -> float:
     """The difference of two numbers, as a share of the larger one."""
     size = max(abs(x), abs(y))
     return abs(x - y) / size if size else 0.0
+
+
+DRAWS = set("rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli".split())
+DRAWS |= set("bernoulli_ multinomial exponential_ random_ log_normal_ geometric_ cauchy_ poisson".split())
+
+
+class DrawWatch(TorchFunctionMode):
+    """Notes what is drawn at random, but for dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in DRAWS and isinstance(result, Tensor):
+            self.drawn.append(result.detach().clone())
+        return result
+
+
+def draws(patient: Patient, stage: str, batch: Any, seed: int = SEED, task: Any = None) -> list[Tensor]:
+    """What a step in the mode of its stage draws at random."""
+    task = (patient.clone() if stage == "train" else patient.clone().eval()) if task is None else task
+    with torch.no_grad(), DrawWatch() as watch:
+        patient.run(task, batch, stage, seed=seed)
+    return watch.drawn

@@ -21,7 +21,7 @@ from forge_doctor.watch import where
 
 ARITHMETIC = {"add", "add_", "sub", "sub_", "mul", "mul_", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 ARITHMETIC |= {"__mul__", "__rmul__", "__imul__", "__rsub__", "neg", "__neg__", "pow", "__pow__"}
-CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as"}
+CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as", "float", "half", "bfloat16"}
 PAIRS = {
     "sub",
     "__sub__",
@@ -38,6 +38,8 @@ PAIRS = {
 }
 PAIRS |= {"logical_and", "__and__"}
 SAMPLES = 6
+ROUNDED = 1e-4
+"""What rounding may take away, as a share of the deviation."""
 FRACTION = 0.02
 """The share of numbers with a fraction from which a cast is told."""
 
@@ -77,11 +79,16 @@ class LossWatch(TorchFunctionMode):
                 self._note("overflow", f"{lost:.0%} of the {result.dtype} numbers wrap around in {name.strip('_')}")
         elif name in CASTS and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
             x = args[0]
+            if x.dtype in (torch.int64, torch.float64) and result.dtype in (
+                torch.float32,
+                torch.float16,
+                torch.bfloat16,
+            ):
+                self._look_at_rounding(x, result, name)
             if x.is_floating_point() and result.dtype in WHOLE and x.numel():
                 part = (x.detach() - x.detach().round()).abs() > 1e-4
                 share = float(part.float().mean())
-                near = bool(((x >= 0) & (x <= 1)).all()) or share > 0.5
-                if share > FRACTION and not (x.numel() < 4) and near is not None:
+                if share > FRACTION and x.numel() >= 4:
                     self._note(
                         "truncation",
                         f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to {str(result.dtype).removeprefix('torch.')}",
@@ -97,6 +104,23 @@ class LossWatch(TorchFunctionMode):
             self._repeated(args[2].movedim(args[1], 0).flatten(1)[:, 0], name)
         elif name in PAIRS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             self._look_at_pair(name, args[0], args[1])
+
+    def _look_at_rounding(self, x: Tensor, result: Tensor, name: str) -> None:
+        """Numbers that are large beside what they differ by, such as times, lose that difference."""
+        if x.numel() < 4:
+            return
+        off = (result.detach().double() - x.detach().double()).abs().max()
+        spread = float(x.detach().double().std())
+        if (
+            spread > 0
+            and float(off) > ROUNDED * spread
+            and float(off) >= 1e-3 * float(x.detach().double().diff().abs().median())
+        ):
+            self._note(
+                "rounding",
+                f"Numbers of about {float(x.detach().double().abs().max()):.4g} are rounded by up to {float(off):.3g} in "
+                f"{name}() to {str(result.dtype).removeprefix('torch.')}, and differ by {spread:.3g}",
+            )
 
     def _look_at_writes(self, x: Tensor, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
@@ -133,7 +157,11 @@ def _is_whole(args: Any) -> bool:
 
 
 def reading(patient: Patient) -> Iterator[Finding]:
-    """What is lost while samples are read."""
+    """What is lost while the data are made, where a function makes them, and while samples are read."""
+    if patient.rebuild is not None:
+        with LossWatch() as watch:
+            patient.rebuild()
+        yield from _told(watch, "data")
     for split, loader in patient.loaders.items():
         total = count_of(loader) if loader is not None else 0
         with LossWatch() as watch:
@@ -152,12 +180,20 @@ def steps(patient: Patient) -> Iterator[Finding]:
             continue
         task = patient.clone() if stage == "train" else patient.clone().eval()
         with LossWatch(batch_size(batch)) as watch:
-            patient.run(task, batch, stage)
+            for name in patient.names if stage == "train" else [None]:
+                patient.run(task, batch, stage, name)
         yield from _told(watch, f"{type(task).__name__}.{'training' if stage == 'train' else 'validation'}_step")
 
 
-LEVEL = {"overflow": "warning", "truncation": "note", "lost_writes": "warning", "broadcast": "warning"}
+LEVEL = {
+    "rounding": "warning",
+    "overflow": "warning",
+    "truncation": "note",
+    "lost_writes": "warning",
+    "broadcast": "warning",
+}
 CURES = {
+    "rounding": "Subtract the smallest one first, in int64 or float64, and convert the differences.",
     "overflow": "Convert to a wider type first: x.int(), or x.float().",
     "truncation": "Round first, or keep the numbers as they are: torch.round(x).long(); mode='nearest' for masks.",
     "lost_writes": "Add up what belongs to one index: index_add_, or scatter_add_.",

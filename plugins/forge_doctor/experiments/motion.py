@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
 from forge_doctor.experiments.answers import layer_calls
-from forge_doctor.experiments.intervene import numbers, says
+from forge_doctor.experiments.intervene import draws, numbers, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
@@ -126,6 +126,8 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
     if not patient.can_validate or not reached < 0.25 * start or start <= 0:
         return
     with suppress(Exception):  # validation may take other batches
+        if draws(patient, "train", batch) or draws(patient, "val", batch):
+            return  # what was learnt are these random numbers
         task.trainer = patient.trainer
         before = says(patient, batch)
         task.eval()
@@ -150,6 +152,7 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
                 "else than what is trained.",
                 f"{type(patient.task).__name__}.validation_step",
                 {"before": before[name], "after": after[name], "metric": name},
+                level="warning" if lost else "note",
             )
 
 

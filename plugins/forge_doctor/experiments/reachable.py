@@ -74,10 +74,10 @@ def bounds(patient: Patient) -> Iterator[Finding]:
 
 
 def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
-    """Whether larger answers in the same direction are no worse: the end is that of a range, not of the targets."""
+    """Whether larger answers in the same direction are as good: the end is that of a range, not of the targets."""
     with torch.no_grad():
         farther = float(held.loss_at([x + (x - y) for x, y in zip(best, held.values, strict=True)]))
-    return farther <= floor + 0.02 * abs(floor)
+    return abs(farther - floor) <= 0.02 * abs(floor)
 
 
 def _ways(patient: Patient, held: Answers) -> str:

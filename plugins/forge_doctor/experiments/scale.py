@@ -98,7 +98,6 @@ def rates(patient: Patient) -> Iterator[Finding]:
             if factor == 1.0:
                 patient.short = said
                 yield from _against(patient, said)
-                yield from modes(patient, task)
     if len(found) < 3:
         return
     few = len(patient.batches)  # a round over the batches
@@ -150,32 +149,34 @@ def _against(patient: Patient, said: list[dict[str, float]]) -> Iterator[Finding
             return
 
 
-def modes(patient: Patient, task: TaskModule) -> Iterator[Finding]:
-    """After a short fit: the loss of a batch in training mode beside that in evaluation mode, and which layer it is."""
-    batch = patient.batches[0]
-    with torch.no_grad():
+def modes(patient: Patient, task: TaskModule, batch: Any, start: float) -> Iterator[Finding]:
+    """After one batch was learnt: its loss in training mode beside that in evaluation mode, and which layer it is."""
+    task.trainer = patient.trainer
+    with torch.no_grad(), suppress(Exception):
         trained = float(patient.loss(task.train(), batch))
         evaluated = float(patient.loss(task.eval(), batch))
-        start = float(patient.loss(patient.clone(), batch))
-    if not evaluated > max(2 * trained, trained + 0.3 * abs(start - trained)) + 1e-3:
-        return
-    layers = [(path, m) for path, m in task.named_modules() if not any(True for _ in m.children()) and _has_modes(m)]
-    by_layer: dict[str, float] = {}
-    for path, module in layers:
-        with torch.no_grad():
+        if not evaluated > max(2 * trained, trained + 0.3 * abs(start - trained)) + 1e-3:
+            return
+        by_kind: dict[str, float] = {}
+        layers = [
+            (path, m) for path, m in task.named_modules() if not any(True for _ in m.children()) and _has_modes(m)
+        ]
+        for kind in dict.fromkeys(type(module).__name__ for _, module in layers):
             task.eval()
-            module.train()
-            by_layer[path] = float(patient.loss(task, batch))
-    if not by_layer:
-        return
-    path = min(by_layer, key=lambda name: by_layer[name])
-    yield Finding(
-        "modes_differ",
-        f"After {UPDATES} updates the loss of a batch is {trained:.4g} in training mode, and {evaluated:.4g} in "
-        f"evaluation mode. With {path} alone in training mode it is {by_layer[path]:.4g}.",
-        path,
-        {"training": trained, "evaluation": evaluated, "with one layer": by_layer[path]},
-    )
+            for _, module in layers:
+                module.training = type(module).__name__ == kind
+            by_kind[kind] = float(patient.loss(task, batch))
+        if by_kind:
+            kind = min(by_kind, key=lambda name: by_kind[name])
+            path = next(path for path, module in layers if type(module).__name__ == kind)
+            yield Finding(
+                "modes_differ",
+                f"After one batch was trained on, its loss is {trained:.4g} in training mode, and {evaluated:.4g} in "
+                f"evaluation mode. With its layers {kind} ({path}, ...) alone in training mode it is {by_kind[kind]:.4g}: "
+                "the statistics that evaluation uses are not those of training, or they do something else there.",
+                path,
+                {"training": trained, "evaluation": evaluated, f"with {kind}": by_kind[kind]},
+            )
 
 
 def _has_modes(module: nn.Module) -> bool:

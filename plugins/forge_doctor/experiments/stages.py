@@ -14,7 +14,7 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.intervene import apart, calls_of, is_random, numbers, says, with_rows_changed
+from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random, numbers, says, with_rows_changed
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, are_samples
 
@@ -197,3 +197,21 @@ def stale(patient: Patient) -> Iterator[Finding]:
 
 
 KINDS = ("running_mean", "running_var")
+
+
+def same_draws(patient: Patient) -> Iterator[Finding]:
+    """Two training steps in turn, on one task: what they draw at random must differ."""
+    task = patient.clone()
+    one, other = (draws(patient, "train", patient.batches[0], seed, task) for seed in (SEED, SEED + 1))
+    if (
+        one
+        and len(one) == len(other)
+        and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    ):
+        yield Finding(
+            "reseeded",
+            f"Every training step draws the same random numbers ({len(one)} draws, the first of shape {tuple(one[0].shape)}), "
+            "whatever the seed: a generator begins anew in each step.",
+            f"{type(patient.task).__name__}.training_step",
+            {"draws": len(one)},
+        )
