@@ -450,9 +450,9 @@ def learn(
         found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
         report.findings.append(replace(found, level=curve.level))
     if trials.trained is not None and not curve.is_cut_short:
-        report.findings.extend(
-            movement.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
-        )
+        in_modes = list(scale.modes(patient, trials.trained, trials.witness.batch, curve.start))
+        learnt = movement.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
+        report.findings.extend(in_modes or learnt)
         report.findings.extend(movement.collapsed(patient, trials.trained, trials.witness.batch))
     if curve.is_cut_short and not curve.is_learnt:
         report.skipped[what] = NO_TIME
