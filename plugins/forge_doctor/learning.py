@@ -22,6 +22,7 @@ from forge.rng import reseed
 from forge.torch_internals import pytree
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import motion as movement
+from forge_doctor.experiments import scale
 from forge_doctor.experiments.answers import answers
 from forge_doctor.exchange import Exchange, most_telling
 from forge_doctor.findings import Finding
