@@ -38,8 +38,11 @@ def own_weights(task: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def layer_calls(task: nn.Module, noted: Any) -> Iterator[None]:
-    """Call `noted(path, number, output)` after each call of a layer with weights; what it returns is the output."""
+def layer_calls(task: nn.Module, noted: Any, every: bool = False) -> Iterator[None]:
+    """Call `noted(path, number, output)` after each call of a layer with weights; what it returns is the output.
+
+    `every`: of all modules, not only of those with weights of their own.
+    """
     counts: Counter[str] = Counter()
 
     def hook(path: str) -> Any:
@@ -49,7 +52,8 @@ def layer_calls(task: nn.Module, noted: Any) -> Iterator[None]:
 
         return after
 
-    handles = [module.register_forward_hook(hook(path)) for path, module in own_weights(task)]
+    modules = task.named_modules() if every else own_weights(task)
+    handles = [module.register_forward_hook(hook(path)) for path, module in modules]
     try:
         yield
     finally:

@@ -35,11 +35,11 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
     size = batch_size(batch)
     if size is None or size < 4 or not are_samples(batch):
         return  # a graph, or several lengths: rows are no samples
-    base = calls_of(patient, batch, stage)[0]
-    if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1)[0], size, slice(None)):
+    base = calls_of(patient, batch, stage, every=True)[0]
+    if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1, every=True)[0], size, slice(None)):
         return  # it draws random numbers, of which the rows get others
     half = size // 2
-    turned = calls_of(patient, with_rows_changed(batch, size, lambda x: x.flip(0)), stage)[0]
+    turned = calls_of(patient, with_rows_changed(batch, size, lambda x: x.flip(0)), stage, every=True)[0]
     found = _differing(base, turned, size, slice(None), last=True, change=lambda x: x.flip(0))
     if found and not draws(patient, stage, batch):  # noise of a fixed seed belongs to places
         path, worst = found[0]
@@ -52,7 +52,7 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
         )
         return
     for kept, other in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
-        after = calls_of(patient, with_rows_changed(batch, size, other), stage)[0]
+        after = calls_of(patient, with_rows_changed(batch, size, other), stage, every=True)[0]
         found = _differing(base, after, size, kept)
         if found and _is_certain(patient, batch, stage, size, base):
             path, worst = found[0]
@@ -69,7 +69,7 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
 def _is_certain(patient: Patient, batch: Any, stage: str, size: int, base: Calls) -> bool:
     """Whether the last layer's answers mix samples too: some modules keep rows of all samples together on their way."""
     half = size // 2
-    after = calls_of(patient, with_rows_changed(batch, size, _last_alike), stage)[0]
+    after = calls_of(patient, with_rows_changed(batch, size, _last_alike), stage, every=True)[0]
     return bool(_differing(base, after, size, slice(half), last=True))
 
 

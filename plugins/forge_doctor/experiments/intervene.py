@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forge.util.walk import walk
@@ -79,9 +79,9 @@ def is_random(patient: Patient, stage: str, batch: Any) -> bool:
 
 
 def calls_of(
-    patient: Patient, batch: Any, stage: str, *, training: bool = False, seed: int = SEED, into: nn.Module | None = None
+    patient: Patient, batch: Any, stage: str, *, training: bool = False, seed: int = SEED, every: bool = False
 ) -> tuple[Calls, dict[str, float]]:
-    """What each layer with weights returned in a step, in order, and what the step returned."""
+    """What each layer with weights, or each module, returned in a step, in order, and what the step returned."""
     task = patient.clone()
     if not training:
         task.eval()
@@ -91,7 +91,7 @@ def calls_of(
         found[path, number] = [x.detach() for x in tensors(output) if x.is_floating_point()]
         return output
 
-    with torch.no_grad(), layer_calls(task, noted):
+    with torch.no_grad(), layer_calls(task, noted, every):
         result = patient.run(task, batch, stage, seed=seed)
     return found, numbers(result)
 
