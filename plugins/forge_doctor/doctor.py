@@ -97,7 +97,6 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "metrics before training": stages.best_at_first,
     "layout of pictures": values.layout,
     "targets among the inputs": values.giveaway,
-    "what one column tells": values.one_column,
     "splits told apart": values.told_apart,
     "spreads of columns": values.spreads,
     "tensors that are the same": values.same_tensors,

@@ -127,7 +127,6 @@ FINDINGS = {
     "learnt_not_validated": ("warning", "Compare the two steps: preparation, mode, module, labels and metric."),
     "random_validation_data": ("note", "Leave augmentation out of val, or draw it from a generator with a fixed seed."),
     "validation_sees_target": ("note", "Predict without the target in validation: feed answers back, or shift it."),
-    "one_column_tells": ("note", "Make sure that the column is known when predicting, and holds no target."),
     "same_tensors": ("note", "Draw noise and views anew for each of them."),
     "collapsed": ("warning", "Look at the balance of the terms, at dead units, and at what the loss rewards."),
     "modes_differ": ("warning", "Look at the layer's momentum, scaling and use of self.training."),

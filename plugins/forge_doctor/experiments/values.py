@@ -297,23 +297,3 @@ def first_inputs(patient: Patient) -> Iterator[Finding]:
                 path,
                 {"columns": columns[:20]},
             )
-
-
-def one_column(patient: Patient) -> Iterator[Finding]:
-    """A column that tells more about the target than all others together."""
-    from forge_doctor.probes.reference import Table, crossed, ridge, table
-
-    rows = table(patient, patient.samples)
-    if rows is None or len(rows) < 100 or not 3 <= rows.x.shape[1] <= 64:
-        return
-    skills = [crossed(ridge, Table(rows.x[:, [i]], rows.y, rows.has_classes)) for i in range(rows.x.shape[1])]
-    best = max(range(len(skills)), key=lambda i: skills[i])
-    others = crossed(ridge, Table(torch.cat([rows.x[:, :best], rows.x[:, best + 1 :]], 1), rows.y, rows.has_classes))
-    if skills[best] > 0.3 and skills[best] > 2 * max(others, 0.0):
-        yield Finding(
-            "one_column_tells",
-            f"Column {best} of the inputs alone explains {skills[best]:.0%} of the target, all {len(skills) - 1} others "
-            f"together {max(others, 0.0):.0%}: a feature made of targets, of this row or of later ones, looks like that.",
-            f"train, column {best}",
-            {"column": best, "alone": skills[best], "others": others},
-        )
