@@ -8,7 +8,7 @@ from forge_doctor.doctor import AFTER, BEFORE
 
 AREAS = {
     "gradients": ("graph", "gradients", "aliases"),
-    "loss and metrics": ("losses", "criteria", "alignment", "optimum", "measures"),
+    "loss and metrics": ("losses", "criteria", "alignment", "optimum", "measures", "in_fit"),
     "model": ("independence", "order", "precision"),
     "data": ("data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
     "start and schedule": ("start",),
