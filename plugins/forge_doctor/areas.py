@@ -8,7 +8,7 @@ from forge_doctor.doctor import AFTER, BEFORE, LAST
 
 AREAS = {
     "gradients": ("influence", "graph", "gradients", "aliases"),
-    "loss and metrics": ("reachable", "reading", "stages", "losses", "criteria", "measures"),
+    "loss and metrics": ("reachable", "reading", "stages", "losses", "criteria", "measures", "in_fit"),
     "model": ("equivariance", "company", "independence", "order", "precision"),
     "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
     "start and schedule": ("start",),

@@ -30,6 +30,7 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.left_out import is_left_out
 from forge.torch_internals import pytree
+from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import (
     company,
@@ -111,6 +112,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "modes while validating": graph.validation_modes,
     "hand-written gradients": graph.finite_differences,
     "inputs of losses": losses.inputs,
+    "labels as numbers": in_fit.class_targets,
     "dimensions of metrics": losses.evaluation_inputs,
     "weights of classes": losses.weights,
     "reduction of the loss": losses.reduction,

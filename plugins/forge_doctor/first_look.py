@@ -24,6 +24,7 @@ from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
+from forge_doctor import in_fit
 from forge_doctor.experiments import equivariance, influence, lossy, reachable, reading, stages, values
 from forge_doctor.findings import Finding
 from forge_doctor.outside import reaches_outside, step_reaches_outside
@@ -67,6 +68,7 @@ FIRST_STEP = (
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
     *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules),
     *(criteria.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
+    in_fit.class_targets,
 )
 """Probes of the first step and of the plan."""
 MODULES_AGAIN = (*(independence.random_modules, losses.copied_labels, order.permuted, graph.finite_differences),)
@@ -175,6 +177,8 @@ class FirstLook(Plugin):
         self._graphs: graph.Graphs | None = None
         self._losses: list[weakref.ref[Tensor]] = []
         self._looks = self._evaluates = False
+        self._finite: in_fit.FiniteWatch | None = None
+        self._holdings, self._updates = in_fit.Holdings(), 0
 
     @hookimpl
     def forge_start(self, trainer: Run) -> None:
@@ -231,19 +235,37 @@ class FirstLook(Plugin):
     def forge_step_end(self, step: Step) -> None:
         if self.waiting:
             self.judge(step)
-        if not self.waiting and self.done >= set(step.trainer.optimizers):
+        if self._looks and not self.waiting and self.done >= set(step.trainer.optimizers):
             self._looks = False
-            step.trainer.switch_hooks(self, "forge_forward", "forge_step_end", on=False)
+            step.trainer.switch_hooks(self, "forge_forward", on=False)
+        self._count(step)
+
+    def _count(self, step: Step) -> None:
+        """Look at what the task holds after some updates, and then no more."""
+        task = step.trainer.task
+        self._updates += 1
+        if self._updates in in_fit.LOOKS and task.check_first_batch and step.trainer.env.is_main:
+            attempt(lambda: self._holdings.look(task))
+            if self._updates == in_fit.LOOKS[-1]:
+                with saying(step.trainer.said):
+                    self._tell(step.trainer, [lambda: self._holdings.found(task)], draws=False)
+        if self._updates >= in_fit.LOOKS[-1] and not self._looks:
+            step.trainer.switch_hooks(self, "forge_step_end", on=False)
 
     @hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
         """Look at the first evaluation of a fit, and then no more."""
         if not self._looks:
             trainer.switch_hooks(self, "forge_forward", on=True)
+        self._finite = in_fit.FiniteWatch() if trainer.task.check_first_batch and trainer.env.is_main else None
         try:
-            return (yield)
+            result = yield
+            if self._finite is not None and self._finite.flags:
+                with saying(trainer.said):
+                    self._tell(trainer, [functools.partial(self._finite.found, stage)], draws=False)
+            return result
         finally:
-            self._evaluates = False
+            self._evaluates, self._finite = False, None
             off = ("forge_evaluate",) if self._looks else ("forge_evaluate", "forge_forward")
             trainer.switch_hooks(self, *off, on=False)
 
@@ -263,7 +285,9 @@ class FirstLook(Plugin):
                 self._keep(look, self._patient, small and on_host and is_telling(look.batch), step.epoch)
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
-                self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host)
+                self._tell(
+                    step.trainer, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host
+                )
                 self._patient.calls.clear()
                 self._patient.last_twin = None
                 self._activations.clear()
@@ -277,9 +301,9 @@ class FirstLook(Plugin):
         own: list[Any] = [look.traces.found] if look.traces is not None else []
         own.append(lambda: graph.wrong_modes(patient.task, look.off))
         probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
-        self._tell(step, [*own, *(functools.partial(probe, patient) for probe in probes)])
+        self._tell(step.trainer, [*own, *(functools.partial(probe, patient) for probe in probes)])
         if small and is_on_host(step.trainer) and is_telling(look.batch):
-            self._tell(step, self._experiments(step.trainer, STEP_AGAIN, train=patient.batches[0]))
+            self._tell(step.trainer, self._experiments(step.trainer, STEP_AGAIN, train=patient.batches[0]))
         patient.twin = None
         look.watch.settle()
         if not small:
@@ -317,19 +341,27 @@ class FirstLook(Plugin):
         """Look at the first batch of the first evaluation."""
         trainer, task = step.trainer, step.trainer.task
         if not self._evaluates or why_not(step):
-            return (yield)
+            output = yield
+            self._add_finite(batch, output)
+            return output
         self._evaluates = False
         traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
         with saying(trainer.said):
             with watch, graph.modes_noted(task, at_any_call=True) as off:
                 output = yield
+            self._add_finite(batch, output)
             seen = [traces.found] if attempt(traces.look_again) else []
             modes = functools.partial(graph.on_in_validation, task, off)
-            self._tell(step, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
+            self._tell(step.trainer, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
             if is_small(trainer, batch) and is_on_host(trainer) and is_telling(batch):
                 kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
-                self._tell(step, self._experiments(trainer, VALIDATION_AGAIN, val=kept))
+                self._tell(step.trainer, self._experiments(trainer, VALIDATION_AGAIN, val=kept))
         return output
+
+    def _add_finite(self, batch: Any, output: Any) -> None:
+        watch = self._finite
+        if watch is not None:
+            attempt(lambda: watch.add(batch, output))
 
     def _compared(self, batch: Any) -> Iterator[Finding]:
         """Compare the first batch of val with the samples that the fit has seen."""
@@ -368,9 +400,9 @@ class FirstLook(Plugin):
         if alive >= LOOKS - 1:
             yield Finding("graphs_kept", f"The losses of {alive} earlier updates are alive with their graphs.")
 
-    def _tell(self, step: Step, probes: Any, draws: bool = True) -> None:
+    def _tell(self, trainer: Run, probes: Any, draws: bool = True) -> None:
         """Run probes, and warn of what they find. A probe must not fail. `draws`: they may draw random numbers."""
-        trainer, found = step.trainer, list[Finding]()
+        found = list[Finding]()
         with no_trace(trainer.env.device) if draws else nullcontext():
             for probe in probes:
                 try:

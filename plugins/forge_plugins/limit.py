@@ -23,11 +23,11 @@ class Limit(forge.Plugin):
     after 100 batches, `val=0.1` validates on a tenth, `val=0` not at all. The order of the data stays the same, so a
     shuffled loader gives other batches in every epoch, and a validation the same ones every time.
 
-    `overfit=1` trains on the first batch of the first epoch again and again, `overfit=4` on the first four, augmentation
-    included. A model that cannot bring the training loss of a batch close to zero has a mistake in it: `forge doctor`
-    trains on one batch in the same way, with the same random numbers each time, and looks for the cause. Validation
-    stays as it is, on the batches of val, as with `overfit_batches` of Lightning; it says nothing then, and `val=0`
-    leaves it out.
+    `overfit=1` trains on the first batch of the first epoch again and again, `overfit=4` on the first four,
+    augmentation included. A model that cannot bring the training loss of a batch close to zero has a mistake in it:
+    `forge doctor` trains on one batch in the same way, with the same random numbers each time, and looks for the
+    cause. Validation stays as it is, on the batches of val, as with `overfit_batches` of Lightning; it says nothing
+    then, and `val=0` leaves it out.
 
     When to use it: while writing a task. `forge fit --smoke` and `Trainer(smoke=True)` run two batches of everything
     and keep nothing.

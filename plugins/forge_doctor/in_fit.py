@@ -1,0 +1,136 @@
+"""What a plain fit sees at no cost: class labels in a regression, values that are not finite, tensors that pile up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.data.accumulation_windows import batch_size
+from forge.util.walk import walk
+from forge_doctor.findings import Finding
+from forge_doctor.patient import Patient, tensors
+from forge_doctor.probes.motion import LEAK
+from forge_doctor.watch import REGRESSION, origin
+
+BOUNDED = ("Sigmoid", "Softmax")
+"""What makes probabilities: their squared error is the Brier score, and meant."""
+LOOKS = (2, 5, 8, 11)
+"""Updates after which what the task holds is counted."""
+
+
+def class_targets(patient: Patient) -> Iterator[Finding]:
+    """Class labels of the batch, as numbers or as rows with a single one, in a loss of numbers."""
+    size = batch_size(patient.batches[0])
+    labels = [x for x in tensors(patient.batches[0]) if x.ndim and len(x) == x.numel() == size and _is_whole(x)]
+    for call in patient.watched.losses:
+        x, y = call.input, call.target
+        if (
+            call.name not in REGRESSION
+            or not isinstance(x, Tensor)
+            or not isinstance(y, Tensor)
+            or origin(x) in BOUNDED
+        ):
+            continue
+        what = _two_classes(y, labels) or _rows_of_classes(y, labels)
+        if what:
+            yield Finding(
+                "class_ids_in_regression",
+                f"{call.name} gets {what} as targets: they are labels of classes.",
+                call.where,
+            )
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex()
+
+
+def _two_classes(y: Tensor, labels: list[Tensor]) -> str:
+    """The two values of a label that the batch holds as whole numbers."""
+    same = any(y.numel() == x.numel() and bool((y.flatten() == x.flatten().to(y)).all()) for x in labels)
+    return "0 and 1" if same and y.detach().unique().tolist() == [0, 1] else ""
+
+
+def _rows_of_classes(y: Tensor, labels: list[Tensor]) -> str:
+    """Rows of zeros with a one at the place of a label that the batch holds as a whole number."""
+    if y.ndim != 2 or y.shape[1] < 2 or not bool(((y == 0) | (y == 1)).all()) or not bool((y.sum(1) == 1).all()):
+        return ""
+    place = y.argmax(1)
+    same = any(len(x) == len(y) and bool((place == x.flatten().to(place)).all()) for x in labels)
+    return f"rows of {y.shape[1]} with a single one" if same and len(place.unique()) > 1 else ""
+
+
+class FiniteWatch:
+    """Notes which tensors of an evaluation's batches are not finite where the step's results are not either.
+
+    A flag for each place in a batch stays on the device until the evaluation is over.
+    """
+
+    def __init__(self) -> None:
+        self.flags: dict[int, Tensor] = {}
+
+    def add(self, batch: Any, output: Any) -> None:
+        results = [x.detach() for x in tensors(output) if x.is_floating_point()]
+        if not results:
+            return
+        spoilt = torch.stack([~x.isfinite().all() for x in results]).any()
+        for place, x in enumerate(tensors(batch)):
+            if x.is_floating_point() and x.layout is torch.strided:
+                flag = spoilt & ~x.isfinite().all()
+                self.flags[place] = self.flags[place] + flag if place in self.flags else flag.long()
+
+    def found(self, stage: str) -> Iterator[Finding]:
+        bad = {place: int(flag) for place, flag in self.flags.items() if bool(flag)}
+        for place, count in bad.items():
+            yield Finding(
+                "non_finite_data",
+                f"Tensor {place} of {count} {'batch' if count == 1 else 'batches'} of {stage} holds NaN or infinite "
+                "values, and so do the results of the step.",
+                stage,
+                {"batches": count},
+            )
+
+
+class Holdings:
+    """Counts the tensors that a task holds in lists and dicts of its own, by attribute, after some updates.
+
+    What is kept for the end of an epoch is small, and has no graph; anything else should not grow.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[dict[str, tuple[int, int, bool]]] = []
+
+    def look(self, task: nn.Module) -> None:
+        """Note how many tensors each attribute holds, how many bytes they have, and whether one has a graph."""
+        found: dict[str, tuple[int, int, bool]] = {}
+        for path, module in task.named_modules():
+            own = {k: v for k, v in vars(module).items() if isinstance(v, (list, dict)) and not k.startswith("_")}
+            for name, value in own.items():
+                inside = [
+                    x for _, x in walk({name: value}) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+                ]
+                if inside:
+                    size = sum(x.numel() * x.element_size() for x in inside)
+                    has_graph = any(x.grad_fn is not None for x in inside)
+                    found[f"{path}.{name}".lstrip(".")] = (len(inside), size, has_graph)
+        self.sizes.append(found)
+
+    def found(self, task: nn.Module) -> Iterator[Finding]:
+        """Attributes that hold more tensors at every look, with their graphs or in bytes that count."""
+        for where in self.sizes[-1]:
+            counts, sizes, graphs = zip(*(look.get(where, (0, 0, False)) for look in self.sizes), strict=True)
+            each = (sizes[-1] - sizes[0]) / (LOOKS[-1] - LOOKS[0])
+            grows = all(before < after for before, after in itertools.pairwise(counts))
+            if grows and (graphs[-1] or each > LEAK):
+                with_graph = ", with the graphs of their updates" if graphs[-1] else ""
+                yield Finding(
+                    "memory_grows",
+                    f"{type(task).__name__}.{where} holds {counts[-1]} tensors after {LOOKS[-1]} updates and "
+                    f"{counts[0]} after {LOOKS[0]}{with_graph}: every update leaves {each:.3g} bytes more, or their "
+                    "graph.",
+                    where,
+                    {"tensors": list(counts), "bytes": list(sizes)},
+                )

@@ -1,0 +1,92 @@
+"""What a plain fit sees: labels of classes in a regression, values that are not finite in val, tensors that pile up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.patients import Healthy, loader, numbers, said, splits
+
+
+def two() -> Any:
+    x, y = numbers()
+    return loader(x, (y > 1).long())
+
+
+class OneOutput(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores[:, 0], y.float())
+
+
+class Brier(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores[:, 0].sigmoid(), y.float())
+
+
+class OneHot(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores, F.one_hot(y, 4).float())
+
+
+class BrierOfRows(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores.softmax(1), F.one_hot(y, 4).float())
+
+
+class SoftLabels(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, F.one_hot(y, 4).float())
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "names"),
+    [
+        (OneOutput, two, ["class_ids_in_regression"]),
+        (OneHot, None, ["class_ids_in_regression"]),
+        (Brier, two, []),
+        (BrierOfRows, None, []),
+        (SoftLabels, None, []),
+    ],
+)
+def test_labels_of_classes_in_a_regression(task: type[Healthy], data: Any, names: list[str]) -> None:
+    assert said(task(), data() if data else splits()[0]) == names
+
+
+class FillsIn(Healthy):
+    """Takes missing values for zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(("task", "names"), [(Healthy, ["non_finite_data"]), (FillsIn, [])])
+def test_values_of_val_that_are_not_finite_where_the_results_are_not(task: type[Healthy], names: list[str]) -> None:
+    x, y = numbers(48, seed=5)
+    x[40, 3] = float("nan")  # in the last batch
+    assert said(task(), splits()[0], loader(x, y, shuffle=False), max_epochs=2) == names
+
+
+class Keeps(Healthy):
+    """Keeps something of every update in a list."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.what = what
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        loss = F.cross_entropy(scores, y)
+        kept = {"graph": scores.sum(), "bytes": torch.zeros(2**15), "numbers": loss.detach()}
+        self.kept.append(kept[self.what])
+        return loss
+
+
+@pytest.mark.parametrize(("what", "names"), [("graph", ["memory_grows"]), ("bytes", ["memory_grows"]), ("numbers", [])])
+def test_tensors_that_pile_up_are_named_by_what_holds_them(what: str, names: list[str]) -> None:
+    assert said(Keeps(what), max_epochs=2) == names
