@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge import registry
+from forge.errors import ForgeError
 from forge.tuning.workers import OPTIONS as WORKER_OPTIONS
 from forge_speed.step_facts import StepFacts
 
@@ -60,6 +61,10 @@ class Lever:
     in_trials: Change = Change()
     "Options of a trial alone, such as a failure in place of a silent fallback."
 
+    def __post_init__(self) -> None:
+        if self.numbers not in NUMBERS:
+            raise ForgeError(f"Lever {self.name!r}: numbers={self.numbers!r}: choose from {', '.join(NUMBERS)}.")
+
 
 @dataclass(frozen=True, slots=True)
 class LeverSituation:
@@ -95,8 +100,9 @@ class LeverSituation:
 
 def levers(situation: LeverSituation) -> list[Lever]:
     """Return every lever, those too that do not apply here: forge's own, then those of installed packages."""
-    families = [*FAMILIES, *(registry.load("lever", name) for name in registry.installed("lever"))]
-    found = [lever for family in families for lever in family(situation)]
+    found = [lever for family in FAMILIES for lever in family(situation)]
+    for name in registry.installed("lever"):
+        found += registry.call_or_leave_out("lever", name, situation, of=Lever) or ()
     named = set(situation.leave_out)
     return [_without(lever) if lever.name in named and not lever.why_not else lever for lever in found]
 
