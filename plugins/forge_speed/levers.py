@@ -14,6 +14,8 @@ from forge.errors import ForgeError
 from forge.tuning.workers import OPTIONS as WORKER_OPTIONS
 from forge_speed.step_facts import StepFacts
 
+__all__ = ["Change", "Lever", "LeverSituation", "StepFacts"]
+
 Numbers = Literal["bitwise", "rounding", "precision"]
 NUMBERS: tuple[Numbers, ...] = ("bitwise", "rounding", "precision")
 """What a change does to the numbers: the same bits, other last bits, another precision. Each permits those before."""
@@ -22,10 +24,12 @@ YOURS = "your stack has it"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a recipe: options of plugins by name, None to remove one, and options of the data."""
+    """A change of a recipe: of its plugins, and of the options of its data. Settings of the Trainer stay."""
 
     plugins: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    "Options by plugin, merged over those that it has: `{}` adds it as it is, None removes it."
     data: Mapping[str, Any] = field(default_factory=dict)
+    "Options of the data by name."
 
     def __or__(self, other: Change) -> Change:
         plugins = dict(self.plugins)
@@ -50,8 +54,11 @@ class Lever:
     """One change that may make a step faster."""
 
     name: str
+    "In the table; `--without NAME` leaves it out."
     change: Change
+    "What it does to the recipe."
     numbers: Numbers
+    'What it does to the numbers: "bitwise" nothing, "rounding" other last bits, "precision" more.'
     group: str = ""
     "Of the levers of a group only one is used."
     why_not: str = ""
@@ -71,16 +78,19 @@ class LeverSituation:
     """Everything that decides which levers apply."""
 
     facts: StepFacts
+    "What the first trial has seen of the step."
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     "The plugins of the user's stack, with the options that the user gave."
     data: Mapping[str, Any] = field(default_factory=dict)
     "The options of the data with their values; empty if the data cannot be made again."
     installed: Collection[str] = ()
+    "The names of all installed plugins."
     leave_out: Collection[str] = ()
     "Plugins and levers that the user excludes."
     only_adds: bool = False
     "Whether plugins of the stack must stay as they are."
     cores: int = 1
+    "Of the CPU, that this process may use."
 
     def why_not(self, plugin: str, device: str = "") -> str:
         """Return why a plugin cannot be added here; empty if it can."""
