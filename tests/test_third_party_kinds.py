@@ -274,9 +274,10 @@ def test_a_broken_format_is_named_and_leaves_nothing(format: str, said: str, bro
 
 
 def test_a_file_of_a_broken_format_is_named(broken: None, tmp_path: Path) -> None:
-    task = TinyTask()
-    task.example_inputs = (tiny_batches()[0][0],)
-    made = forge.export(task, to="unopened", out=tmp_path / "model.bin", unverified=True)
+    class Exampled(TinyTask):
+        example_inputs = (tiny_batches()[0][0],)
+
+    made = forge.export(Exampled(), to="unopened", out=tmp_path / "model.bin", unverified=True)
     assert made.card["about"] == "a format that does nothing"
     with pytest.raises(ExportError, match=r"model.bin cannot be loaded: The format 'unopened' .* 'cannot open' \("):
         open_engine(made.path)
