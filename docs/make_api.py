@@ -21,7 +21,10 @@ from typing import Any
 from forge.cli.plugin_page import parts
 
 PAGE = Path(__file__).parent / "api.md"
-MODULES = ["forge", "forge.data", "forge.kernels", "forge.tuning", "forge.testing"]
+MODULES = [
+    *("forge", "forge.data", "forge.kernels", "forge.tuning", "forge.testing"),
+    *("forge_doctor", "forge_ship.export_formats.plan", "forge_speed.levers"),
+]
 FIRST = [
     *("Trainer", "Run", "TaskModule", "FitResult", "Step", "Interval"),
     *("Plugin", "hookimpl", "on", "load_recipe", "load_weights"),
@@ -32,7 +35,8 @@ ELSEWHERE = {"hookimpl": "Mark a method of a plugin as the implementation of the
 INTRODUCTION = """\
 # API reference
 
-Every public name of forge, with its docstring. See also: how to [write a task](task.md), the [hooks](hooks.md) that a
+Every public name of forge, with its docstring; the last three modules are for [packages](writing-packages.md) that
+offer a probe, an export format or a lever. See also: how to [write a task](task.md), the [hooks](hooks.md) that a
 plugin can implement, and the options of each [plugin](plugins/README.md). All other modules are internal and may
 change."""
 
@@ -213,7 +217,7 @@ def plain(default: Any) -> Any:
     """Return a default that prints the same everywhere, without addresses of objects."""
     if default is inspect.Parameter.empty or default is None or isinstance(default, (bool, int, float, str, tuple)):
         return default
-    return Ellipsis
+    return Bare("...")
 
 
 def one_line(text: str) -> str:

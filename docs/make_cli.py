@@ -79,10 +79,13 @@ def described(parser: argparse.ArgumentParser, title: str = "") -> Iterator[str]
         yield "Takes the [recipe arguments](#recipe-arguments)" + (", and:" if own else ".")
     if own:
         yield table(own)
-    if parser.epilog:
-        heading, _, lines = parser.epilog.strip().partition("\n")
-        examples = "\n".join(line.removeprefix("  ") for line in lines.splitlines())
-        yield f"{heading.capitalize()}\n\n```text\n{examples}\n```"
+    for part in (parser.epilog or "").strip().split("\n\n"):
+        heading, _, lines = part.partition("\n")
+        if lines.startswith("  "):
+            below = "\n".join(line.removeprefix("  ") for line in lines.splitlines())
+            yield f"{heading.capitalize()}\n\n```text\n{below}\n```"
+        elif part:
+            yield escaped(" ".join(part.split()))
     for action in shown:
         if isinstance(action, argparse._SubParsersAction):
             for verb, below in action.choices.items():

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import ast
 import logging
-import re
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -44,9 +44,14 @@ GROUPS = {
 """A kind of thing, and its group of entry points."""
 
 
-NEEDS = {"command": ("parser", "run"), **dict.fromkeys(("plugin", "task", "data", "hint"), ("__call__",))}
+NEEDS = {
+    "command": ("parser", "run"),
+    "format": ("FILE", "TOLERANCE", "write", "open_file|read_file|RUNS_AS"),
+    **dict.fromkeys(("plugin", "task", "data", "hint", "probe", "lever", "strategy", "setting"), ("__call__",)),
+}
 """What an entry of a kind must have to be used."""
-MALFORMED = "The {kind} {name!r} of {package} is malformed ({why}). Repair or uninstall that package."
+REPAIR = "Repair or uninstall that package."
+MALFORMED = f"The {{kind}} {{name!r}} of {{package}} is malformed ({{why}}). {REPAIR}"
 
 _malformed: dict[tuple[str, str], str] = {}
 """Why entries are left out, by kind and name."""
@@ -101,16 +106,67 @@ def load(kind: str, name: str) -> Any:
     try:
         found = entry.load()
     except (Exception, SystemExit) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise ForgeError(
-            f"The {kind} {name!r} of {origin(entry)} cannot be imported ({entry.value}): {said}. Repair or uninstall "
-            "that package."
-        ) from error
-    lacks = [need for need in NEEDS.get(kind, ()) if not hasattr(found, need)]
+        raise _failure(kind, name, error, f"cannot be imported ({entry.value})") from error
+    lacks = [need for need in NEEDS.get(kind, ()) if not any(hasattr(found, each) for each in need.split("|"))]
     if lacks:
-        why = f"{entry.value} is of type {type(found).__name__}, without {' and '.join(lacks)}"
+        without = " and ".join(lacks).replace("|", " or ")
+        why = f"{entry.value} is of type {type(found).__name__}, without {without}"
         raise ForgeError(MALFORMED.format(kind=kind, name=name, package=origin(entry), why=why))
     return found
+
+
+def call(kind: str, name: str, *args: Any, of: type | None = None) -> Any:
+    """Call the function of an entry. Whatever it raises is raised as one line that names the entry and its package.
+
+    With `of` it yields things of that type: they are returned as a list.
+    """
+    function = load(kind, name)
+    try:
+        found = function(*args)
+        if of is None:
+            return found
+        things = list(found)
+        for thing in things:
+            if not isinstance(thing, of):
+                raise TypeError(f"it yields a {type(thing).__name__}, which is no {of.__name__}")
+        return things
+    except Exception as error:
+        raise _failure(kind, name, error) from error
+
+
+def call_or_leave_out(kind: str, name: str, *args: Any, of: type | None = None) -> Any:
+    """Call the function of an entry; warn, and return None, where that fails."""
+    try:
+        return call(kind, name, *args, of=of)
+    except ForgeError as error:
+        _warn_once(str(error))
+        return None
+
+
+@contextmanager
+def blamed(kind: str, name: str, doing: str) -> Iterator[None]:
+    """Name the entry and its package in what its code raises, except in a ForgeError, which was written for users."""
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise _failure(kind, name, error, f"failed to {doing}") from error
+
+
+def _failure(kind: str, name: str, error: BaseException, what: str = "failed") -> ForgeError:
+    """Return the line for what an entry raised: the entry, its package, the error, that package's line, the cure."""
+    entry = installed(kind)[name]
+    said = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+    package = entry.module.partition(".")[0]
+    frames = [(frame.f_globals.get("__name__"), frame, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [
+        f"{frame.f_code.co_filename}:{line}" for name, frame, line in frames if str(name).partition(".")[0] == package
+    ]
+    place = f" ({own[-1]})" if own else ""
+    cure = "" if entry.dist and entry.dist.name in packages() else f" {REPAIR}"
+    shortened = " ".join(said.split())[:500].rstrip(".")
+    return ForgeError(f"The {kind} {name!r} of {origin(entry)} {what}: {shortened}{place}.{cure}")
 
 
 def to_install(kind: str, name: str) -> str:
@@ -157,15 +213,7 @@ def hint(about: str, name: str) -> str:
 
     `about` says where it was used: "Trainer" (an argument), a verb ("fit"), or "task" (an attribute).
     """
-    for source, entry in installed("hint").items():
-        try:
-            if answer := load("hint", source)(about, name):
-                return answer
-        except Exception as error:
-            _warn_once(
-                f"Repair or uninstall {origin(entry)}: its hint {source!r} failed ({type(error).__name__}: {error})."
-            )
-    return ""
+    return next(filter(None, (call_or_leave_out("hint", source, about, name) for source in installed("hint"))), "")
 
 
 @cache
@@ -284,9 +332,11 @@ def _tree(module: str) -> ast.Module | None:
 
 def constant(entry: EntryPoint, name: str) -> str:
     """Return a text that a module gives a name to at its top, read from its source without importing it."""
-    source = _source_file(entry.module)
-    found = re.search(rf'^{name} = "(.*)"$', source.read_text(encoding="utf-8"), re.MULTILINE) if source else None
-    return found[1] if found else ""
+    for node in getattr(_tree(entry.module), "body", ()):
+        if isinstance(node, ast.Assign) and any(isinstance(x, ast.Name) and x.id == name for x in node.targets):
+            with suppress(ValueError):
+                return str(ast.literal_eval(node.value))
+    return ""
 
 
 def _source_file(module: str) -> Path | None:

@@ -1,8 +1,12 @@
-"""The package of docs/writing-packages.md, installed: its format, probe, lever and verb take part like forge's own."""
+"""The package of docs/writing-packages.md, installed: its formats, probe, lever and verb take part like forge's own.
+
+And one whose entries are broken: each is named in one line, and stops nothing else.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +17,94 @@ import torch
 import forge
 from forge import registry
 from forge.cli import main
+from forge.errors import ForgeError
+from forge.planning.strategies import DryStep, rows
+from forge.runs.trained_task import Source
 from forge.testing import TinyTask, tiny_batches
+from forge_doctor.areas import by_area
 from forge_doctor.doctor import doctor
-from forge_ship.export_formats import formats
+from forge_ship import bench
+from forge_ship.engine import ExportError
+from forge_ship.export import prepare
+from forge_ship.export_formats import formats, module_of
+from forge_ship.open_engine import open_engine
 from forge_speed.levers import LeverSituation, levers
 from forge_speed.step_facts import StepFacts
 from tests.support.docs_pages import blocks
 
 PAGE = "docs/writing-packages.md"
+BROKEN = """
+from forge_doctor import Finding
+from forge_speed.levers import Change, Lever
+
+ABOUT = (
+    "a format "
+    'that does nothing'
+)
+FILE, TOLERANCE = "model.bin", 0.0
+
+
+def write(plan, path):
+    path.write_bytes(b"")
+
+
+def open_file(path, names, device):
+    raise KeyError("cannot open")
+
+
+def falls(patient):
+    raise KeyError("cannot look")
+
+
+def catastrophe(patient):
+    yield Finding("the_end", "All is lost.", level="catastrophe")
+
+
+def words(patient):
+    yield "All is lost."
+
+
+def silent(patient):
+    pass
+
+
+def pulls(situation):
+    raise KeyError("cannot pull")
+
+
+def exact(situation):
+    yield Lever("exact", Change(), "exact")
+
+
+def plans(name, step):
+    raise KeyError("cannot plan")
+"""
+OTHERS = {
+    "bare": "FILE, TOLERANCE = 'model.bin', 0.0",
+    "needy": "from forge_broken import *; PACKAGES = ('nobody.has_this',)",
+    "needy_extra": "from forge_broken import *; PACKAGES = ('nobody',); EXTRA = 'forge-broken[all]'",
+    "unwritten": "from forge_broken import *\ndef write(plan, path):\n    raise KeyError('cannot write')",
+    "forgetful": "from forge_broken import *\ndef write(plan, path): pass",
+}
+ENTRIES = """
+[forge.export_formats]
+unopened = forge_broken
+lost = forge_broken.nowhere
+{formats}
+[forge.probes]
+lost = forge_broken.nowhere:look
+no function = forge_broken:FILE
+falls = forge_broken:falls
+catastrophe = forge_broken:catastrophe
+words = forge_broken:words
+silent = forge_broken:silent
+[forge.levers]
+lost = forge_broken.nowhere:pull
+pulls = forge_broken:pulls
+exact = forge_broken:exact
+[forge.strategies]
+plans = forge_broken:plans
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -32,24 +116,67 @@ def extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (place,) = re.findall(r"^# (\S+\.py)$", block.text, re.MULTILINE)
         (tmp_path / place).write_text(block.text)
     project = tomllib.loads(blocks(PAGE, "toml")[0].text)["project"]
-    info = tmp_path / "forge_extras-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: forge-extras\nVersion: 0.1.0\n")
     groups = project["entry-points"].items()
     lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in entries.items()) for group, entries in groups]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    install(tmp_path, "forge_extras", "\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the proof runs in a process of its own
     monkeypatch.chdir(tmp_path)
-    registry.installed.cache_clear()
-    registry.libraries.cache_clear()
+    forget()
     yield
-    registry.installed.cache_clear()
-    registry.libraries.cache_clear()
+    forget()
 
 
-def test_its_format_is_listed() -> None:
+@pytest.fixture
+def broken(tmp_path: Path, extras: None) -> Iterator[None]:
+    """A package beside it, of which nothing works."""
+    folder = tmp_path / "forge_broken"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(BROKEN)
+    for name, text in OTHERS.items():
+        (folder / f"{name}.py").write_text(text)
+    install(tmp_path, "forge_broken", ENTRIES.format(formats="\n".join(f"{x} = forge_broken.{x}" for x in OTHERS)))
+    forget()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "forge_broken"]:
+        del sys.modules[name]
+
+
+def install(folder: Path, name: str, entries: str) -> None:
+    info = folder / f"{name}-0.1.0.dist-info"
+    info.mkdir()
+    dashed = name.replace("_", "-")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {dashed}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(entries)
+
+
+def forget() -> None:
+    for cached in (registry.installed, registry.libraries, registry._warn_once, registry._tree):
+        cached.cache_clear()
+
+
+def test_its_formats_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert formats()["npz"] == "weights alone, as a file that numpy reads"
+    assert main(["export", "--help"]) == 0
+    assert "  npz                weights alone, as a file that numpy reads\n" in capsys.readouterr().out
+
+
+def test_its_program_is_written_and_run(tmp_path: Path) -> None:
+    """Examples are ordinary tensors: torch.export takes no tensors of an inference."""
+    prepared = prepare(Source(TinyTask().eval()), tiny_batches(), "cpu")
+    plan, format = prepared.plan(), module_of("packed")
+    assert not any(x.is_inference() for x in plan.examples)
+    format.write(plan, tmp_path / "model.xz")
+    (call,) = prepared.interface.calls[:1]
+    found = format.open_file(tmp_path / "model.xz", list(plan.inputs), "cpu")(list(call.inputs.values()))
+    torch.testing.assert_close(list(found), list(call.outputs.values()))
+
+
+@pytest.mark.slow
+def test_a_program_is_exported_with_proof_and_served(tmp_path: Path) -> None:
+    made = forge.export(TinyTask(), to="packed", out=tmp_path / "out", data=tiny_batches())
+    assert made.path == tmp_path / "out" / "model.xz"
+    assert open_engine(made.path).inputs[0].shape[0] == "batch"
 
 
 @pytest.mark.slow
@@ -70,6 +197,10 @@ def test_its_probe_finds_what_it_looks_for() -> None:
     report = doctor(Flat(), data, budget=0)
     (found,) = [finding for finding in report.findings if finding.name == "constant_inputs"]
     assert (found.level, found.cure) == ("error", "Look at what the data set reads.")
+    assert by_area(["spread of the inputs", "quantiles"]) == {
+        "loss and metrics": ["quantiles"],
+        "forge-extras 0.1.0": ["spread of the inputs"],
+    }
 
 
 def test_its_lever_is_among_those_that_are_tried() -> None:
@@ -85,3 +216,74 @@ def test_its_verb_is_helped_with_and_runs(capsys: pytest.CaptureFixture[str]) ->
     assert "hello          Say which plugins a recipe runs." in look
     assert main(["hello", "quickstart"]) == 0
     assert "clip" in capsys.readouterr().out
+
+
+# -- a package of which nothing works ---------------------------------------------------------------------------------
+
+
+def test_broken_probes_are_skipped_by_name(broken: None) -> None:
+    report = doctor(TinyTask(), tiny_batches(), budget=0)
+    assert "the run" not in report.skipped
+    assert "spread of the inputs" in report.good
+    theirs = registry.installed("probe").keys() - {"spread of the inputs"}
+    assert report.skipped.keys() == theirs
+    for name, why in report.skipped.items():
+        assert why.startswith(f"The probe {name!r} of forge-broken 0.1.0 "), why
+        assert why.endswith(" Repair or uninstall that package."), why
+    assert re.search(r"failed: KeyError: 'cannot look' \(\S*forge_broken/__init__.py:\d+\)\.", report.skipped["falls"])
+    assert "No module named 'forge_broken.nowhere'" in report.skipped["lost"]
+    assert "level='catastrophe': choose from error, warning, note" in report.skipped["catastrophe"]
+    assert "it yields a str, which is no Finding" in report.skipped["words"]
+    assert "'NoneType' object is not iterable" in report.skipped["silent"]
+    assert "forge_broken:FILE is of type str, without __call__" in report.skipped["no function"]
+
+
+def test_broken_levers_are_left_out_by_name(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
+    found = levers(LeverSituation(StepFacts(), given={"clip": {}}))
+    assert "no clip" in {lever.name for lever in found}
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" of ")[0] for line in said] == ["The lever 'exact'", "The lever 'lost'", "The lever 'pulls'"]
+    assert all(
+        " of forge-broken 0.1.0 " in line and line.endswith("Repair or uninstall that package.") for line in said
+    )
+    assert "numbers='exact': choose from bitwise, rounding, precision" in said[0]
+
+
+def test_a_broken_strategy_is_left_out_by_name(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
+    rows(DryStep({}, {}, 2))
+    assert "The strategy 'plans' of forge-broken 0.1.0 failed: KeyError: 'cannot plan'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("bare", "of forge-broken 0.1.0 is malformed .* without write and open_file or read_file or RUNS_AS"),
+        ("lost", "of forge-broken 0.1.0 cannot be imported"),
+        ("needy", "needs nobody.has_this: pip install nobody.has_this$"),
+        ("needy_extra", r"needs nobody: pip install 'forge-broken\[all\]'$"),
+        ("unwritten", r"of forge-broken 0.1.0 failed to write model.bin: KeyError: 'cannot write' \(\S*:3\)\. Repair"),
+        ("forgetful", r"failed to write model.bin: FileNotFoundError: .* is not there\. Repair"),
+        ("unopened", r"of forge-broken 0.1.0 failed to open model.bin: KeyError: 'cannot open' \(\S*:\d+\)\. Repair"),
+    ],
+)
+def test_a_broken_format_is_named_and_leaves_nothing(format: str, said: str, broken: None, tmp_path: Path) -> None:
+    with pytest.raises(ForgeError, match=said) as caught:
+        forge.export(TinyTask(), to=format, out=tmp_path / "out" / "deep" / "model.bin", data=tiny_batches())
+    assert f"format {format}" in str(caught.value).replace("'", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_a_broken_format_is_named(broken: None, tmp_path: Path) -> None:
+    class Exampled(TinyTask):
+        example_inputs = (tiny_batches()[0][0],)
+
+    made = forge.export(Exampled(), to="unopened", out=tmp_path / "model.bin", unverified=True)
+    assert made.card["about"] == "a format that does nothing"
+    with pytest.raises(ExportError, match=r"model.bin cannot be loaded: The format 'unopened' .* 'cannot open' \("):
+        open_engine(made.path)
+
+
+def test_a_broken_format_does_not_stop_other_engines(broken: None) -> None:
+    bench._check(["eager", "packed", "lost"], [1])
+    with pytest.raises(ExportError, match="There is no engine 'npz'"):
+        bench._check(["npz"], [1])

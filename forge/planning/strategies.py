@@ -71,7 +71,11 @@ class DryStep:
 def rows(step: DryStep) -> list[StrategyRow]:
     """Return every strategy with all measured levers: one device, then what installed plugins offer."""
     found = [row(SINGLE, levers, f, f.moments[f.worst].total) for levers, f in step.whole.items()]
-    offered = [made for name in registry.installed("strategy") for made in registry.load("strategy", name)(name, step)]
+    offered = [
+        made
+        for name in registry.installed("strategy")
+        for made in registry.call_or_leave_out("strategy", name, name, step, of=StrategyRow) or ()
+    ]
     return found + sorted(offered, key=lambda made: made.is_last)
 
 

@@ -336,7 +336,10 @@ class Examination(Plugin):
         super().__init__()
         self.deadline = deadline or Deadline()
         self.name = "forge_doctor.examination"
-        self.first_probes = BEFORE | {name: registry.load("probe", name) for name in registry.installed("probe")}
+        theirs = {
+            name: functools.partial(registry.call, "probe", name, of=Finding) for name in registry.installed("probe")
+        }
+        self.first_probes = BEFORE | theirs
         self.last_probes, self.updates = AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.original: TaskModule | None = None
@@ -386,7 +389,8 @@ class Examination(Plugin):
             except OutOfTime:
                 pass
             except Exception as error:
-                self.report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"[:200]
+                self.report.skipped[what] = why.partition("\n")[0]
             else:
                 if len(self.report.findings) == before and not patient.is_late:
                     self.report.good.append(what)

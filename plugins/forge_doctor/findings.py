@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge.errors import ForgeError
+
 LEVELS = ("error", "warning", "note")
 """An error cannot be meant; a warning is nearly always wrong; a note is worth a look."""
 
@@ -30,6 +32,8 @@ class Finding:
         level, cure = FINDINGS.get(self.name, ("warning", ""))
         object.__setattr__(self, "level", self.level or level)
         object.__setattr__(self, "cure", self.cure or cure)
+        if self.level not in LEVELS:
+            raise ForgeError(f"Finding {self.name!r}: level={self.level!r}: choose from {', '.join(LEVELS)}.")
 
 
 FINDINGS = {

@@ -34,14 +34,19 @@ class Patient:
     """What is examined. `trainer` runs nothing: it is there for a task that asks its length and its device."""
 
     task: TaskModule
+    "On the run's device, in train mode. Do not change it: take a `clone()`."
     trainer: Run
+    "Knows the plan: `planned_updates`, `optimizers`, `env.device`."
     train: Any
+    "The loader, as the user gave it."
     val: Any
+    "The loader of validation, a dict of several, or None."
     batches: list[Any]
-    "The first batches of train, prepared."
+    "At most the first four batches of train, as the loader serves them, on the run's device."
     val_batches: list[Any]
+    "At most the first two of val; empty without."
     samples: list[tuple[Tensor, ...]] = field(default_factory=list)
-    "Training samples one by one, in the order in which they are served."
+    "Training samples one by one, on the CPU, in the order in which they are served; at most 3,000."
     val_samples: list[tuple[Tensor, ...]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     "Classes of the modules with parameters, in the order of their calls."
@@ -132,6 +137,7 @@ class Patient:
 
     @property
     def device(self) -> torch.device:
+        """The run's device."""
         return self.trainer.env.device
 
     @cached_property
@@ -150,7 +156,11 @@ class Patient:
         return self.make() if self.make is not None else copy.deepcopy(self.task)
 
     def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
-        """Return the output of a step, with the same random numbers every time, unless a seed is given."""
+        """Return the output of a step of any task, with the same random numbers every time, unless a seed is given.
+
+        The task runs in the mode that it is in. `name` is that of an optimizer, where there are several: by default
+        the first.
+        """
         reseed(seed)
         if stage == "train":
             name = self.names[0] if name is None else name
@@ -158,6 +168,7 @@ class Patient:
         return task.validation_step(batch)
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
+        """Return the loss of a training step, with its graph; see `run`."""
         return loss_of(self.run(task, batch, "train", name, seed))
 
     def again(self, task: TaskModule) -> list[Tensor]:

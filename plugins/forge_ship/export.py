@@ -7,13 +7,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from forge import registry
 from forge.checkpoint.weights import describe_task
 from forge.contract.task import TaskModule
 from forge.data import Splits
@@ -144,8 +146,7 @@ def export(
         plan, note = _quantised(plan, quantize, to, prepared)
     with _beside(file) as folder:
         written = folder / file.name
-        with quiet():
-            format.write(plan, written)
+        _write(to, format, plan, written)
         verdict = _verify(to, format, written, plan, prepared, quantize, max_drop, libraries)
         made = _card(to, prepared, plan, folder, verdict, quantize, libraries)
         card.write(made, written)
@@ -240,15 +241,27 @@ def _refuse_existing(file: Path, force: bool) -> None:
         )
 
 
+def _write(to: str, format: Any, plan: Plan, file: Path) -> None:
+    with quiet(), registry.blamed("format", to, f"write {file.name}"):
+        format.write(plan, file)
+        if not file.exists():
+            raise FileNotFoundError("write returned, and the file is not there")
+
+
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
-    """A folder beside the place of the file, which is removed in the end with all that is left in it."""
+    """A folder beside the place of the file, which is removed in the end with all that is left in it; so are folders
+    that were made for nothing."""
+    made = list(takewhile(lambda path: not path.exists(), file.parents))
     make_folder(file.parent)
     folder = Path(tempfile.mkdtemp(prefix=".export-", dir=file.parent))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # the first that holds something
+            for path in made:
+                path.rmdir()
 
 
 def _publish(folder: Path, file: Path, force: bool) -> None:
@@ -404,8 +417,7 @@ def _unverified(
     plan = prepared.plan(getattr(format, "STRUCTURED", False))
     libraries = libraries_of(plan.model, plan.examples) if plan.inputs else []
     with _beside(file) as folder:
-        with quiet():
-            format.write(plan, folder / file.name)
+        _write(to, format, plan, folder / file.name)
         made = _card(to, prepared, plan, folder, None, None, libraries)
         card.write(made, folder / file.name)
         _publish(folder, file, force)

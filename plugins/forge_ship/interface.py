@@ -112,14 +112,14 @@ def observe(task: TaskModule, loader: Any, device: str, batches: int | None = No
     if not seen.calls or seen.rebuild is None:
         raise ExportError(
             f"Neither validation_step nor predict_step of {type(task).__name__} calls {method}, so its inputs are "
-            f"unknown. SeenCall self(...) in one of them, or define predict_step(self, batch)."
+            f"unknown. Call self(...) in one of them, or define predict_step(self, batch)."
         )
     if not seen.calls[0].outputs:
         raise ExportError(f"{type(task).__name__}.{method} returns no tensor, so there is nothing to export.")
     if preprocess_of(task) is not None and not seen.preprocessed:
         raise ExportError(
             f"{type(task).__name__}.preprocess goes into the export, but the steps do not call it, so what it takes is "
-            "unknown. SeenCall self(self.preprocess(images)) in validation_step, or give the module another name."
+            "unknown. Call self(self.preprocess(images)) in validation_step, or give the module another name."
         )
     returns = structure_of(plain(seen.output))
     return Interface(method, seen.calls, seen.rebuild, metrics, counted, seen.rebuild_output, seen.left_out, returns)
@@ -272,7 +272,8 @@ def computed_by(task: TaskModule, interface: Interface, engine: Engine) -> Itera
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    with torch.inference_mode(False):  # what is cloned in a validation's inference mode cannot be traced
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from forge import registry
 from forge.checkpoint.weights import split_best
 from forge.contract.task import TaskModule
+from forge.errors import ForgeError
 from forge.runs.trained_task import find
 from forge_ship import card
 from forge_ship.engine import Engine, ExportError, Port, check_inputs
@@ -74,12 +76,15 @@ def open_file(file: Path, device: str = "cpu") -> FileEngine:
     read.check_hash()
     model = module.model_in(file) if hasattr(module, "model_in") else file
     names = [port.name for port in read.inputs]
-    runs_as = module_of(getattr(module, "RUNS_AS", read.format))
+    runs_as = getattr(module, "RUNS_AS", read.format)
+    opens = module_of(runs_as).open_file
     try:
         import_libraries(read.libraries)
-        run = runs_as.open_file(model, names, device)
+        with registry.blamed("format", runs_as, f"open {file.name}"):
+            run = opens(model, names, device)
     except Exception as error:
-        raise ExportError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
+        why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+        raise ExportError(f"{file} cannot be loaded: {why}") from error
     return FileEngine(run, read.inputs, read.outputs, device, read.format)
 
 

@@ -21,6 +21,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from forge import registry
+from forge.errors import ForgeError
 from forge_ship.engine import ExportError, Port
 from forge_ship.export_formats import module_of
 from forge_ship.operators import import_libraries
@@ -142,18 +144,24 @@ def main(words: Sequence[str]) -> None:
         import_libraries(libraries.split(","))
         module: Any = module_of(format)
         weights_only = getattr(module, "WEIGHTS_ONLY", False)
-        run = module.read_file if weights_only else module.open_file(Path(file), names, device)
+        name = Path(file).name
+        with registry.blamed("format", format, f"open {name}"):
+            run = module.read_file if weights_only else module.open_file(Path(file), names, device)
         _send(out, b"")
         while head := sys.stdin.buffer.read(8):
             body = sys.stdin.buffer.read(int.from_bytes(head, "little"))
             if weights_only:
-                _send(out, save({name: tensor.contiguous().clone() for name, tensor in run(Path(file)).items()}))
+                with registry.blamed("format", format, f"read {name}"):
+                    found = {key: tensor.contiguous().clone() for key, tensor in run(Path(file)).items()}
+                _send(out, save(found))
                 continue
             inputs = [tensor.to(device) for _, tensor in sorted(load(body).items())]
-            returned = run(inputs)
+            with registry.blamed("format", format, f"run {name}"):
+                returned = run(inputs)
             _send(out, json.dumps(structure_of(returned)).encode())
             _send(out, save({f"{at:03d}": each.cpu().contiguous() for at, each in enumerate(flat(returned))}))
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".encode()
+        told = isinstance(error, ForgeError)
+        text = (str(error) if told else f"{type(error).__name__}: {error}").encode()
         out.write((ERROR + len(text)).to_bytes(8, "little") + text)
         out.flush()

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge import registry
+from forge.errors import ForgeError
 from forge.tuning.workers import OPTIONS as WORKER_OPTIONS
 from forge_speed.step_facts import StepFacts
+
+__all__ = ["Change", "Lever", "LeverSituation", "StepFacts"]
 
 Numbers = Literal["bitwise", "rounding", "precision"]
 NUMBERS: tuple[Numbers, ...] = ("bitwise", "rounding", "precision")
@@ -21,10 +24,12 @@ YOURS = "your stack has it"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a recipe: options of plugins by name, None to remove one, and options of the data."""
+    """A change of a recipe: of its plugins, and of the options of its data. Settings of the Trainer stay."""
 
     plugins: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    "Options by plugin, merged over those that it has: `{}` adds it as it is, None removes it."
     data: Mapping[str, Any] = field(default_factory=dict)
+    "Options of the data by name."
 
     def __or__(self, other: Change) -> Change:
         plugins = dict(self.plugins)
@@ -49,8 +54,11 @@ class Lever:
     """One change that may make a step faster."""
 
     name: str
+    "In the table; `--without NAME` leaves it out."
     change: Change
+    "What it does to the recipe."
     numbers: Numbers
+    'What it does to the numbers: "bitwise" nothing, "rounding" other last bits, "precision" more.'
     group: str = ""
     "Of the levers of a group only one is used."
     why_not: str = ""
@@ -60,22 +68,29 @@ class Lever:
     in_trials: Change = Change()
     "Options of a trial alone, such as a failure in place of a silent fallback."
 
+    def __post_init__(self) -> None:
+        if self.numbers not in NUMBERS:
+            raise ForgeError(f"Lever {self.name!r}: numbers={self.numbers!r}: choose from {', '.join(NUMBERS)}.")
+
 
 @dataclass(frozen=True, slots=True)
 class LeverSituation:
     """Everything that decides which levers apply."""
 
     facts: StepFacts
+    "What the first trial has seen of the step."
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     "The plugins of the user's stack, with the options that the user gave."
     data: Mapping[str, Any] = field(default_factory=dict)
     "The options of the data with their values; empty if the data cannot be made again."
     installed: Collection[str] = ()
+    "The names of all installed plugins."
     leave_out: Collection[str] = ()
     "Plugins and levers that the user excludes."
     only_adds: bool = False
     "Whether plugins of the stack must stay as they are."
     cores: int = 1
+    "Of the CPU, that this process may use."
 
     def why_not(self, plugin: str, device: str = "") -> str:
         """Return why a plugin cannot be added here; empty if it can."""
@@ -95,8 +110,9 @@ class LeverSituation:
 
 def levers(situation: LeverSituation) -> list[Lever]:
     """Return every lever, those too that do not apply here: forge's own, then those of installed packages."""
-    families = [*FAMILIES, *(registry.load("lever", name) for name in registry.installed("lever"))]
-    found = [lever for family in families for lever in family(situation)]
+    found = [lever for family in FAMILIES for lever in family(situation)]
+    for name in registry.installed("lever"):
+        found += registry.call_or_leave_out("lever", name, situation, of=Lever) or ()
     named = set(situation.leave_out)
     return [_without(lever) if lever.name in named and not lever.why_not else lever for lever in found]
 

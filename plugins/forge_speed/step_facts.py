@@ -24,11 +24,13 @@ class StepFacts:
     """What decides which levers apply to a task."""
 
     device: str = "cpu"
+    "Its type: cpu, cuda."
     blocks: tuple[str, ...] = ()
     "Classes of repeated blocks."
     convolutions: bool = False
     "Whether weights have four dimensions."
     batch_norm: bool = False
+    "Whether a layer's statistics depend on the micro-batch."
     attention: bool = False
     "Whether the first update calls torch's attention."
     float32: bool = True

@@ -242,7 +242,7 @@ def test_what_cannot_be_exported_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ForgeError) as refused:
         forge.export(kind(), **given)
     assert [word for word in words if word not in str(refused.value)] == []
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_mismatch_gives_1_and_leaves_nothing(
     words = ["export", str(run_folder), "--to", "torchscript", "--task", f"{mine}:Classifier", "--data", f"{mine}:data"]
     assert main(words) == 1
     assert "Nothing was written" in capsys.readouterr().err
-    assert list((run_folder / "export" / "torchscript").iterdir()) == []
+    assert not (run_folder / "export").exists()
 
 
 def test_a_run_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

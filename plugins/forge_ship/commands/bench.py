@@ -30,8 +30,8 @@ def parser() -> ArgumentParser:
         "--engines",
         type=lambda text: tuple(text.split(",")),
         metavar="NAMES",
-        help="eager, compile, pt2, aoti, onnx, torchscript, executorch; onnx:int8-static is quantised "
-        "(default: eager,compile,pt2,aoti,onnx)",
+        help="eager, compile, or a format of forge export that has a program, such as onnx; onnx:int8-static is "
+        "quantised (default: eager,compile,pt2,aoti,onnx)",
     )
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="per engine and size (default: 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: torch's own)")

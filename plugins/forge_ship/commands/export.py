@@ -31,7 +31,9 @@ examples:
 
 def parser() -> ArgumentParser:
     formats = registry.installed("format")
-    parser = show.new_parser("export", "Write a trained task as a file that runs elsewhere, and verify it.", EXAMPLES)
+    lines = [f"  {name:<18} {registry.constant(entry, 'ABOUT')}" for name, entry in formats.items()]
+    listed = "\n".join(["formats that are installed:", *lines, "", EXAMPLES])
+    parser = show.new_parser("export", "Write a trained task as a file that runs elsewhere, and verify it.", listed)
     parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
     parser.add_argument(
         "--to",
@@ -39,9 +41,13 @@ def parser() -> ArgumentParser:
         action="append",
         choices=formats,
         metavar="FORMAT",
-        help=f"{', '.join(formats)}; may be repeated",
+        help="a format of forge's or of another installed package, as listed below; may be repeated",
     )
-    parser.add_argument("--out", metavar="PATH", help="the file or folder to write (default: RUN/export/FORMAT/)")
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        help="a file with the format's suffix; without a suffix a folder (default: RUN/export/FORMAT/)",
+    )
     add_source_arguments(parser)
     parser.add_argument("--quantize", choices=QUANTIZE, metavar="KIND", help=", ".join(QUANTIZE))
     parser.add_argument(

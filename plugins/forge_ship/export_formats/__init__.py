@@ -1,9 +1,9 @@
 """The formats of an export, one module each: how a file is written, and how it is run without the task's code.
 
-A package offers one by the entry point `forge.export_formats`: a module with `ABOUT`, `PACKAGES`, `FILE`, `TOLERANCE`,
+A package offers one by the entry point `forge.export_formats`: a module with `ABOUT`, `FILE`, `TOLERANCE`,
 `write(plan, path)` and `open_file(path, names, device)`; one of weights alone has `WEIGHTS_ONLY` and `read_file(path)`.
 One whose programs return what the task returns, in dicts, lists and tuples, says `STRUCTURED`; others get and return a
-flat tuple.
+flat tuple. `PACKAGES` are the modules that it needs, and `EXTRA` is what to install where one is missing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ def module_of(format: str) -> Any:
     if format not in formats():
         raise ExportError(f"There is no format {format!r}.{did_you_mean(format, formats())}")
     module = registry.load("format", format)
-    require(module.PACKAGES, f"The format {format}", getattr(module, "EXTRA", "export"))
+    missing = [name for name in getattr(module, "PACKAGES", ()) if not _is_there(name)]
+    if missing:
+        asked = f"'{module.EXTRA}'" if hasattr(module, "EXTRA") else " ".join(missing)
+        raise ExportError(f"The format {format} needs {' and '.join(missing)}: pip install {asked}")
     return module
 
 
-def require(packages: tuple[str, ...], what: str, extra: str = "export") -> None:
-    """Refuse with the pip line where a package is missing."""
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise ExportError(f"{what} needs {' and '.join(missing)}: pip install 'forge-trainer[{extra}]'")
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False

@@ -14,7 +14,7 @@ from forge_ship.export_formats.plan import Plan, quiet, traced
 
 ABOUT = "ExecuTorch: phones and small devices"
 PACKAGES = ("executorch",)
-EXTRA = "executorch"
+EXTRA = "forge-trainer[executorch]"
 FILE = "model.pte"
 TOLERANCE = 1e-4
 

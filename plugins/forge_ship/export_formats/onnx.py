@@ -15,6 +15,7 @@ from forge_ship.quantize import onnx_translations
 
 ABOUT = "ONNX: runs without torch (onnxruntime, OpenVINO, TensorRT, browsers)"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+EXTRA = "forge-trainer[export]"
 FILE = "model.onnx"
 TOLERANCE = 1e-4
 

@@ -20,6 +20,8 @@ from forge.util.frames import is_library
 from forge_ship.engine import ExportError
 from forge_ship.recurrent import has_recurrence, looped
 
+__all__ = ["Plan", "traced"]
+
 FIXED = r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)"
 """How torch says that it fixes an axis."""
 SUGGESTED = r"(\w+) = Dim\('\w+'((?:, (?:min|max)=\d+)+)\)"
@@ -47,10 +49,15 @@ class Plan:
     """A model, example inputs, and the names of inputs, outputs and dynamic axes."""
 
     model: nn.Module
+    "What is exported, in eval mode: `model(*examples)` takes and returns tensors. The task is `model.task`."
     inputs: dict[str, Tensor]
+    "An example of each input by name, in the order of the model's arguments, on the export's device."
     axes: dict[str, dict[int, str]]
+    'The names of dynamic axes by input and axis: `{"x": {0: "batch"}}`; an input without any is left out.'
     output_names: Sequence[str]
+    "Of the flat outputs, in order."
     name: str = "model"
+    "The class of the task."
     ranges: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     "The sizes of dynamic axes that torch suggested."
     largest: dict[str, int] = field(default_factory=dict)
@@ -60,6 +67,7 @@ class Plan:
 
     @property
     def examples(self) -> tuple[Tensor, ...]:
+        """The example inputs as the model's arguments."""
         return tuple(self.inputs.values())
 
     @property

@@ -14,7 +14,7 @@ from forge_ship.export_formats.safetensors import task_in
 
 ABOUT = "a folder of transformers' save_pretrained, with the tokenizer"
 PACKAGES = ("transformers",)
-EXTRA = "hf"
+EXTRA = "forge-trainer[hf]"
 FILE = "pretrained"
 TOLERANCE = 0.0
 WEIGHTS_ONLY = True

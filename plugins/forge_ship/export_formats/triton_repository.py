@@ -14,6 +14,7 @@ from forge_ship.export_formats.plan import Plan
 
 ABOUT = "a model repository for NVIDIA Triton Inference Server"
 PACKAGES = onnx.PACKAGES
+EXTRA = onnx.EXTRA
 FILE = "models"
 TOLERANCE = onnx.TOLERANCE
 RUNS_AS = "onnx"
