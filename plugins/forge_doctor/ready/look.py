@@ -25,18 +25,20 @@ SHARE = 0.3
 def look(subject: Subject, step: RoadStep) -> None:
     """Show a batch of each split, count labels and values that are not finite, and compare the splits."""
     seen: dict[str, set[bytes]] = {}
+    shown: list[list[str]] = []
     decode = decoder(subject.task)
     for split, given in subject.loaders.items():
         for label, loader in loaders(given, split) if given is not None else ():
             batch = first_batches(loader, 1, label, subject.seed)[0]
             found = look_at([batch])
-            step.grids.append(Grid([label, *HEADS[1:]], [cells(leaf) for leaf in found]))
+            shown += [[label, *cells(leaf)] for leaf in found]
             _size(step, label, loader, batch)
             _values(step, label, found)
             step.texts += [(f"{label} {place}", text) for place, text in texts(found, decode)]
             if (drawn := picture(found, loader)) is not None:
                 step.pictures[f"{label.replace('/', '-')}.png"] = drawn[0]
             seen[label] = _samples(loader, time.monotonic() + SHARE * (subject.until - time.monotonic()))
+    step.grids.append(Grid(["split", *HEADS], shown))
     _leaks(step, seen)
     if "val" not in {label.partition("/")[0] for label in seen}:
         step.add(
@@ -64,6 +66,7 @@ def _values(step: RoadStep, label: str, found: list[Leaf]) -> None:
             step.add("warning", f"{label}: values that are not finite", evidence, "One of them makes all weights NaN.")
         if leaf.labels:
             what, text = counts(leaf)
+            text = text.replace("  ", ", ")
             few = min(leaf.labels.values()) * 20 < max(leaf.labels.values())
             risk = "A class that is hardly seen is hardly learnt." if few else "The batch may not be like the others."
             step.add("note" if few else "good", f"{label}: {what} of {leaf.name}", text, risk)

@@ -88,9 +88,10 @@ def precision(subject: Subject, step: RoadStep) -> None:
     }
     sound = {name: row for name, row in rows.items() if math.isfinite(row.loss[1]) and row.loss[1] <= loss + noise}
     best = min(sound, key=lambda name: sound[name].seconds, default="float32")
-    best = best if best in sound and sound[best].seconds < GAIN * base.seconds else "float32"
+    plain = min(base.seconds, second.seconds)
+    best = best if best in sound and sound[best].seconds < GAIN * plain else "float32"
     has = next((plugin.precision for plugin in subject.stack if plugin.precision), "float32")
-    gain = base.seconds / rows[best].seconds
+    gain = plain / rows[best].seconds
     words = {"float32": "no other precision is faster here and learns as well"}.get(
         best, f"{gain:.2f} times as fast as float32, and the loss differs by no more than {noise:.2g}, the noise"
     )
@@ -162,14 +163,12 @@ def _whole(subject: Subject, row: Pace) -> float | None:
     updates = min((length for length in lengths if length), default=None)
     if updates is None:
         return None
-    val = subject.loaders["val"]
-    sizes = [
-        length_of(loader) for loader in (val.values() if isinstance(val, dict) else [val] if val is not None else ())
-    ]
-    every = Interval(plan["validate_every"]) if plan.get("validate_every", "1 epoch") else None
-    if every is None or not row.per_epoch or None in sizes:
+    every, val = plan.get("validate_every", "1 epoch"), subject.loaders["val"]
+    given = list(val.values()) if isinstance(val, dict) else [val] * (val is not None)
+    sizes = [length_of(loader) for loader in given]
+    if not every or not row.per_epoch or None in sizes:
         return updates * row.seconds
-    each = Interval(plan.get("validate_every") or "1 epoch")
+    each = Interval(every)
     per = {"update": each.count, "epoch": each.count * row.per_epoch, "sample": each.count / max(1.0, row.samples)}
     validations = updates // max(1, per.get(each.unit, each.count / row.seconds))
     return updates * row.seconds + validations * sum(size or 0 for size in sizes) * row.validation
@@ -199,7 +198,7 @@ def speed(subject: Subject, step: RoadStep) -> None:
     step.add("note" if waits > NOTABLE else "good", "the loader's share", of, risk)
     if row.device_seconds is not None:
         host = max(0.0, 1 - waits - row.device_seconds / row.seconds)
-        of = f"the GPU works for {1e3 * row.device_seconds:.3g} ms of {1e3 * row.seconds:.3g} ms; the host has {host:.0%}"
+        of = f"the GPU works for {1e3 * row.device_seconds:.3g} ms of {1e3 * row.seconds:.3g} ms; the host: {host:.0%}"
         risk = (
             "The GPU waits for Python: -p cuda_graph or -p compile, or larger batches."
             if host > NOTABLE

@@ -177,7 +177,7 @@ class ReadyReport:
         return template(Path(__file__).with_name("page.html")).render(
             report=self,
             chart_style=Markup(STYLE),
-            badges={"good": "finished", "note": "finished", "error": "failed"},
+            badges={"good": "finished", "error": "failed"},
             charts={step.name: [Markup(chart) for chart in step.charts.values()] for step in self.steps},
             sources={
                 step.name: {name: f"data:image/png;base64,{base64.b64encode(png).decode()}" for name, png in found}

@@ -52,6 +52,8 @@ STEPS: list[tuple[str, str, Work]] = [
 ]
 NEEDED = ("data", "doctor", "one-batch", "smoke")
 """Steps without which nothing shows that it trains."""
+MEASURED = ("precision", "device", "speed", "determinism")
+"""Steps that only compare: what the run needs has been tried before."""
 FREE = ("stack",)
 """Steps that take no time."""
 
@@ -169,6 +171,9 @@ def _do(work: Work, subject: Subject, step: RoadStep, report: ReadyReport, secon
         report.interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
         step.left_out = "it was interrupted"
     except Exception as error:
-        words = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
-        step.add("error", f"{step.title} does not run", words[:600], "A long run fails in the same way, later.")
+        words = (str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}")[:600]
+        if step.name in MEASURED:
+            step.left_out = f"it could not be measured: {words}"
+        else:
+            step.add("error", f"{step.title} does not run", words, "A long run fails in the same way, later.")
     step.seconds = time.monotonic() - began

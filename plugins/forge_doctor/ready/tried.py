@@ -198,7 +198,11 @@ def rehearse(subject: Subject, step: RoadStep) -> None:
     step.facts = {"verdict": verdict}
     if verdict.startswith("rehearsed, exact"):
         risk = "A kill costs what was trained since the last checkpoint, and nothing else."
-        step.add("good" if verdict == "rehearsed, exact" else "warning", "a resumed run is the same", verdict, risk)
+        more = verdict.removeprefix("rehearsed, exact").removeprefix(": ")
+        words = (
+            f"a second process continued the checkpoint of update {SAVED}, bit for bit{f', but {more}' if more else ''}"
+        )
+        step.add("warning" if more else "good", "a resumed run is the same", words, risk)
     elif verdict.startswith("not rehearsed"):
         step.left_out = verdict
     else:
