@@ -209,7 +209,8 @@ def speed(subject: Subject, step: RoadStep) -> None:
         step.add("good", "the host's share", "the CPU is the device", "Other processes on this machine take from it.")
     step.facts = {"loader_share": waits, "device_seconds": row.device_seconds}
     try:
-        options = {key: value for key, value in subject.settings.items() if key not in ("run_dir", "resume")}
+        plan = ("run_dir", "resume", "max_epochs", "max_updates", "validate_every")
+        options = {key: value for key, value in subject.settings.items() if key not in plan}
         plugins = subject.plugins if subject.plugins is not None else {}
         found = forge.tuning.speed_levers(subject.copy, lambda: subject.train, plugins=plugins, **options)
     except (AttributeError, forge.ForgeError) as error:

@@ -114,7 +114,8 @@ class Subject:
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def _make(self, given: dict[str, Any]) -> Trainer:
-        return Trainer(plugins=self.plugins, **{**self.settings, "run_dir": False, "resume": None, **given})
+        settings: dict[str, Any] = {**self.settings, "run_dir": False, "resume": None, **given}
+        return Trainer(plugins=self.plugins, **settings)
 
     def trainer(self, drop: Callable[[Plugin], bool], put: Sequence[Plugin] = (), **given: Any) -> Trainer:
         """Return a Trainer of the planned stack, less what is dropped, with what is put in place of or beside it."""
