@@ -116,14 +116,14 @@ def test_a_budget_of_almost_nothing_lists_what_was_left_out(capsys: pytest.Captu
 def test_a_signal_ends_it_with_the_report_of_what_it_has(
     number: int, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def asks(subject: Any, step: RoadStep) -> None:
+    def asks(run: Any, step: RoadStep) -> None:
         class Asks(forge.Plugin):
             @forge.hookimpl
             def forge_forward(self) -> None:
                 os.kill(os.getpid(), number)
 
-        trainer = subject.short(1, put=[Asks()])
-        trainer.fit(subject.copy(), subject.train)
+        trainer = run.short(1, put=[Asks()])
+        trainer.fit(run.copy(), run.train)
         raise AssertionError("the update went on")
 
     monkeypatch.setattr(road, "STEPS", [("data", "data", asks), ("stack", "stack", asks)])

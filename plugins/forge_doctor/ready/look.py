@@ -13,8 +13,8 @@ from forge.runs.wording import counted
 from forge_doctor.batch_look import Leaf, look_at
 from forge_doctor.batch_show import HEADS, cells, counts, decoder, first_batches, loaders, picture, texts
 from forge_doctor.patient import rows
+from forge_doctor.ready.planned_run import PlannedRun
 from forge_doctor.ready.report import Grid, RoadStep
-from forge_doctor.ready.subject import Subject
 
 SAMPLES = 3000
 """Samples of each split that are compared with the others."""
@@ -22,14 +22,14 @@ SHARE = 0.3
 """Of the time of this step, that reading the samples of one split may take."""
 
 
-def look(subject: Subject, step: RoadStep) -> None:
+def look(run: PlannedRun, step: RoadStep) -> None:
     """Show a batch of each split, count labels and values that are not finite, and compare the splits."""
     seen: dict[str, set[bytes]] = {}
     shown: list[list[str]] = []
-    decode = decoder(subject.task)
-    for split, given in subject.loaders.items():
+    decode = decoder(run.task)
+    for split, given in run.loaders.items():
         for label, loader in loaders(given, split) if given is not None else ():
-            batch = first_batches(loader, 1, label, subject.seed)[0]
+            batch = first_batches(loader, 1, label, run.seed)[0]
             found = look_at([batch])
             shown += [[label, *cells(leaf)] for leaf in found]
             _size(step, label, loader, batch)
@@ -37,7 +37,7 @@ def look(subject: Subject, step: RoadStep) -> None:
             step.texts += [(f"{label} {place}", text) for place, text in texts(found, decode)]
             if (drawn := picture(found, loader)) is not None:
                 step.pictures[f"{label.replace('/', '-')}.png"] = drawn[0]
-            seen[label] = _samples(loader, time.monotonic() + SHARE * (subject.until - time.monotonic()))
+            seen[label] = _samples(loader, time.monotonic() + SHARE * (run.until - time.monotonic()))
     step.grids.append(Grid(["split", *HEADS], shown))
     _leaks(step, seen)
     if "val" not in {label.partition("/")[0] for label in seen}:

@@ -15,8 +15,8 @@ from forge.rng import seed_all
 from forge.runs.wording import duration
 from forge.testing.trace import read_trace
 from forge.util.text import format_bytes
+from forge_doctor.ready.planned_run import NotAffordable, PlannedRun, UpdatePace
 from forge_doctor.ready.report import Grid, RoadStep
-from forge_doctor.ready.subject import NotAffordable, Pace, Subject
 from forge_doctor.witness import Witness, compare
 from forge_plugins import AMP, Backends
 
@@ -57,18 +57,18 @@ def _precisions(device: str) -> dict[str, Callable[[], list[Plugin]] | str]:
     }
 
 
-def precision(subject: Subject, step: RoadStep) -> None:
+def precision(run: PlannedRun, step: RoadStep) -> None:
     """The same short training in each precision, beside a second seed in float32, which says what is noise."""
-    if not all(p.dtype is torch.float32 for p in subject.task.parameters() if p.is_floating_point()):
+    if not all(p.dtype is torch.float32 for p in run.task.parameters() if p.is_floating_point()):
         raise NotAffordable("the task computes in short types itself, so there is nothing to choose")
-    choices = _precisions(subject.device.type)
+    choices = _precisions(run.device.type)
     tried = {name: make for name, make in choices.items() if callable(make)}
-    updates = subject.affords(TRAINED, FEWEST, runs=len(tried) + 1)
-    rows: dict[str, Pace] = {}
+    updates = run.affords(TRAINED, FEWEST, runs=len(tried) + 1)
+    rows: dict[str, UpdatePace] = {}
     refused: dict[str, str] = {}
     for name, make in tried.items():
         try:
-            rows[name] = subject.pace(updates, put=make(), without=("autocast", "backends"))
+            rows[name] = run.pace(updates, put=make(), without=("autocast", "backends"))
         except Exception as error:
             refused[name] = _why(error)
     for name, why in [*((n, w) for n, w in choices.items() if isinstance(w, str)), *refused.items()]:
@@ -76,7 +76,7 @@ def precision(subject: Subject, step: RoadStep) -> None:
     if "float32" not in rows:
         return
     base = rows["float32"]
-    second = subject.pace(updates, without=("autocast", "backends"), seed=subject.seed + 1)
+    second = run.pace(updates, without=("autocast", "backends"), seed=run.seed + 1)
     metric, loss = base.loss
     noise = max(abs(second.loss[1] - loss), CLOSE * abs(loss))
     heads = ["precision", "ms per update", "samples per second", "memory", f"{metric} after {updates} updates"]
@@ -90,7 +90,7 @@ def precision(subject: Subject, step: RoadStep) -> None:
     best = min(sound, key=lambda name: sound[name].seconds, default="float32")
     plain = min(base.seconds, second.seconds)
     best = best if best in sound and sound[best].seconds < GAIN * plain else "float32"
-    has = next((plugin.precision for plugin in subject.stack if plugin.precision), "float32")
+    has = next((plugin.precision for plugin in run.stack if plugin.precision), "float32")
     gain = plain / rows[best].seconds
     words = {"float32": "no other precision is faster here and learns as well"}.get(
         best, f"{gain:.2f} times as fast as float32, and the loss differs by no more than {noise:.2g}, the noise"
@@ -104,7 +104,7 @@ def precision(subject: Subject, step: RoadStep) -> None:
         step.add(level, f"{name} learns worse", evidence, "The loss is the price of its speed.")
 
 
-def _cells(row: Pace) -> list[str]:
+def _cells(row: UpdatePace) -> list[str]:
     memory = "" if row.memory is None else format_bytes(row.memory)
     return [f"{1e3 * row.seconds:.3g}", f"{row.rate:,.0f}", memory, f"{row.loss[1]:.4g}"]
 
@@ -112,19 +112,19 @@ def _cells(row: Pace) -> list[str]:
 # -- device -----------------------------------------------------------------------------------------------------------
 
 
-def _as_planned(subject: Subject) -> Pace:
+def _as_planned(run: PlannedRun) -> UpdatePace:
     """The planned stack on the planned device, measured once."""
-    if AS_PLANNED not in subject.paces:
-        subject.paces[AS_PLANNED] = subject.pace(subject.affords(TRAINED, FEWEST))
-    return subject.paces[AS_PLANNED]
+    if AS_PLANNED not in run.paces:
+        run.paces[AS_PLANNED] = run.pace(run.affords(TRAINED, FEWEST))
+    return run.paces[AS_PLANNED]
 
 
-def device(subject: Subject, step: RoadStep) -> None:
+def device(run: PlannedRun, step: RoadStep) -> None:
     """The planned run on its device, beside the CPU; what all of it will take, and its price."""
-    kind = subject.device.type
-    found = {kind: _as_planned(subject)}
+    kind = run.device.type
+    found = {kind: _as_planned(run)}
     if kind == "cuda":
-        _beside(subject, step, found)
+        _beside(run, step, found)
     else:
         step.add(
             "note", "no GPU was compared", f"the run is on the {kind}", "A GPU may be faster, or no faster at all."
@@ -132,14 +132,14 @@ def device(subject: Subject, step: RoadStep) -> None:
     rows, whole = [], {}
     for name, row in found.items():
         epoch = None if row.per_epoch is None else row.per_epoch * row.seconds
-        whole[name] = _whole(subject, row)
+        whole[name] = _whole(run, row)
         cells = [name, f"{1 / row.seconds:,.1f}", "" if epoch is None else duration(epoch), _duration(whole[name])]
-        rows.append([*cells, *([_price(subject, whole[name])] if subject.price is not None else [])])
+        rows.append([*cells, *([_price(run, whole[name])] if run.price is not None else [])])
     heads = ["device", "updates per second", "an epoch", "the whole run"]
-    step.grids.append(Grid([*heads, *(["price"] if subject.price is not None else [])], rows))
+    step.grids.append(Grid([*heads, *(["price"] if run.price is not None else [])], rows))
     step.facts = {"seconds": whole, "updates_per_s": {name: 1 / row.seconds for name, row in found.items()}}
     total, cpu = whole[kind], whole.get("cpu")
-    price = f", which costs {_price(subject, total)}" if subject.price is not None and total is not None else ""
+    price = f", which costs {_price(run, total)}" if run.price is not None and total is not None else ""
     risk = "Measured with nothing else on the machine's mind: saves, logs and neighbours come on top."
     step.add("good", "what the whole run takes", f"{_duration(total)} on {kind}{price}", risk)
     if kind == "cuda" and cpu is not None and total is not None and (cpu < SHORT or cpu < NEAR * total):
@@ -147,23 +147,23 @@ def device(subject: Subject, step: RoadStep) -> None:
         step.add("note", "a CPU is enough", evidence, "A GPU that waits costs as much as one that works: device=cpu.")
 
 
-def _beside(subject: Subject, step: RoadStep, found: dict[str, Pace]) -> None:
+def _beside(run: PlannedRun, step: RoadStep, found: dict[str, UpdatePace]) -> None:
     """Measure the same on the CPU; a stack may need the GPU."""
     try:
-        few = subject.pace(FEWEST, device="cpu")
-        found["cpu"] = few if few.seconds > 0.05 else subject.pace(TRAINED, device="cpu")
+        few = run.pace(FEWEST, device="cpu")
+        found["cpu"] = few if few.seconds > 0.05 else run.pace(TRAINED, device="cpu")
     except Exception as error:
         step.add("note", "the CPU was not compared", _why(error), "Whether a CPU is enough is not known.")
 
 
-def _whole(subject: Subject, row: Pace) -> float | None:
+def _whole(run: PlannedRun, row: UpdatePace) -> float | None:
     """Seconds of all updates and validations of the planned run; None if its length is unknown."""
-    plan = subject.plan
+    plan = run.plan
     lengths = [plan.get("max_updates"), row.per_epoch and plan.get("max_epochs") and row.per_epoch * plan["max_epochs"]]
     updates = min((length for length in lengths if length), default=None)
     if updates is None:
         return None
-    every, val = plan.get("validate_every", "1 epoch"), subject.loaders["val"]
+    every, val = plan.get("validate_every", "1 epoch"), run.loaders["val"]
     given = list(val.values()) if isinstance(val, dict) else [val] * (val is not None)
     sizes = [length_of(loader) for loader in given]
     if not every or not row.per_epoch or None in sizes:
@@ -178,16 +178,16 @@ def _duration(seconds: float | None) -> str:
     return "unknown: the plan or the loader has no length" if seconds is None else duration(seconds)
 
 
-def _price(subject: Subject, seconds: float | None) -> str:
-    return "" if seconds is None or subject.price is None else f"{seconds / 3600 * subject.price:,.2f}"
+def _price(run: PlannedRun, seconds: float | None) -> str:
+    return "" if seconds is None or run.price is None else f"{seconds / 3600 * run.price:,.2f}"
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------
 
 
-def speed(subject: Subject, step: RoadStep) -> None:
+def speed(run: PlannedRun, step: RoadStep) -> None:
     """Where the time of an update goes, and what `forge tune speed` would try."""
-    row = _as_planned(subject)
+    row = _as_planned(run)
     waits = row.waited / row.seconds
     of = f"{1e3 * row.waited:.3g} ms of {1e3 * row.seconds:.3g} ms are waited for batches, {waits:.0%}"
     risk = (
@@ -210,9 +210,9 @@ def speed(subject: Subject, step: RoadStep) -> None:
     step.facts = {"loader_share": waits, "device_seconds": row.device_seconds}
     try:
         plan = ("run_dir", "resume", "max_epochs", "max_updates", "validate_every")
-        options = {key: value for key, value in subject.settings.items() if key not in plan}
-        plugins = subject.plugins if subject.plugins is not None else {}
-        found = forge.tuning.speed_levers(subject.copy, lambda: subject.train, plugins=plugins, **options)
+        options = {key: value for key, value in run.settings.items() if key not in plan}
+        plugins = run.plugins if run.plugins is not None else {}
+        found = forge.tuning.speed_levers(run.copy, lambda: run.train, plugins=plugins, **options)
     except (AttributeError, forge.ForgeError) as error:
         step.add("note", "levers of speed", str(error).splitlines()[0], "What might be faster is not known.")
         return
@@ -227,14 +227,14 @@ def speed(subject: Subject, step: RoadStep) -> None:
 # -- determinism ------------------------------------------------------------------------------------------------------
 
 
-def determinism(subject: Subject, step: RoadStep) -> None:
+def determinism(run: PlannedRun, step: RoadStep) -> None:
     """Two starts, compared tensor by tensor; and what deterministic algorithms would cost."""
-    updates = subject.affords(WITNESSED, 2, runs=4)
-    files = [subject.scratch / f"start-{number}.jsonl" for number in (1, 2)]
+    updates = run.affords(WITNESSED, 2, runs=4)
+    files = [run.scratch / f"start-{number}.jsonl" for number in (1, 2)]
     for file in files:
-        trainer = subject.short(updates, put=[Witness(file, updates)], validate_every=None)
-        seed_all(subject.seed)
-        task, train = subject.remake() if subject.remake is not None else (subject.copy(), subject.train)
+        trainer = run.short(updates, put=[Witness(file, updates)], validate_every=None)
+        seed_all(run.seed)
+        task, train = run.remake() if run.remake is not None else (run.copy(), run.train)
         trainer.fit(task, train)
     one, other = map(read_trace, files)
     found = compare(one, other)
@@ -246,9 +246,9 @@ def determinism(subject: Subject, step: RoadStep) -> None:
     else:
         risk = "A result cannot be had again, and no resume is exact: forge determinism names causes."
         step.add("warning", "two starts differ", f"{found}", risk)
-    plain = _as_planned(subject)
+    plain = _as_planned(run)
     try:
-        exact = subject.pace(max(FEWEST, min(TRAINED, plain.updates)), deterministic=True)
+        exact = run.pace(max(FEWEST, min(TRAINED, plain.updates)), deterministic=True)
     except Exception as error:
         step.add(
             "note", "deterministic algorithms", _why(error), "trainer.deterministic=true is refused for this task."

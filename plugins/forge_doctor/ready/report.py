@@ -170,7 +170,8 @@ class ReadyReport:
         for name in [*step.pictures, *step.charts]:
             yield f"![{Path(name).stem.replace('-', ' ')}]({name})"
         if step.texts:
-            yield "\n".join(f"    {place}  {' '.join(text.split())}" for place, text in step.texts)
+            lines = (f"{place}  {' '.join(text.split())}".replace("```", "` ` `") for place, text in step.texts)
+            yield "\n".join(["```text", *lines, "```"])
 
     def html(self) -> str:
         """Return the same as one page, which loads nothing and runs no script."""

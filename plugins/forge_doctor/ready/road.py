@@ -28,8 +28,8 @@ from forge.util.time_limit import time_limit
 from forge_doctor.patient import no_trace
 from forge_doctor.ready import measured, tried
 from forge_doctor.ready.look import look
+from forge_doctor.ready.planned_run import NotAffordable, PlannedRun, take_signals
 from forge_doctor.ready.report import ReadyReport, RoadStep
-from forge_doctor.ready.subject import NotAffordable, Subject, take_signals
 from forge_doctor.stored import kept
 
 BUDGET = 10.0
@@ -37,7 +37,7 @@ BUDGET = 10.0
 SHARE = 0.5
 """The share of the time left that a step may take."""
 PLACE = Path("runs") / "ready"
-Work = Callable[[Subject, RoadStep], None]
+Work = Callable[[PlannedRun, RoadStep], None]
 STEPS: list[tuple[str, str, Work]] = [
     ("data", "data looked at", look),
     ("doctor", "doctor", tried.examine),
@@ -105,13 +105,13 @@ def walk(
     tell: Callable[[RoadStep, bool], None],
     **more: Any,
 ) -> ReadyReport:
-    """Walk the road; `more` are fields of the Subject."""
+    """Walk the road; `more` are fields of the PlannedRun."""
     if not 0 < budget < float("inf"):
         raise ForgeError(f"budget={budget:g}: it must be above 0, in minutes.")
     if plugins is None and "recipe" not in settings:
         settings = {"recipe": "default", **settings}
     with tempfile.TemporaryDirectory(prefix="forge-ready-", ignore_cleanup_errors=True) as scratch:
-        subject = Subject(task, loaders, plugins, settings, Path(scratch), **more)
+        run = PlannedRun(task, loaders, plugins, settings, Path(scratch), **more)
         recipe = settings.get("recipe")
         name = group_of(recipe if not isinstance(recipe, (str, Path)) else None, name_of(task))
         report = ReadyReport(name, budget=budget)
@@ -122,7 +122,7 @@ def walk(
         ]
         try:
             with no_trace(torch.device("cpu")), kept(*every), quiet():
-                _steps(subject, report, began + 60 * budget, keep_going, tell)
+                _steps(run, report, began + 60 * budget, keep_going, tell)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -133,7 +133,7 @@ def walk(
 
 
 def _steps(
-    subject: Subject,
+    run: PlannedRun,
     report: ReadyReport,
     end: float,
     keep_going: bool,
@@ -148,7 +148,7 @@ def _steps(
         step.left_out = ended or spent
         if not step.left_out:
             tell(step, False)
-            _do(work, subject, step, report, SHARE * left if name not in FREE else 60.0)
+            _do(work, run, step, report, SHARE * left if name not in FREE else 60.0)
         tell(step, True)
         if report.interrupted:
             ended = "it was interrupted"
@@ -156,13 +156,13 @@ def _steps(
             ended = ended or f"step {number}, {title}, found an error (--keep-going, keep_going=True)"
 
 
-def _do(work: Work, subject: Subject, step: RoadStep, report: ReadyReport, seconds: float) -> None:
+def _do(work: Work, run: PlannedRun, step: RoadStep, report: ReadyReport, seconds: float) -> None:
     """Do one step. What it raises is what a run would raise; a signal ends the road with what it has."""
     began = time.monotonic()
-    subject.until = began + seconds
+    run.until = began + seconds
     try:
         with time_limit(seconds, OverTime):
-            work(subject, step)
+            work(run, step)
     except OverTime:
         step.left_out = f"it takes more than the {seconds:.2g} s that this step has, half of the time that was left"
     except NotAffordable as error:

@@ -7,22 +7,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from forge.checkpoint import Checkpoints
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin, plugin_options
-from forge.contract.task import defines
 from forge.engine.trainer import Trainer
 from forge.report.svg import line_chart
 from forge.runs.folder import RunFolder
+from forge.runs.wording import counted
 from forge.util.text import format_bytes
 from forge_doctor.doctor import doctor
 from forge_doctor.patient import first
 from forge_doctor.readiness import readiness
 from forge_doctor.ready.one_batch import one_batch
+from forge_doctor.ready.planned_run import PlannedRun
 from forge_doctor.ready.report import RoadStep
-from forge_doctor.ready.subject import Subject
 from forge_plugins import Checkpoint
 
 ONE_BATCH, FEWEST = 200, 20
@@ -31,10 +29,10 @@ SAVED, STOPPED = 4, 8
 """The update of the checkpoint that is rehearsed, and the last one."""
 
 
-def examine(subject: Subject, step: RoadStep) -> None:
+def examine(run: PlannedRun, step: RoadStep) -> None:
     """The doctor: errors end the road."""
-    plugins = subject.plugins if subject.plugins is not None else ()
-    report = doctor(subject.task, subject.train, subject.loaders["val"], plugins=plugins, **_own(subject))
+    plugins = run.plugins if run.plugins is not None else ()
+    report = doctor(run.task, run.train, run.loaders["val"], plugins=plugins, **_own(run))
     for finding in report.findings:
         where = f" ({finding.where})" if finding.where else ""
         step.add(finding.level, f"doctor: {finding.name}", f"{finding.message}{where}", finding.cure)
@@ -45,24 +43,24 @@ def examine(subject: Subject, step: RoadStep) -> None:
     step.add("good", "doctor: the rest", of, "It knows many mistakes, not all.")
 
 
-def _own(subject: Subject) -> dict[str, Any]:
+def _own(run: PlannedRun) -> dict[str, Any]:
     """The planned settings, without those that name folders."""
-    return {key: value for key, value in subject.settings.items() if key not in ("run_dir", "resume")}
+    return {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
 
 
-def learn_one_batch(subject: Subject, step: RoadStep) -> None:
+def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
     """One batch, again and again, with its curve."""
-    plugins = subject.plugins if subject.plugins is not None else ()
-    settings = {"seed": subject.seed, "log_every": 10_000, **_own(subject)}
+    plugins = run.plugins if run.plugins is not None else ()
+    settings = {"seed": run.seed, "log_every": 10_000, **_own(run)}
     settings |= {"validate_every": None, "run_dir": False, "resume": None}
     options: dict[str, Any] = {"plugins": plugins, "settings": settings}
     for _ in range(2):  # what is imported and compiled at the first use counts once
         began = time.monotonic()
-        one_batch(subject.copy(), subject.train, updates=3, **options)
-        subject.update_seconds = (time.monotonic() - began) / 3
-    updates, began = subject.affords(ONE_BATCH, FEWEST), time.monotonic()
-    curve = one_batch(subject.copy(), subject.train, updates=updates, **options)
-    subject.update_seconds = (time.monotonic() - began) / updates
+        one_batch(run.copy(), run.train, updates=3, **options)
+        run.update_seconds = (time.monotonic() - began) / 3
+    updates, began = run.affords(ONE_BATCH, FEWEST), time.monotonic()
+    curve = one_batch(run.copy(), run.train, updates=updates, **options)
+    run.update_seconds = (time.monotonic() - began) / updates
     points = {"loss": list(enumerate(curve.losses, 1))}
     for name, bound in (("chance", curve.chance), ("floor", curve.floor)):
         if bound is not None:
@@ -89,13 +87,13 @@ def learn_one_batch(subject: Subject, step: RoadStep) -> None:
 # -- smoke ------------------------------------------------------------------------------------------------------------
 
 
-def smoke(subject: Subject, step: RoadStep) -> None:
+def smoke(run: PlannedRun, step: RoadStep) -> None:
     """Two updates, a validation, a checkpoint; the run continued from it; the weights loaded into a fresh copy."""
-    folder = subject.scratch / "smoke"
+    folder = run.scratch / "smoke"
     rhythm: dict[str, Any] = {"run_dir": folder, "validate_every": "2 updates", "log_every": 1}
-    head = _two(subject.val_head)
-    trained = subject.short(2, put=[_saver(subject, every=None, rehearse="off", best=None)], **rhythm).fit(
-        subject.copy(), subject.train, head
+    head = _two(run.val_head)
+    trained = run.short(2, put=[_saver(run, every=None, rehearse="off", best=None)], **rhythm).fit(
+        run.copy(), run.train, head
     )
     shown = ", ".join(
         f"{name} {value:.4g}"
@@ -107,20 +105,20 @@ def smoke(subject: Subject, step: RoadStep) -> None:
     )
     saved = Checkpoints(folder / "checkpoints").all()
     size = sum(file.stat().st_size for path in saved for file in path.rglob("*") if file.is_file())
-    again = subject.short(4, put=[_saver(subject, every=None, rehearse="off", best=None)], **rhythm)
+    again = run.short(4, put=[_saver(run, every=None, rehearse="off", best=None)], **rhythm)
     again.resume = "auto"
-    done = again.fit(subject.copy(), subject.train, head)
+    done = again.fit(run.copy(), run.train, head)
     words = f"a checkpoint of {format_bytes(size)} continued from update {again.resumed_from} to {done.updates}"
     step.add("good", "save and load run", words, "Whether bits are the same is the next step.")
     step.facts = {"checkpoint_bytes": size}
     if head is not None:
-        _loaded(subject, step, folder, head, done.metrics)
-    _others(subject, step, folder, head)
+        _loaded(run, step, folder, head, done.metrics)
+    _others(run, step, folder, head)
 
 
-def _saver(subject: Subject, **options: Any) -> Checkpoint:
+def _saver(run: PlannedRun, **options: Any) -> Checkpoint:
     """The planned checkpoint plugin with other options, or one of its own."""
-    own = next((plugin_options(plugin) for plugin in subject.stack if isinstance(plugin, Checkpoint)), {})
+    own = next((plugin_options(plugin) for plugin in run.stack if isinstance(plugin, Checkpoint)), {})
     return Checkpoint(**{**own, "remote": None, **options})
 
 
@@ -130,9 +128,9 @@ def _two(val: Any) -> Any:
     return val[:2] if val else None
 
 
-def _loaded(subject: Subject, step: RoadStep, folder: Path, head: Any, expected: dict[str, float]) -> None:
+def _loaded(run: PlannedRun, step: RoadStep, folder: Path, head: Any, expected: dict[str, float]) -> None:
     """A fresh copy with the weights of the file must validate as the run did."""
-    found = subject.short(1).validate(subject.copy(), head, weights=folder / "weights.safetensors")
+    found = run.short(1).validate(run.copy(), head, weights=folder / "weights.safetensors")
     apart = {name: abs(value - expected[name]) for name, value in found.items() if name in expected}
     worst = max(apart, key=lambda name: apart[name], default="")
     if worst and apart[worst] > 1e-5 * max(1.0, abs(expected[worst])):
@@ -141,27 +139,29 @@ def _loaded(subject: Subject, step: RoadStep, folder: Path, head: Any, expected:
         )
         step.add("warning", "loaded weights validate otherwise", evidence, "What was measured is not what is shipped.")
     elif worst:
-        evidence = f"{len(apart)} metrics of a fresh task with weights.safetensors are those of the run"
+        evidence = f"{counted(len(apart), 'metric')} of a fresh task with weights.safetensors: as in the run"
         step.add("good", "weights can be loaded", evidence, "Weights of another version of the code may not fit.")
 
 
-def _others(subject: Subject, step: RoadStep, folder: Path, head: Any) -> None:
-    """Test and predict, where the task or the data have them."""
-    task = subject.task
-    forwards = type(task).forward is not nn.Module.forward
-    for stage, has in (("test", defines(task, "test_step")), ("predict", defines(task, "predict_step"))):
-        given = subject.loaders[stage]
+def _others(run: PlannedRun, step: RoadStep, folder: Path, head: Any) -> None:
+    """Test and predict: on their split, or on val, where a task without such a step may refuse."""
+    for stage in ("test", "predict"):
+        given = run.loaders[stage]
         batches = first(next(iter(given.values())) if isinstance(given, dict) else given, 2) or head
-        if batches is None or not (has or given is not None):
-            why = "the task has no step of its own for it, and there is no split" if not has else "there are no data"
-            step.add("note", f"{stage} was not tried", why, f"forge {stage} is tried for the first time after the run.")
+        later = f"forge {stage} runs for the first time after training."
+        if batches is None:
+            step.add("note", f"{stage} was not tried", "there is neither a split for it nor val", later)
             continue
-        if stage == "predict" and not has and not forwards:
+        try:
+            result = getattr(run.short(1), stage)(run.copy(), batches, weights=folder / "weights.safetensors")
+        except Exception as error:
+            if given is not None:
+                raise
+            step.add("note", f"{stage} was not tried", f"it has no split, and does not run on val: {error}", later)
             continue
-        result = getattr(subject.short(1), stage)(subject.copy(), batches, weights=folder / "weights.safetensors")
-        words = f"{len(result)} {'batches' if stage == 'predict' else 'metrics'}"
+        words = counted(len(result), "output" if stage == "predict" else "metric")
         step.add(
-            "good", f"{stage} runs", f"{words} on {'its split' if given is not None else 'val'}", "Two batches only."
+            "good", f"{stage} runs", f"{words} of two batches of {'its split' if given is not None else 'val'}", later
         )
 
 
@@ -184,16 +184,16 @@ class Stops(Plugin):
             trainer.request_stop(f"{self.updates} updates are enough", by=self.name)
 
 
-def rehearse(subject: Subject, step: RoadStep) -> None:
+def rehearse(run: PlannedRun, step: RoadStep) -> None:
     """The planned run, of which a second process continues the first checkpoint."""
-    subject.affords(STOPPED, STOPPED, runs=2)
-    folder = subject.scratch / "resume"
-    saver = _saver(subject, every=f"{SAVED} updates", rehearse="strict")
-    trainer = subject.trainer(_looks_or_saves, [saver, Stops(STOPPED)], run_dir=folder)
+    run.affords(STOPPED, STOPPED, runs=2)
+    folder = run.scratch / "resume"
+    saver = _saver(run, every=f"{SAVED} updates", rehearse="strict")
+    trainer = run.trainer(_looks_or_saves, [saver, Stops(STOPPED)], run_dir=folder)
     if not trainer.max_epochs and not trainer.max_updates:
         trainer.max_epochs = 10
-    trainer.again = subject.again
-    trainer.fit(subject.copy(), subject.train, subject.loaders["val"])
+    trainer.again = run.again
+    trainer.fit(run.copy(), run.train, run.loaders["val"])
     verdict = str(
         RunFolder(folder).card.get("resume") or "not rehearsed: FORGE_REHEARSE is off, or the data are too few"
     )
@@ -220,7 +220,7 @@ def _looks_or_saves(plugin: Plugin) -> bool:
 # -- what the stack has -----------------------------------------------------------------------------------------------
 
 
-def stack(subject: Subject, step: RoadStep) -> None:
+def stack(run: PlannedRun, step: RoadStep) -> None:
     """What the planned stack has of what a long run may need, and why that may matter."""
-    for item in readiness(subject.stack, subject.loaders["val"] is not None, subject.plan.get("seed")):
+    for item in readiness(run.stack, run.loaders["val"] is not None, run.plan.get("seed")):
         step.add("good" if item.is_on else item.missing, item.what, item.evidence, item.why)

@@ -1,4 +1,4 @@
-"""Subject: the planned run, of which each step on the road runs a short piece, on copies and in a scratch folder."""
+"""PlannedRun: the planned run, of which each step on the road runs a short piece, on copies and in a scratch folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NotAffordable(Exception):
 
 
 @dataclass
-class Subject:
+class PlannedRun:
     """What the road is walked with. `settings` are the planned arguments of the Trainer, its recipe among them."""
 
     task: TaskModule
@@ -59,7 +59,7 @@ class Subject:
     "When the step must have ended, by the monotonic clock."
     update_seconds: float = 0.0
     "Of one update, as far as is known."
-    paces: dict[str, Pace] = field(default_factory=dict)
+    paces: dict[str, UpdatePace] = field(default_factory=dict)
     "What was measured already."
 
     @cached_property
@@ -139,19 +139,19 @@ class Subject:
         without: Collection[str] = (),
         task: TaskModule | None = None,
         **given: Any,
-    ) -> Pace:
+    ) -> UpdatePace:
         """Train a copy for some updates, validate it, and measure both; `without`: what dropped plugins provide."""
         peak_memory.clean()
-        measured = Pace(updates)
-        options = {"max_epochs": None, "max_updates": measured.last, "log_every": max(1, updates // 4), **given}
-        options["validate_every"] = f"{measured.last} updates"
+        measured = UpdatePace(updates)
+        options = {"max_epochs": None, "max_updates": updates, "log_every": max(1, updates // 4), **given}
+        options["validate_every"] = f"{updates} updates"
         dropped = lambda plugin: is_left_out(plugin, SCHEDULE, *without)  # noqa: E731
         made = self.trainer(dropped, [*put, measured], **options)
         measured.result = made.fit(task or self.copy(), self.train, self.val_head)
         return measured
 
 
-class Pace(TuningTrial):
+class UpdatePace(TuningTrial):
     """Times the updates of a short run after a warm-up, with what they waited for, memory and its validation."""
 
     def __init__(self, updates: int):
@@ -168,8 +168,7 @@ class Pace(TuningTrial):
         self.device_seconds: float | None = None
         "Of the GPU's own work in an update."
         self.result: FitResult | None = None
-        self.norms: list[float] = []
-        self._from, self._begun = 0.0, time.perf_counter()
+        self._from = 0.0
         self._gpu: Gpu | None = None
         self._pairs: list[tuple[Any, Any]] = []
         self._mark: Any = None
@@ -180,7 +179,7 @@ class Pace(TuningTrial):
         self.per_epoch = trainer.updates_per_epoch
         peak_memory.start(trainer.env.device)
         if trainer.env.device.type == "cuda" and not torch.version.hip:
-            self._gpu, self.last = Gpu(trainer.env.device), self.updates + PAUSES
+            self._gpu, self.last = Gpu(trainer.env.device), self.updates + 1 + PAUSES
             trainer.max_updates = self.last
 
     @hookimpl
@@ -196,7 +195,7 @@ class Pace(TuningTrial):
             step.trainer.env.synchronize()
             self.seconds = (time.perf_counter() - self._from) / (self.updates - self.warm)
             self.memory = peak_memory.peak(step.trainer.env.device)
-        if self._gpu is not None and update >= self.updates:
+        if self._gpu is not None and update > self.updates:  # after the validation of the last timed update
             self._let_the_host_run_ahead(self._gpu)
 
     def _let_the_host_run_ahead(self, gpu: Gpu) -> None:
