@@ -18,6 +18,8 @@ from forge_doctor.ready import road
 from forge_doctor.ready.report import ReadyReport, RoadStep
 from tests.support.patients import Healthy, splits
 
+DAYS = 10_000.0
+"""A budget that no machine is too slow for."""
 NAMES = [name for name, _, _ in road.STEPS]
 
 
@@ -45,7 +47,9 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> ReadyReport:
         task, (train, val) = Healthy(), splits()
         weights = {name: tensor.clone() for name, tensor in task.state_dict().items()}
         state = torch.get_rng_state()
-        report = forge.ready(task, train, val, plugins=["checkpoint", "guard"], max_epochs=3, seed=1, price=3.6)
+        report = forge.ready(
+            task, train, val, plugins=["checkpoint", "guard"], max_epochs=3, seed=1, price=3.6, budget=DAYS
+        )
         assert files_under(here) == {
             f"runs/ready/healthy/{name}" for name in ("ready.md", "ready.html", "one-batch.svg")
         }
@@ -94,7 +98,7 @@ def test_the_page_reads_as_markdown_as_html_and_in_a_notebook(walked: ReadyRepor
 
 def test_a_step_that_fails_ends_the_road() -> None:
     train, val = splits()
-    report = forge.ready(StepsItself(), train, val, plugins=[], max_epochs=1, out=False)
+    report = forge.ready(StepsItself(), train, val, plugins=[], max_epochs=1, out=False, budget=DAYS)
     results = [step.result for step in report.steps]
     assert results[:2] == ["good", "error"]
     assert set(results[2:]) == {"left out"}
@@ -143,7 +147,7 @@ def test_a_shared_sample_is_a_warning_and_a_second_word_is_a_recipe(
         "class Leaks(Healthy): ...\n\ndef data():\n    x, y = torch.randn(64, 8), torch.arange(64) % 4\n"
         "    return Splits(TensorLoader(x, y, batch_size=16), TensorLoader(x[:8], y[:8], batch_size=8))\n"
     )
-    assert cli.main(["ready", f"{file}:Leaks", "debug", "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["ready", f"{file}:Leaks", "debug", "--out", str(tmp_path / "out"), "--budget", f"{DAYS}"]) == 0
     said = capsys.readouterr().out
     assert "val shares samples with train: 8 of the first 8 inputs of val are among 64 of train" in said
     assert "Yes, but val shares samples with train" in said

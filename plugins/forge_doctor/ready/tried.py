@@ -37,10 +37,11 @@ def examine(run: PlannedRun, step: RoadStep) -> None:
         where = f" ({finding.where})" if finding.where else ""
         step.add(finding.level, f"doctor: {finding.name}", f"{finding.message}{where}", finding.cure)
     step.facts = {"good": len(report.good), "skipped": report.skipped}
-    of = f"{len(report.good)} checks found nothing" + (
-        f"; {len(report.skipped)} could not be made" * bool(report.skipped)
-    )
-    step.add("good", "doctor: the rest", of, "It knows many mistakes, not all.")
+    step.add("good", "doctor: the rest", f"{len(report.good)} checks found nothing", "It knows many mistakes, not all.")
+    if report.skipped:
+        (what, why), *_ = report.skipped.items()
+        evidence = f"{counted(len(report.skipped), 'check')}, as {what}: {why}"
+        step.add("note", "doctor: what could not be examined", evidence, "Mistakes of these kinds would not be seen.")
 
 
 def _own(run: PlannedRun) -> dict[str, Any]:
