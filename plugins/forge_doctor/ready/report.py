@@ -111,7 +111,7 @@ class ReadyReport:
         if errors:
             return f"No, because {_joined([f'{error.what}: {error.evidence}' for error in errors])}"
         if undone:
-            return f"No, because this was not done: {_joined(undone)}. {skipped[0].left_out}"
+            return f"No, because this was not done: {_joined(undone)} ({skipped[0].left_out})"
         but = [warning.what for warning in self.of("warning")]
         if skipped:
             but.append(f"this was left out: {', '.join(step.title for step in skipped)}")

@@ -23,6 +23,7 @@ from forge.contract.task import TaskModule
 from forge.errors import ForgeError
 from forge.runs.card import group_of
 from forge.runs.job import name_of
+from forge.runs.wording import duration
 from forge.tuning.trial import quiet
 from forge.util.time_limit import time_limit
 from forge_doctor.patient import no_trace
@@ -164,7 +165,7 @@ def _do(work: Work, run: PlannedRun, step: RoadStep, report: ReadyReport, second
         with time_limit(seconds, OverTime):
             work(run, step)
     except OverTime:
-        step.left_out = f"it takes more than the {seconds:.2g} s that this step has, half of the time that was left"
+        step.left_out = f"it takes more than {duration(seconds)}, half of the budget's time that was left"
     except NotAffordable as error:
         step.left_out = str(error)
     except (KeyboardInterrupt, SystemExit) as error:
