@@ -151,13 +151,14 @@ def test_optimizers_and_schedules_come_in_all_forms() -> None:
 def test_a_trial_may_leave_the_schedules_out() -> None:
     class Scheduled(Module):
         def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), lr=1.0)
-            return [optimizer], [StepLR(optimizer, 1)]
+            made.append(SGD(self.parameters(), lr=1.0))
+            return made, [StepLR(made[0], 1)]
 
+    made: list[SGD] = []
     batches = make_batches()
     task = forge.LightningAdapter(Scheduled())
     run_trial(TuningTrial(), lambda: task, lambda: batches, updates=2 * len(batches), seed=0)  # over an epoch's end
-    assert task.own_optimizers[0].param_groups[0]["lr"] == 1.0
+    assert made[0].param_groups[0]["lr"] == 1.0
 
 
 class Foreign:
