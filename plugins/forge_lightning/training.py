@@ -53,7 +53,7 @@ class Trains(ModuleMethods):
 
     @hookimpl
     def forge_build_optimizers(self) -> Optimizers:
-        return Optimizers({None: OptimizerEntry(self.configure_optimizers(), self._schedules)})
+        return Optimizers({None: OptimizerEntry(self.configure_optimizers(), [*self._schedules])})
 
     def _own_step(self, scheduler: Any) -> Any:
         if not compatibility.defines(self.module, "lr_scheduler_step"):

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,13 +25,14 @@ from forge.errors import ForgeError
 from forge.tuning.step_reading import StepReading, in_ms
 from forge.tuning.step_timer import StepTimer, Weights
 from forge.tuning.trial import run_trial
+from forge.tuning.workers import available_cores
 from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
+from forge.util.time_limit import TrialTooLong, time_limit
 from forge_speed.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
 from forge_speed.speed_report import SpeedReport
 from forge_speed.speed_search import LeverFailed, SpeedSearch
 from forge_speed.step_facts import LookingTimer, StepFacts
-from forge_speed.time_limit import TrialTooLong, time_limit
 from forge_speed.torch_internals import stop_compilers
 
 BUDGET = 10.0
@@ -74,19 +74,11 @@ def speed_range(
     begun = clock()
     trials.time_left = lambda: begun + budget * 60 - clock()
     first = trials.look()
-    situation = LeverSituation(
-        facts=trials.facts,
-        given=trials.given,
-        data=data or {},
-        installed=registry.installed("plugin").keys(),
-        leave_out=leave_out,
-        only_adds=only_adds,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-    )
+    found = trials.levers(data or {}, leave_out, only_adds)
     tell(f"start: {in_ms(first.ms)} ms")
     search = SpeedSearch(
         trials,
-        levers(situation),
+        found,
         numbers=numbers,
         limit=None if limit is None else int(limit * 1e9),
         budget=budget * 60,
@@ -95,6 +87,21 @@ def speed_range(
     )
     search.begun = begun
     return search.run(first)
+
+
+def speed_levers(
+    make_task: Callable[[], TaskModule],
+    make_train: Callable[..., Any],
+    *,
+    data: Mapping[str, Any] | None = None,
+    leave_out: Collection[str] = (),
+    **trainer: Any,
+) -> list[Lever]:
+    """Return what `speed_range` would try, after one measurement of the step. `why_not` of a lever says why it would
+    not be tried here."""
+    trials = StepTrials(make_task, make_train, **trainer)
+    trials.look()
+    return trials.levers(data or {}, leave_out)
 
 
 class StepTrials:
@@ -125,6 +132,19 @@ class StepTrials:
     def look(self) -> StepReading:
         """Measure the start for the first time, and learn the facts about the step."""
         return self._run([], LookingTimer(self.share))
+
+    def levers(self, data: Mapping[str, Any], leave_out: Collection[str], only_adds: bool = False) -> list[Lever]:
+        """Return every lever, those too that do not apply here; after a first look."""
+        situation = LeverSituation(
+            facts=self.facts,
+            given=self.given,
+            data=data,
+            installed=registry.installed("plugin").keys(),
+            leave_out=leave_out,
+            only_adds=only_adds,
+            cores=available_cores(),
+        )
+        return levers(situation)
 
     def __call__(self, chosen: Sequence[Lever]) -> StepReading:
         """Measure the step with these levers; raise LeverFailed if it does not work."""

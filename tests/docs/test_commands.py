@@ -33,6 +33,7 @@ LONG = {
     "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
     "--devices": "as above",
     "doctor": "tests/forge_doctor/test_doctor.py examines smaller tasks",
+    "ready": "tests/forge_doctor/test_ready.py walks the road with a smaller task",
     "--measure": "tests/forge/cli/test_plan_measure.py measures",
     "export": "tests/forge_ship/test_export.py exports a smaller task",
     "bench": "tests/forge_ship/test_bench.py times a smaller task",

@@ -57,6 +57,8 @@ def test_readiness_names_what_is_missing() -> None:
         "logging": True,
         "reproducibility": False,
         "failure detection": True,
+        "clipping": False,
+        "early stopping": False,
     }
     assert found["checkpoints"].evidence == "add -p checkpoint, which saves and resumes"
     assert planned({"seed": 3})["seed"] == 3

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import forge
 from forge.cli import main
 from forge.errors import TaskError
+from forge.tuning.trial import TuningTrial, run_trial
 from forge_lightning.names import short
 from forge_lightning.optimizer_config import read
 from forge_plugins import JSONL, SAM, Checkpoint
@@ -145,6 +146,19 @@ def test_optimizers_and_schedules_come_in_all_forms() -> None:
         assert len(found) == 1
         assert found[0] is optimizer
         assert [config.scheduler for config in configs] == [schedule] * count
+
+
+def test_a_trial_may_leave_the_schedules_out() -> None:
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            made.append(SGD(self.parameters(), lr=1.0))
+            return made, [StepLR(made[0], 1)]
+
+    made: list[SGD] = []
+    batches = make_batches()
+    task = forge.LightningAdapter(Scheduled())
+    run_trial(TuningTrial(), lambda: task, lambda: batches, updates=2 * len(batches), seed=0)  # over an epoch's end
+    assert made[0].param_groups[0]["lr"] == 1.0
 
 
 class Foreign:

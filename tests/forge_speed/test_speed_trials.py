@@ -18,12 +18,12 @@ from forge.errors import ForgeError
 from forge.testing import TinyTask, tiny_batches
 from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw_speed, speed_range, step_timer
 from forge.util import peak_memory
+from forge.util.time_limit import TrialTooLong, time_limit
 from forge_plugins import Clip
 from forge_speed.speed import StepTrials, with_change
 from forge_speed.speed_plot import bars_of
 from forge_speed.speed_search import LeverFailed
 from forge_speed.step_facts import repeated_classes
-from forge_speed.time_limit import TrialTooLong, time_limit
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from tests.conftest import REPO
 
 DOCS = REPO / "docs"
-GENERATED = ("docs/plugins/", "docs/findings/", "docs/cli.md", "docs/api.md", "docs/hooks.md")
+GENERATED = ("docs/plugins/", "docs/findings/", "docs/ready/", "docs/cli.md", "docs/api.md", "docs/hooks.md")
 """Pages that scripts write from docstrings; tests of their own hold them current and run their examples."""
 
 

@@ -1,0 +1,227 @@
+"""Steps that try what must work: the doctor, one batch, every stage, save and load, resume; and what the stack has."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import Checkpoints
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin, plugin_options
+from forge.engine.trainer import Trainer
+from forge.report.svg import line_chart
+from forge.runs.folder import RunFolder
+from forge.runs.wording import counted
+from forge.util.text import format_bytes
+from forge_doctor.doctor import doctor
+from forge_doctor.patient import first
+from forge_doctor.readiness import readiness
+from forge_doctor.ready.one_batch import one_batch
+from forge_doctor.ready.planned_run import PlannedRun
+from forge_doctor.ready.report import RoadStep
+from forge_plugins import Checkpoint
+
+ONE_BATCH, FEWEST = 200, 20
+"""Updates on one batch, and the fewest that say something."""
+SAVED, STOPPED = 4, 8
+"""The update of the checkpoint that is rehearsed, and the last one."""
+
+
+def examine(run: PlannedRun, step: RoadStep) -> None:
+    """The doctor: errors end the road."""
+    plugins = run.plugins if run.plugins is not None else ()
+    report = doctor(run.task, run.train, run.loaders["val"], plugins=plugins, **_own(run))
+    for finding in report.findings:
+        where = f" ({finding.where})" if finding.where else ""
+        step.add(finding.level, f"doctor: {finding.name}", f"{finding.message}{where}", finding.cure)
+    step.facts = {"good": len(report.good), "skipped": report.skipped}
+    step.add("good", "doctor: the rest", f"{len(report.good)} checks found nothing", "It knows many mistakes, not all.")
+    if report.skipped:
+        (what, why), *_ = report.skipped.items()
+        evidence = f"{counted(len(report.skipped), 'check')}, as {what}: {why}"
+        step.add("note", "doctor: what could not be examined", evidence, "Mistakes of these kinds would not be seen.")
+
+
+def _own(run: PlannedRun) -> dict[str, Any]:
+    """The planned settings, without those that name folders."""
+    return {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
+
+
+def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
+    """One batch, again and again, with its curve."""
+    plugins = run.plugins if run.plugins is not None else ()
+    settings = {"seed": run.seed, "log_every": 10_000, **_own(run)}
+    settings |= {"validate_every": None, "run_dir": False, "resume": None}
+    options: dict[str, Any] = {"plugins": plugins, "settings": settings}
+    for _ in range(2):  # what is imported and compiled at the first use counts once
+        began = time.monotonic()
+        one_batch(run.copy(), run.train, updates=3, **options)
+        run.update_seconds = (time.monotonic() - began) / 3
+    updates, began = run.affords(ONE_BATCH, FEWEST), time.monotonic()
+    curve = one_batch(run.copy(), run.train, updates=updates, **options)
+    run.update_seconds = (time.monotonic() - began) / updates
+    points = {"loss": list(enumerate(curve.losses, 1))}
+    for name, bound in (("chance", curve.chance), ("floor", curve.floor)):
+        if bound is not None:
+            points[name] = [(1, bound), (len(curve.losses), bound)]
+    log = all(loss > 0 for loss in curve.losses) and curve.reached < 0.1 * curve.losses[0]
+    chart = line_chart(points, title="loss on one batch", log_y=log, height=260)
+    step.charts["one-batch.svg"] = chart
+    step.facts = {"first": curve.losses[0], "reached": curve.reached, "updates": len(curve.losses)}
+    if curve.is_learnt:
+        left = curve.reached - (curve.floor or 0.0)
+        far = left > 0.5 * abs(curve.losses[0] - (curve.floor or 0.0))
+        risk = (
+            "It is far from zero: is the rate too low, or is there noise in each step?"
+            if far
+            else ("A batch that can be learnt by heart says nothing of new samples.")
+        )
+        step.add("note" if far else "good", "one batch is learnt", curve.verdict, risk)
+    else:
+        broken = not math.isfinite(curve.reached)
+        risk = "What cannot learn one batch cannot learn more: look for a wrong sign, rate, label or frozen layer."
+        step.add("error" if broken else "warning", "one batch is not learnt", curve.verdict, risk)
+
+
+# -- smoke ------------------------------------------------------------------------------------------------------------
+
+
+def smoke(run: PlannedRun, step: RoadStep) -> None:
+    """Two updates, a validation, a checkpoint; the run continued from it; the weights loaded into a fresh copy."""
+    folder = run.scratch / "smoke"
+    rhythm: dict[str, Any] = {"run_dir": folder, "validate_every": "2 updates", "log_every": 1}
+    head = _two(run.val_head)
+    trained = run.short(2, put=[_saver(run, every=None, rehearse="off", best=None)], **rhythm).fit(
+        run.copy(), run.train, head
+    )
+    shown = ", ".join(
+        f"{name} {value:.4g}"
+        for name, value in trained.metrics.items()
+        if "/" in name and name.split("/")[0] in ("train", "val")
+    )
+    step.add(
+        "good", "train and val run", f"2 updates, {shown}", "Two updates see neither the end of an epoch nor rare data."
+    )
+    saved = Checkpoints(folder / "checkpoints").all()
+    size = sum(file.stat().st_size for path in saved for file in path.rglob("*") if file.is_file())
+    again = run.short(4, put=[_saver(run, every=None, rehearse="off", best=None)], **rhythm)
+    again.resume = "auto"
+    done = again.fit(run.copy(), run.train, head)
+    words = f"a checkpoint of {format_bytes(size)} continued from update {again.resumed_from} to {done.updates}"
+    step.add("good", "save and load run", words, "Whether bits are the same is the next step.")
+    step.facts = {"checkpoint_bytes": size}
+    if head is not None:
+        _loaded(run, step, folder, head, done.metrics)
+    _others(run, step, folder, head)
+
+
+def _saver(run: PlannedRun, **options: Any) -> Checkpoint:
+    """The planned checkpoint plugin with other options, or one of its own."""
+    own = next((plugin_options(plugin) for plugin in run.stack if isinstance(plugin, Checkpoint)), {})
+    return Checkpoint(**{**own, "remote": None, **options})
+
+
+def _two(val: Any) -> Any:
+    if isinstance(val, dict):
+        return {name: batches[:2] for name, batches in val.items()}
+    return val[:2] if val else None
+
+
+def _loaded(run: PlannedRun, step: RoadStep, folder: Path, head: Any, expected: dict[str, float]) -> None:
+    """A fresh copy with the weights of the file must validate as the run did."""
+    found = run.short(1).validate(run.copy(), head, weights=folder / "weights.safetensors")
+    apart = {name: abs(value - expected[name]) for name, value in found.items() if name in expected}
+    worst = max(apart, key=lambda name: apart[name], default="")
+    if worst and apart[worst] > 1e-5 * max(1.0, abs(expected[worst])):
+        evidence = (
+            f"{worst} is {found[worst]:.6g} with the weights of the file, and was {expected[worst]:.6g} in the run"
+        )
+        step.add("warning", "loaded weights validate otherwise", evidence, "What was measured is not what is shipped.")
+    elif worst:
+        evidence = f"{counted(len(apart), 'metric')} of a fresh task with weights.safetensors: as in the run"
+        step.add("good", "weights can be loaded", evidence, "Weights of another version of the code may not fit.")
+
+
+def _others(run: PlannedRun, step: RoadStep, folder: Path, head: Any) -> None:
+    """Test and predict: on their split, or on val, where a task without such a step may refuse."""
+    for stage in ("test", "predict"):
+        given = run.loaders[stage]
+        batches = first(next(iter(given.values())) if isinstance(given, dict) else given, 2) or head
+        later = f"forge {stage} runs for the first time after training."
+        if batches is None:
+            step.add("note", f"{stage} was not tried", "there is neither a split for it nor val", later)
+            continue
+        try:
+            result = getattr(run.short(1), stage)(run.copy(), batches, weights=folder / "weights.safetensors")
+        except Exception as error:
+            if given is not None:
+                raise
+            step.add("note", f"{stage} was not tried", f"it has no split, and does not run on val: {error}", later)
+            continue
+        words = counted(len(result), "output" if stage == "predict" else "metric")
+        step.add(
+            "good", f"{stage} runs", f"{words} of two batches of {'its split' if given is not None else 'val'}", later
+        )
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+class Stops(Plugin):
+    """Ends a run after some updates, whatever its plan is."""
+
+    observer = True
+
+    def __init__(self, updates: int):
+        super().__init__()
+        self.name = "forge_doctor.stops"
+        self.updates = updates
+
+    @hookimpl
+    def forge_boundary(self, trainer: Trainer) -> None:
+        if trainer.progress.update >= self.updates:
+            trainer.request_stop(f"{self.updates} updates are enough", by=self.name)
+
+
+def rehearse(run: PlannedRun, step: RoadStep) -> None:
+    """The planned run, of which a second process continues the first checkpoint."""
+    run.affords(STOPPED, STOPPED, runs=2)
+    folder = run.scratch / "resume"
+    saver = _saver(run, every=f"{SAVED} updates", rehearse="strict")
+    trainer = run.trainer(_looks_or_saves, [saver, Stops(STOPPED)], run_dir=folder)
+    if not trainer.max_epochs and not trainer.max_updates:
+        trainer.max_epochs = 10
+    trainer.again = run.again
+    trainer.fit(run.copy(), run.train, run.loaders["val"])
+    verdict = str(
+        RunFolder(folder).card.get("resume") or "not rehearsed: FORGE_REHEARSE is off, or the data are too few"
+    )
+    step.facts = {"verdict": verdict}
+    if verdict.startswith("rehearsed, exact"):
+        risk = "A kill costs what was trained since the last checkpoint, and nothing else."
+        more = verdict.removeprefix("rehearsed, exact").removeprefix(": ")
+        words = (
+            f"a second process continued the checkpoint of update {SAVED}, bit for bit{f', but {more}' if more else ''}"
+        )
+        step.add("warning" if more else "good", "a resumed run is the same", words, risk)
+    elif verdict.startswith("not rehearsed"):
+        step.left_out = verdict
+    else:
+        step.add("warning", "a resumed run differs", verdict, "A run that was interrupted gives another result.")
+
+
+def _looks_or_saves(plugin: Plugin) -> bool:
+    """Whether the second process leaves a plugin out, too."""
+    looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
+    return looks or getattr(plugin, "forge_save", None) is not None
+
+
+# -- what the stack has -----------------------------------------------------------------------------------------------
+
+
+def stack(run: PlannedRun, step: RoadStep) -> None:
+    """What the planned stack has of what a long run may need, and why that may matter."""
+    for item in readiness(run.stack, run.loaders["val"] is not None, run.plan.get("seed")):
+        step.add("good" if item.is_on else item.missing, item.what, item.evidence, item.why)
