@@ -413,7 +413,7 @@ def floor(patient: Patient, batch: Any) -> float | None:
     """The lowest loss of any answers; None where they cannot be chosen freely, or nothing bounds the loss."""
     held = answers(patient, batch) if len(patient.names) == 1 else None
     lowest = held.best(steps=200)[0] if held is not None else -math.inf
-    return lowest if held is not None and lowest > -FAR * abs(held.loss) and math.isfinite(lowest) else None
+    return lowest if lowest >= 0 and math.isfinite(lowest) else None  # a likelihood has none
 
 
 def reached(losses: list[float]) -> float:
