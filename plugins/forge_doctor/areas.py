@@ -8,9 +8,9 @@ from forge_doctor.doctor import AFTER, BEFORE, LAST
 
 AREAS = {
     "gradients": ("influence", "graph", "gradients", "aliases"),
-    "loss and metrics": ("reachable", "reading", "stages", "losses", "criteria", "measures"),
-    "model": ("equivariance", "company", "independence", "order", "precision"),
-    "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
+    "loss and metrics": ("reachable", "reading", "stages", "losses", "measures"),
+    "model": ("equivariance", "company", "precision"),
+    "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "worker_noise"),
     "start and schedule": ("start",),
     "updates": ("scale", "motion", "learning"),
 }

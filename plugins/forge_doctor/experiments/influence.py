@@ -18,7 +18,16 @@ from torch.overrides import TorchFunctionMode
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.experiments.answers import answers
-from forge_doctor.experiments.intervene import calls_of, doubled, exchanged, in_double, named, parts, says
+from forge_doctor.experiments.intervene import (
+    calls_of,
+    doubled,
+    exchanged,
+    in_double,
+    named,
+    parts,
+    says,
+    with_rows_changed,
+)
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
@@ -271,6 +280,26 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         f"{type(patient.task).__name__}.training_step",
                         {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
                     )
+
+
+def unread(patient: Patient) -> Iterator[Finding]:
+    """Give all samples of a batch what the first one has: some answer must change."""
+    batch = patient.batches[0]
+    size = batch_size(batch)
+    rows = [x for x in parts(batch).values() if x.ndim and len(x) == size]
+    held = answers(patient, batch) if size is not None and size >= 4 and any(map(_varies, rows)) else None
+    other = answers(patient, with_rows_changed(batch, size, _alike)) if held is not None and size is not None else None
+    if held is None or other is None:
+        return
+    pairs = list(zip(held.values, other.values, strict=False))
+    if pairs and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
+        yield Finding(
+            "input_ignored",
+            f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the model "
+            "does not read them.",
+            held.paths[-1],
+            {"loss": held.loss},
+        )
 
 
 def _stages(patient: Patient) -> list[tuple[str, Any]]:
