@@ -35,7 +35,8 @@ def follow(patient: Patient) -> Iterator[Finding]:
     if len(kept["map"]) >= 3:
         yield Finding(
             "pairs_broken",
-            f"A picture that is {kept['map'][0][1]} when it is read again keeps its target as it was: input and target no "
+            f"A picture that is {kept['map'][0][1]} when it is read again keeps its target as it was: input and "
+            "target no "
             f"longer belong together (in {len(kept['map'])} readings).",
             "train",
             {"readings": len(kept["map"])},
@@ -43,7 +44,8 @@ def follow(patient: Patient) -> Iterator[Finding]:
     elif len(kept["numbers"]) >= 3:
         yield Finding(
             "pairs_broken",
-            f"A picture that is {kept['numbers'][0][1]} when it is read again keeps its numbers, which may be places in it: "
+            f"A picture that is {kept['numbers'][0][1]} when it is read again keeps its numbers, which may be places "
+            "in it: "
             "boxes, points and directions must be turned with the picture.",
             "train",
             {"readings": len(kept["numbers"])},
@@ -54,7 +56,8 @@ def follow(patient: Patient) -> Iterator[Finding]:
         if pair is not None:
             yield Finding(
                 "augmentation_changes_label",
-                f"Training pictures are {turn} at random and keep their labels, but in val a picture of class {pair[0]} "
+                f"Training pictures are {turn} at random and keep their labels, but in val a picture of class "
+                f"{pair[0]} "
                 f"that is {turn} is nearest to class {pair[1]}, and the reverse.",
                 "train",
                 {"classes": list(pair), "turn": turn},

@@ -91,7 +91,8 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
                 yield Finding(
                     "metric_by_batch",
                     f"{name} of {size} validation samples is {value:.4g} in one batch, and {mean:.4g} as the mean of a "
-                    f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are batched.",
+                    f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are "
+                    "batched.",
                     f"{type(patient.task).__name__}.validation_step",
                     {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
                 )
@@ -173,7 +174,8 @@ def evaluated_twice(patient: Patient) -> Iterator[Finding]:
         if apart(first[name], again[name]) > 1e-4:
             yield Finding(
                 "state_between_batches",
-                f"A second evaluation, with other weights, gives {name} = {again[name]:.6g}; with these weights from the "
+                f"A second evaluation, with other weights, gives {name} = {again[name]:.6g}; with these weights from "
+                "the "
                 f"start it is {first[name]:.6g}: something is not reset between evaluations.",
                 f"{type(patient.task).__name__}.evaluation_end",
                 {"second": again[name], "alone": first[name]},
