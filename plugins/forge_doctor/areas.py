@@ -9,9 +9,9 @@ from forge_doctor.doctor import AFTER, BEFORE, LAST
 
 AREAS = {
     "gradients": ("influence", "graph", "gradients", "aliases"),
-    "loss and metrics": ("reachable", "reading", "stages", "losses", "criteria", "measures", "in_fit"),
-    "model": ("equivariance", "company", "independence", "order", "precision"),
-    "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "preparation", "worker_noise"),
+    "loss and metrics": ("reachable", "reading", "stages", "losses", "measures", "in_fit"),
+    "model": ("equivariance", "company", "precision"),
+    "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "worker_noise"),
     "start and schedule": ("start",),
     "updates": ("scale", "motion", "learning"),
 }

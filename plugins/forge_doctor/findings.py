@@ -65,12 +65,9 @@ FINDINGS = {
     "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
     "gradient_hook": ("warning", "Look at what the hook multiplies by, or clamps to; freeze by requires_grad_(False)."),
     "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
-    "gradients_left": ("warning", "Clear all gradients in zero_grad, or leave it to torch's."),
     "wrong_gradient": ("error", "Derive the backward again, and check it with torch.autograd.gradcheck."),
     "attribute_name": ("warning", "Write p.requires_grad = False, or p.requires_grad_(False)."),
     "shared_storage": ("warning", "Tie the parameter itself: self.out.weight = self.embed.weight."),
-    "target_is_the_model": ("warning", "Make the target a copy: copy.deepcopy(self.online).requires_grad_(False)."),
-    "mask_inverted": ("error", "Invert the mask: True marks padding in key_padding_mask."),
     # losses and their inputs
     "activation_before_loss": ("error", "Pass raw logits: the loss applies its own softmax or sigmoid."),
     "relu_before_loss": ("warning", "Remove the ReLU after the last layer: logits may be negative."),
@@ -93,9 +90,6 @@ FINDINGS = {
     "metric_wrong": ("warning", "Compute it on a prediction that is known to be right, and correct it until it is 1."),
     "label_smoothing": ("warning", "Smooth by 0.05 to 0.2: it is what the right class loses, not what it keeps."),
     "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
-    "contrastive_labels": ("warning", "Give row i the label i: torch.arange(len(scores))."),
-    "triplet_order": ("warning", "Pass anchor, positive and negative in this order."),
-    "bounded_logits": ("warning", "Divide by the temperature, or multiply by a scale of 10 to 100, or a learnt one."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # experiments
     "gradient_is_cut": (
@@ -141,8 +135,6 @@ FINDINGS = {
     ),
     "sees_the_future": ("error", "Mask the attention: position t may see positions up to t, not its own target."),
     "positions_ignored": ("warning", "Follow the positions through the model: some of them never reach the output."),
-    "order_ignored": ("warning", "Add an encoding of positions to the embeddings."),
-    "padding_dependence": ("warning", "Pass a mask or lengths, and leave padding out of means and attention."),
     "random_evaluation": (
         "warning",
         "Use self.training: F.dropout(x, p, self.training); draw noise in training alone.",
@@ -171,8 +163,6 @@ FINDINGS = {
     ),
     "dataset_changed": ("error", "Copy before changing in place in __getitem__: x = x - mean instead of x -= mean."),
     "augmentation_changes_label": ("warning", "Leave the turn out, or change the label with the picture."),
-    "filled_values": ("warning", "Take the logarithm of positive numbers, before they are standardised."),
-    "ids_collide": ("warning", "Give the embedding a row for each id, or hash with many more rows."),
     "target_scale": ("warning", "Standardise the targets, and undo it in predict_step."),
     "label_in_features": ("warning", "Remove the column, or make sure that it is known when predicting."),
     "not_shuffled": ("warning", "Pass shuffle=True to the loader of train."),
@@ -188,7 +178,6 @@ FINDINGS = {
     "saturated": ("warning", "Scale weights and inputs down: a saturated unit passes no gradient."),
     "vanishing_gradient": ("warning", "Use ReLU or GELU, normalisation, skip connections, or another initialisation."),
     "exploding_gradient": ("warning", "Use normalisation, or a smaller gain in the initialisation."),
-    "no_activation": ("warning", "Put an activation between the layers: without one they are a single linear layer."),
     "schedule_zero": ("warning", "Look at integer division and at the start factor: nothing trains at a rate of 0."),
     "schedule_spent": ("warning", "Step it per epoch, (optimizer, schedule, '1 epoch'), or plan it over all updates."),
     "schedule_rises": ("warning", "Set T_max to the number of times that it is stepped: self.trainer.planned_updates."),

@@ -32,15 +32,12 @@ from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows,
 from forge_doctor.probes import (
     aliases,
     class_labels,
-    criteria,
     data,
     gradients,
     graph,
-    independence,
     losses,
     measures,
     motion,
-    order,
     serving,
     start,
 )
@@ -66,24 +63,34 @@ SAMPLES = 2000
 FIRST_STEP = (
     *(losses.inputs, losses.summed, losses.weights, losses.padding, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
-    *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules),
-    *(criteria.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
+    *(aliases.attributes, aliases.shared_storage),
+    *(losses.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
     in_fit.class_targets,
 )
 """Probes of the first step and of the plan."""
-MODULES_AGAIN = (*(independence.random_modules, losses.copied_labels, order.permuted, graph.finite_differences),)
+MODULES_AGAIN = (losses.copied_labels, graph.finite_differences)
 """Probes that run modules again, on a copy."""
 STEP_AGAIN = (
-    *(lossy.steps, equivariance.samples, influence.weights, influence.inputs, reading.leads, reading.errors),
+    *(
+        lossy.steps,
+        equivariance.samples,
+        influence.weights,
+        influence.unread,
+        influence.inputs,
+        reading.leads,
+        reading.errors,
+    ),
     *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
 )
 """Experiments that run the step again, on a copy."""
-VALIDATION_AGAIN = (*(lossy.steps, reading.metrics, reachable.metrics, equivariance.samples, stages.best_at_first),)
+VALIDATION_AGAIN = (
+    *(stages.drawn, lossy.steps, reading.metrics, reachable.metrics, equivariance.samples, stages.best_at_first),
+)
 """Experiments that run the validation step again, on a copy."""
 SECONDS = 1.0
 """Of the processor, that experiments of the first update, and of the first validation, may take."""
 FIRST_UPDATES = (
-    *(start.equal_rows, start.linear, motion.rates, motion.losses),
+    *(start.equal_rows, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
     *(class_labels.labels, class_labels.order, serving.noise, motion.gradients),
     *(values.finite, values.unseen, values.giveaway),

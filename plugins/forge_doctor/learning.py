@@ -21,10 +21,10 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.rng import reseed
 from forge.torch_internals import pytree
 from forge_doctor.deadline import Deadline
+from forge_doctor.exchange import Exchange, most_telling
 from forge_doctor.experiments import motion as movement
 from forge_doctor.experiments import scale
 from forge_doctor.experiments.answers import answers
-from forge_doctor.exchange import Exchange, most_telling
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, copied, first, loss_of, no_trace
 from forge_doctor.report import DoctorReport

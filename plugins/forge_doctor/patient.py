@@ -71,8 +71,6 @@ class Patient:
     "Seconds that each update waited for its batch, and that it took."
     memory: list[int] = field(default_factory=list)
     "Bytes of the accelerator in use after each update."
-    ignores: bool = False
-    "Whether the loss stayed when inputs were exchanged, at the last look."
     overfitted: list[float] = field(default_factory=list)
     "Losses of updates on one batch."
     plugins: list[Any] = field(default_factory=list)

@@ -87,16 +87,6 @@ def read(loader: Any, index: int, seed: int) -> Sample:
     return tuple(x[0] for x in served if x.ndim and len(x) == 1)
 
 
-def is_fixed(loader: Any) -> bool:
-    """Whether the dataset of a loader serves the same sample each time that it is asked; False if that is unknown."""
-    count = min(4, count_of(loader))
-    return count > 0 and all(_are_equal(read(loader, i, 0), read(loader, i, 1)) for i in range(count))
-
-
-def _are_equal(a: Sample, b: Sample) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def arrays(loader: Any) -> dict[str, Array]:
     """The arrays of numbers that a loader's dataset holds, by path; nothing if they are too many."""
     found = {

@@ -86,10 +86,6 @@ class StepWatch(TorchFunctionMode):
         self.oddities: list[Oddity] = []
         self.terms: list[tuple[Tensor, str]] = []
         "Scalars with a gradient that are added up, with their lines."
-        self.subtracted: list[tuple[Tensor, str]] = []
-        "Scalars with a gradient that are subtracted from another, with their lines."
-        self.differences: list[tuple[Tensor, Tensor, str]] = []
-        "Pairs of tensors of one shape, both with a gradient, of which one is subtracted."
         self.dropped: list[Tensor] = []
         "Outputs of dropout."
         self._inside = False
@@ -114,7 +110,7 @@ class StepWatch(TorchFunctionMode):
     def settle(self) -> None:
         """Let go of every graph, and of what is not needed once the step is judged."""
         self.losses = [LossCall(call.name, _detached(call.given), call.where) for call in self.losses]
-        for noted in (self.dropped, self.terms, self.subtracted, self.differences):
+        for noted in (self.dropped, self.terms):
             noted.clear()
 
     def _look(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
@@ -138,11 +134,7 @@ class StepWatch(TorchFunctionMode):
         if not a.ndim and not b.ndim:
             if "add" in name and (a.requires_grad or b.requires_grad):
                 self.terms += [(x, where()) for x in (a, b) if x.requires_grad]
-            elif name in ("sub", "__sub__") and a.requires_grad and b.requires_grad:
-                self.subtracted.append((b, where()))
             return
-        if name in ("sub", "__sub__") and a.shape == b.shape and a.requires_grad and b.requires_grad:
-            self.differences.append((a, b, where()))
         short, long = sorted((a, b), key=lambda x: x.ndim)
         n = self.batch
         crossed = n is not None and n > 1 and tuple(short.shape) == (n,) and tuple(long.shape) == (n, 1)

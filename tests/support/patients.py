@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import forge
 from forge.diagnose.checks.user_line import FindingWarning
 from forge.engine.trainer import Trainer
+from forge_doctor.deadline import Deadline
 from forge_doctor.doctor import Examination
 from forge_doctor.findings import Finding
 from forge_doctor.first_look import FirstLook
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, no_trace
 from forge_doctor.report import DoctorReport
 
 Probe = Callable[[Patient], Iterator[Finding]]
@@ -78,18 +81,25 @@ def splits() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def found(
-    task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0, rebuild: Any = None
+    task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0, last: bool = False, rebuild: Any = None
 ) -> dict[str, Finding]:
-    """What probes find, by name; those run after `after` updates where it is not 0."""
+    """What probes find, by name; those run after `after` updates where it is not 0, or once the run is over."""
     train, val = data or splits()
     report = DoctorReport()
     examination = Examination(report, train, val, lambda what: None, rebuild)
     chosen = {probe.__name__: probe for probe in probes}
-    examination.first_probes, examination.last_probes = ({}, chosen) if after else (chosen, {})
+    examination.first_probes = chosen if not after and not last else {}
+    examination.last_probes = chosen if after else {}
     examination.updates = after or 1
     trainer = Trainer(plugins=[], run_dir=False, seed=0, max_epochs=10, validate_every=None)
     trainer.stack.add(examination)
+    untrained = copy.deepcopy(task)
     trainer.fit(task, train, val)
+    if last:
+        assert examination.patient is not None
+        examination.patient.make = functools.partial(copy.deepcopy, untrained)
+        with no_trace(torch.device("cpu")):
+            examination.probe(chosen, Deadline())
     assert not report.skipped, report.skipped
     return {finding.name: finding for finding in report.findings}
 

@@ -45,7 +45,8 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
         path, worst = found[0]
         yield Finding(
             "batch_dependence",
-            f"What {path} gives for a sample changes by {worst:.2g} of its deviation when the order of the samples in the "
+            f"What {path} gives for a sample changes by {worst:.2g} of its deviation when the order of the samples in "
+            "the "
             "batch is reversed, in evaluation mode: it depends on the sample's place in the batch.",
             path,
             {"difference": worst},
@@ -58,7 +59,8 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
             path, worst = found[0]
             yield Finding(
                 "batch_dependence",
-                f"What {path} gives for one half of a batch changes by {worst:.2g} of its deviation when the other half "
+                f"What {path} gives for one half of a batch changes by {worst:.2g} of its deviation when the other "
+                "half "
                 f"is replaced, in evaluation mode: samples are mixed in or before {path}.",
                 path,
                 {"difference": worst, "layers": [path for path, _ in found][:8]},
@@ -121,7 +123,7 @@ def _views(x: Tensor, size: int) -> list[Tensor]:
 
 
 def answers_seen(patient: Patient) -> Iterator[Finding]:
-    """Change the value that an answer is compared with: where it is another position of the input, the answer must stay."""
+    """Change what an answer is compared with: where it is another position of the input, the answer must stay."""
     for batch in patient.batches[:1]:
         size = batch_size(batch)
         held = answers(patient, batch) if size is not None and len(patient.names) == 1 else None

@@ -1,13 +1,13 @@
-"""Influence: for each weight and each part of the input, whether the loss depends on it, and whether a gradient arrives.
+"""Influence: whether the loss depends on each weight and each part of the input, and whether a gradient arrives.
 
-A weight is moved a little, and the change of the loss is compared with what autograd says. Dependence without a gradient
-is a way that is cut; a gradient that is not the slope of the loss is a way that is cut in part.
+A weight is moved a little, and the change of the loss is compared with what autograd says. Dependence without a
+gradient is a way that is cut; a gradient that is not the slope of the loss is a way that is cut in part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,16 @@ from torch.overrides import TorchFunctionMode
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.experiments.answers import answers
-from forge_doctor.experiments.intervene import calls_of, doubled, exchanged, in_double, named, parts, says
+from forge_doctor.experiments.intervene import (
+    calls_of,
+    doubled,
+    exchanged,
+    in_double,
+    named,
+    parts,
+    says,
+    with_rows_changed,
+)
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
@@ -101,7 +110,8 @@ def flat(patient: Patient) -> Iterator[Finding]:
     if found and still and len(still) < len(found[0]):
         yield Finding(
             "no_gradient",
-            f"After {patient.updates} updates the loss does not change with {listed([group.name for group in still])}, and "
+            f"After {patient.updates} updates the loss does not change with "
+            f"{listed([group.name for group in still])}, and "
             "their gradient is 0: on the way stands a step without a slope, or a clamp that is always at its bound.",
             still[0].name,
             {"groups": [group.name for group in still][:8]},
@@ -206,7 +216,7 @@ def _compare(
     again: Callable[[], Tensor],
     group: Group,
     way: list[Tensor],
-    given: list[Tensor | None],
+    given: Sequence[Tensor | None],
     step: float,
     total: float,
 ) -> None:
@@ -265,12 +275,34 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                 elif "loss" in base and len(matter) > 1 and are_samples(batch):
                     yield Finding(
                         "broadcast_loss",
-                        f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} ({_kind(x)}) is "
+                        f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} "
+                        f"({_kind(x)}) is "
                         "exchanged between samples, and another when all samples get one value: the loss does not see "
                         "which of them belongs to which sample. It compares each with each, or pairs the wrong rows.",
                         f"{type(patient.task).__name__}.training_step",
                         {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
                     )
+
+
+def unread(patient: Patient) -> Iterator[Finding]:
+    """Give all samples of a batch what the first one has: some answer must change."""
+    batch = patient.batches[0]
+    size = batch_size(batch)
+    rows = [x for x in parts(batch).values() if x.ndim and len(x) == size]
+    held = answers(patient, batch) if size is not None and size >= 4 and any(map(_varies, rows)) else None
+    other = answers(patient, with_rows_changed(batch, size, _alike)) if held is not None and size is not None else None
+    if held is None or other is None:
+        return
+    pairs = list(zip(held.values, other.values, strict=False))
+    if pairs and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
+        yield Finding(
+            "input_ignored",
+            f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the "
+            "model "
+            "does not read them.",
+            held.paths[-1],
+            {"loss": held.loss},
+        )
 
 
 def _stages(patient: Patient) -> list[tuple[str, Any]]:
@@ -317,13 +349,11 @@ def slices(patient: Patient) -> Iterator[Finding]:
                 if 0 < len(read) < len(varied) and len(varied) >= 3:
                     deaf = [i for i in varied if i not in read]
                     alone = len(read) == 1 and len(varied) >= 4
+                    lost = f"all but index {read[0]}" if alone else f"index {listed(list(map(str, deaf)), 6)}"
                     yield Finding(
                         "positions_ignored" if alone else "part_ignored",
-                        f"Of {named(path, patient)}, {_kind(x)}, only index {read[0]} of dimension {dim} reaches the answers"
-                        if alone
-                        else f"Index {', '.join(map(str, deaf[:6]))}{' and more' * (len(deaf) > 6)} of dimension {dim} of "
-                        f"{named(path, patient)}, {_kind(x)}, never reaches the answers: exchanged between samples, "
-                        "nothing changes.",
+                        f"Of {named(path, patient)}, {_kind(x)}, {lost} of dimension {dim} never reaches the answers: "
+                        "exchanged between samples, nothing changes.",
                         type(patient.task).__name__,
                         {"dimension": dim, "read": read[:16], "ignored": deaf[:16]},
                     )
@@ -377,7 +407,8 @@ def targets_in_validation(patient: Patient) -> Iterator[Finding]:
     if seen and last is not None and len(parts(batch)) > 1:
         yield Finding(
             "validation_sees_target",
-            f"In validation the answers of {last[0]} change with {' and with '.join(seen)}, which the loss compares them "
+            f"In validation the answers of {last[0]} change with {' and with '.join(seen)}, which the loss compares "
+            "them "
             "with as well: what is to be predicted must not go in.",
             f"{type(patient.task).__name__}.validation_step",
         )

@@ -22,21 +22,8 @@ from forge_doctor.watch import where
 ARITHMETIC = {"add", "add_", "sub", "sub_", "mul", "mul_", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 ARITHMETIC |= {"__mul__", "__rmul__", "__imul__", "__rsub__", "neg", "__neg__", "pow", "__pow__"}
 CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as", "float", "half", "bfloat16"}
-PAIRS = {
-    "sub",
-    "__sub__",
-    "__rsub__",
-    "mul",
-    "__mul__",
-    "__rmul__",
-    "eq",
-    "__eq__",
-    "ne",
-    "__ne__",
-    "div",
-    "__truediv__",
-}
-PAIRS |= {"logical_and", "__and__"}
+PAIRS = {"sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "eq", "__eq__", "ne", "__ne__", "div"}
+PAIRS |= {"__truediv__", "logical_and", "__and__"}
 SAMPLES = 6
 ROUNDED = 1e-4
 """What rounding may take away, as a share of the deviation."""
@@ -91,7 +78,8 @@ class LossWatch(TorchFunctionMode):
                 if share > FRACTION and x.numel() >= 4:
                     self._note(
                         "truncation",
-                        f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to {str(result.dtype).removeprefix('torch.')}",
+                        f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to "
+                        f"{str(result.dtype).removeprefix('torch.')}",
                     )
         elif name == "__setitem__":
             self._look_at_writes(args[0], args[1], args[2])
@@ -133,7 +121,8 @@ class LossWatch(TorchFunctionMode):
         if lost > 0.05:
             self._note(
                 "lost_writes",
-                f"{lost:.0%} of the rows that {what} writes are written over by later ones: indices repeat, and nothing adds them up",
+                f"{lost:.0%} of the rows that {what} writes are written over by later ones: indices repeat, and "
+                "nothing adds them up",
             )
 
     def _look_at_pair(self, name: str, a: Tensor, b: Tensor) -> None:
@@ -142,7 +131,8 @@ class LossWatch(TorchFunctionMode):
         if n is not None and n > 2 and shapes == {(n,), (n, 1)}:
             self._note(
                 "broadcast",
-                f"{name.strip('_')} of shapes {tuple(a.shape)} and {tuple(b.shape)} gives {n} x {n} numbers: each sample meets every other",
+                f"{name.strip('_')} of shapes {tuple(a.shape)} and {tuple(b.shape)} gives {n} x {n} numbers: each "
+                "sample meets every other",
             )
 
     def _note(self, kind: str, text: str) -> None:

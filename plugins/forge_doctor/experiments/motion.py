@@ -1,4 +1,4 @@
-"""Motion: what a few updates move, beside what they should move: weights with a gradient, averages, statistics, metrics."""
+"""Motion: what a few updates move, beside what they should: weights with a gradient, averages, statistics, metrics."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ def still(patient: Patient) -> Iterator[Finding]:
     if stuck and len(stuck) < len(known):
         yield Finding(
             "weights_stand_still",
-            f"{len(stuck)} weights get a gradient and are in an optimizer, and no update moves them: {listed(sorted(stuck))}.",
+            f"{len(stuck)} weights get a gradient and are in an optimizer, and no update moves them: "
+            f"{listed(sorted(stuck))}.",
             sorted(stuck)[0],
             {"weights": sorted(stuck)[:8]},
         )
 
 
 def averages(patient: Patient) -> Iterator[Finding]:
-    """Weights outside all optimizers that follow trained ones: how far they go in an update, and whether they go at all."""
+    """Weights outside all optimizers that follow trained ones: how far they go in an update, and whether at all."""
     track, known = patient.track, trained(patient)
     if track is None or len(track.weights) < 3:
         return
@@ -66,9 +67,10 @@ def averages(patient: Patient) -> Iterator[Finding]:
         own = _twin(name, known, after)
         if own is None or name not in before or own not in after:
             continue
-        way = float((after[own] - before[name]).norm())
-        if way > 0:
-            rates[name] = float((after[name] - before[name]).norm()) / way
+        # an average is taken after an update, or in the step before it
+        ways = [float((weights[own] - before[name]).norm()) for weights in (before, after)]
+        if max(ways) > 0:
+            rates[name] = float((after[name] - before[name]).norm()) / min(way for way in ways if way > 0)
     moving = {name: rate for name, rate in rates.items() if rate > 0}
     if moving and min(moving.values()) > CLOSE and _moved_always(track, list(moving)):
         name, rate = min(moving.items(), key=lambda item: item[1])
@@ -114,7 +116,8 @@ def terms(patient: Patient) -> Iterator[Finding]:
     if high > 300 * low:
         yield Finding(
             "terms_unequal",
-            f"Of the terms that are added up to the loss one is {high:.3g} and another {low:.3g}: the smaller one hardly "
+            f"Of the terms that are added up to the loss one is {high:.3g} and another {low:.3g}: the smaller one "
+            "hardly "
             "counts, or is a mean where the other is a sum.",
             place,
             {"largest": high, "smallest": low},
@@ -147,8 +150,10 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
             name = "loss" if lost else worse[0]
             yield Finding(
                 "learnt_not_validated",
-                f"Updates on one batch took its training loss from {start:.4g} to {reached:.4g}, but validation_step says "
-                f"{name} = {after[name]:.4g} of the same samples ({before[name]:.4g} before): validation computes something "
+                f"Updates on one batch took its training loss from {start:.4g} to {reached:.4g}, but validation_step "
+                "says "
+                f"{name} = {after[name]:.4g} of the same samples ({before[name]:.4g} before): validation computes "
+                "something "
                 "else than what is trained.",
                 f"{type(patient.task).__name__}.validation_step",
                 {"before": before[name], "after": after[name], "metric": name},
@@ -177,7 +182,8 @@ def collapsed(patient: Patient, task: Any, batch: Any) -> Iterator[Finding]:
         if among < 1e-3 * all_of_it:
             yield Finding(
                 "collapsed",
-                f"After updates on one batch {path} gives all {size} samples one answer: they differ by {among:.2g}, of "
+                f"After updates on one batch {path} gives all {size} samples one answer: they differ by {among:.2g}, "
+                "of "
                 f"{all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer.",
                 path,
                 {"between samples": among, "size": all_of_it},

@@ -1,7 +1,8 @@
-"""Pairs: read a sample again and again: where its picture is turned, its target must be turned with it."""
+"""Pairs: read a sample again and again: where its picture is turned, its target must follow."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
+from forge_doctor.probes.data import stacked
 from forge_doctor.stored import Sample, count_of, read
 
 TURNS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -22,37 +24,49 @@ READS, SAMPLES = 8, 10
 
 
 def follow(patient: Patient) -> Iterator[Finding]:
-    """A picture that is turned from one reading to the next, with a map of the same size that is not."""
+    """A picture that is turned from one reading to the next, with a map, places or a class that are not."""
     total = count_of(patient.train)
-    broken: list[str] = []
-    still: list[str] = []
+    kept: dict[str, list[tuple[int, str]]] = {"map": [], "numbers": [], "class": []}
     for i in range(0, total, max(1, total // SAMPLES)):
         served = [read(patient.train, i, SEED + k) for k in range(READS)]
         for other in served[1:]:
-            for what, kind in _judged(served[0], other):
-                (broken if kind == "map" else still).append(what)
-    if len(broken) >= 3:
+            for place, turn, kind in _judged(served[0], other, patient.label_position):
+                kept[kind].append((place, turn))
+    if len(kept["map"]) >= 3:
         yield Finding(
             "pairs_broken",
-            f"A picture that is {broken[0]} when it is read again keeps its target as it was: input and target no "
-            f"longer belong together (in {len(broken)} readings).",
+            f"A picture that is {kept['map'][0][1]} when it is read again keeps its target as it was: input and "
+            "target no "
+            f"longer belong together (in {len(kept['map'])} readings).",
             "train",
-            {"readings": len(broken)},
-            cure="Draw once, and apply the same turn to the input and to its target.",
+            {"readings": len(kept["map"])},
         )
-    elif len(still) >= 3:
+    elif len(kept["numbers"]) >= 3:
         yield Finding(
             "pairs_broken",
-            f"A picture that is {still[0]} when it is read again keeps its numbers, which may be places in it: "
+            f"A picture that is {kept['numbers'][0][1]} when it is read again keeps its numbers, which may be places "
+            "in it: "
             "boxes, points and directions must be turned with the picture.",
             "train",
-            {"readings": len(still)},
+            {"readings": len(kept["numbers"])},
             level="note",
         )
+    for (place, turn), seen in Counter(kept["class"]).items():
+        pair = _exchanged(patient, place, TURNS[turn]) if seen >= 3 else None
+        if pair is not None:
+            yield Finding(
+                "augmentation_changes_label",
+                f"Training pictures are {turn} at random and keep their labels, but in val a picture of class "
+                f"{pair[0]} "
+                f"that is {turn} is nearest to class {pair[1]}, and the reverse.",
+                "train",
+                {"classes": list(pair), "turn": turn},
+            )
+            return
 
 
-def _judged(one: Sample, other: Sample) -> Iterator[tuple[str, str]]:
-    """The turns of pictures that targets did not follow."""
+def _judged(one: Sample, other: Sample, label: int | None) -> Iterator[tuple[int, str, str]]:
+    """The places of pictures, their turns, and what did not follow them."""
     pictures = [p for p, x in enumerate(one) if x.ndim >= 2 and min(x.shape[-2:]) >= 6 and x.is_floating_point()]
     for p in pictures:
         turn = _turn(one[p].float(), other[p].float()) if len(other) > p and one[p].shape == other[p].shape else ""
@@ -61,22 +75,44 @@ def _judged(one: Sample, other: Sample) -> Iterator[tuple[str, str]]:
         for q, y in enumerate(one):
             if q == p or len(other) <= q or y.shape != other[q].shape or not torch.equal(y, other[q]):
                 continue
-            if y.ndim >= 2 and y.shape[-2:] == one[p].shape[-2:]:
+            if q == label:
+                yield p, turn, "class"
+            elif y.ndim >= 2 and y.shape[-2:] == one[p].shape[-2:]:
                 if not torch.equal(TURNS[turn](y), y):
-                    yield turn, "map"
+                    yield p, turn, "map"
             elif y.is_floating_point() and y.ndim and y.shape[-1] in (2, 4) and bool((y != y.flatten()[0]).any()):
-                yield turn, "numbers"
+                yield p, turn, "numbers"
+
+
+def _exchanged(patient: Patient, place: int, turn: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
+    """Two classes of val that a turn makes out of each other, by nearest neighbours among the other samples."""
+    labels, val = patient.labels_of(patient.val_samples), stacked(patient, patient.val_samples).get(place)
+    if labels is None or val is None or len(val) < 40:
+        return None
+    x, labels = val[:1000].float(), labels[:1000]
+    itself = torch.eye(len(x)).bool()
+    own, after = (
+        labels[torch.cdist(z.flatten(1), x.flatten(1)).masked_fill(itself, torch.inf).argmin(1)] for z in (x, turn(x))
+    )
+    goes: dict[int, int] = {}
+    for label in labels.unique().tolist():
+        mine = labels == label
+        other = int(after[mine].mode().values)
+        sure = int(mine.sum()) >= 8 and float((own[mine] == label).float().mean()) >= 0.8
+        if sure and other != label and float((after[mine] == other).float().mean()) >= 0.8:
+            goes[label] = other
+    return next(((a, b) for a, b in goes.items() if goes.get(b) == a), None)
 
 
 def _turn(x: Tensor, y: Tensor) -> str:
     """The turn that makes one reading of a picture much like another; "" where it is not turned."""
-    plain = _alike(x, y)
-    found = {name: _alike(turn(x), y) for name, turn in TURNS.items() if turn(x).shape == y.shape}
+    plain = alike(x, y)
+    found = {name: alike(turn(x), y) for name, turn in TURNS.items() if turn(x).shape == y.shape}
     best = max(found, key=lambda name: found[name], default="")
     return best if best and found[best] > max(0.8, plain + 0.2) else ""
 
 
-def _alike(x: Tensor, y: Tensor) -> float:
+def alike(x: Tensor, y: Tensor) -> float:
     both = torch.stack([x.flatten(), y.flatten()])
     return float(torch.corrcoef(both)[0, 1]) if bool((both.std(1) > 1e-9).all()) else 1.0
 

@@ -19,24 +19,12 @@ from forge_doctor.experiments.answers import Answers, answers, chain
 from forge_doctor.experiments.intervene import apart, numbers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
+from forge_doctor.watch import VIEWS
 
 HIGH = 0.4
 """The share of the loss by chance that the best answers may leave, where it is not the targets that keep it up."""
 FAR = 10.0
 """How many times the loss by chance, above which an untrained model is confidently wrong."""
-VIEWS = {
-    "View",
-    "UnsafeView",
-    "Squeeze",
-    "Unsqueeze",
-    "Slice",
-    "Select",
-    "T",
-    "Transpose",
-    "Permute",
-    "ToCopy",
-    "Expand",
-}
 
 
 def bounds(patient: Patient) -> Iterator[Finding]:
@@ -66,7 +54,8 @@ def bounds(patient: Patient) -> Iterator[Finding]:
     if held.loss > FAR * max(constant, nothing) + 10 and nothing > 1e-3:
         yield Finding(
             "initial_loss",
-            f"The first loss is {held.loss:.4g}; answers of 0 give {nothing:.4g}, and one answer for all samples reaches "
+            f"The first loss is {held.loss:.4g}; answers of 0 give {nothing:.4g}, and one answer for all samples "
+            "reaches "
             f"{constant:.4g}: the untrained model is confidently wrong.",
             held.paths[-1],
             {"loss": held.loss, "zeros": nothing, "constant": constant},
@@ -127,7 +116,8 @@ def metrics(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "metric_blind",
                 f"{name} is {value:.4g} for the best answers, {other:.4g} for those of other samples, and "
-                f"{said['untrained'].get(name, value):.4g} for the untrained model: it does not see whether answers are right.",
+                f"{said['untrained'].get(name, value):.4g} for the untrained model: it does not see whether answers "
+                "are right.",
                 f"{type(patient.task).__name__}.validation_step",
                 {"best": value, "others": other},
             )

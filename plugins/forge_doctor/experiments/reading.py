@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,13 +18,13 @@ from forge_doctor.experiments.intervene import exchanged, numbers, parts
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 
-BETTER = set("accuracy acc top1 f1 iou miou dice r2 auc auroc precision recall jaccard".split())
-"""Names of metrics whose best value is 1, or 100 per cent."""
 WHOLE = {"accuracy", "acc", "top1", "r2"}
-"""Those that a perfect answer brings to 1 whatever classes a batch has."""
+"""Names of metrics that a perfect answer brings to 1, or 100 per cent, whatever classes a batch has."""
+BETTER = {*WHOLE, "f1", "iou", "miou", "dice", "auc", "auroc", "precision", "recall", "jaccard"}
+"""Names of metrics whose best value is 1, or 100 per cent."""
 WORSE = {"error", "mae", "mse", "rmse", "mape", "wer", "cer"}
 """Names of metrics whose best value is 0."""
-NOT_PLAIN = set("macro balanced class mean weighted adversarial robust top5 top3 k".split())
+NOT_PLAIN = {"macro", "balanced", "class", "mean", "weighted", "adversarial", "robust", "top5", "top3", "k"}
 GROWS = (10.0, 100.0, 1000.0)
 """By how much answers are enlarged, to see whether the loss falls without end."""
 
@@ -162,7 +163,8 @@ def _untrained(read: Reading) -> Said:
         return None
     share = float(real.float().mean())
     text = (
-        f"The loss does not depend on the answers at real positions ({share:.0%} of all), but on those at padded ones: the "
+        f"The loss does not depend on the answers at real positions ({share:.0%} of all), but on those at padded "
+        "ones: the "
         "mask is inverted."
     )
     return text, {"real": share}
@@ -194,7 +196,8 @@ def _classes(read: Reading, x: Tensor) -> Said:
     if share < 0.9:
         return None
     text = (
-        f"Minimising the loss over the scores themselves makes that of the right class the lowest in {share:.0%} of the "
+        f"Minimising the loss over the scores themselves makes that of the right class the lowest in {share:.0%} of "
+        "the "
         "samples: the loss rewards wrong answers."
     )
     return text, {"lowest": share}
@@ -231,7 +234,8 @@ def _one_sided(read: Reading, best: Tensor, y: Tensor) -> Said:
         return None  # a mask, not a target
     share = float((y == silent).float().mean())
     text = (
-        f"The loss does not depend on the answers for samples with target {int(silent)} ({share:.0%} of all): answering "
+        f"The loss does not depend on the answers for samples with target {int(silent)} ({share:.0%} of all): "
+        "answering "
         f"{int(not silent)} for every sample is best."
     )
     return text, {"share": share}
@@ -276,7 +280,8 @@ def errors(patient: Patient) -> Iterator[Finding]:
         row = falls[0]
         yield Finding(
             "loss_misaligned",
-            f"The loss is {row[0]:.4g} where the answers are the targets, {row[1]:.4g} where they are one deviation away, "
+            f"The loss is {row[0]:.4g} where the answers are the targets, {row[1]:.4g} where they are one deviation "
+            "away, "
             f"and {row[2]:.4g} at three: it rewards errors.",
             f"{type(patient.task).__name__}.training_step",
             {"losses": row},
@@ -313,7 +318,8 @@ def spread(patient: Patient) -> Iterator[Finding]:
             ):
                 yield Finding(
                     "loss_misaligned",
-                    f"The loss falls for ever as the second output, which weighs the errors, gets {'high' if falls[0] > 0 else 'low'}er, "
+                    "The loss falls for ever as the second output, which weighs the errors, gets "
+                    f"{'high' if falls[0] > 0 else 'low'}er, "
                     "whether errors are 0.3 or 3 deviations of the target: no value of it is best.",
                     f"{type(patient.task).__name__}.training_step",
                     {"losses": rows[:, [0, -1]].tolist()},
@@ -353,14 +359,16 @@ def endless(patient: Patient) -> Iterator[Finding]:
     held = answers(patient, patient.batches[0])
     if held is None:
         return
-    for i, x in enumerate(held.values):
+    for i in range(len(held.values)):
         falls = [_at(held, [y * s if i == j else y for j, y in enumerate(held.values)]) for s in (1.0, *GROWS)]
         if _is_endless(falls):
             path = list(held.given)[i][0]
             yield Finding(
                 "loss_misaligned",
-                f"The loss falls ever faster as the output of {path} grows: {falls[0]:.3g}, and {falls[1]:.3g}, {falls[2]:.3g}, "
-                f"{falls[3]:.3g} at 10, 100 and 1000 times its size. A term that should keep it small has the wrong sign.",
+                f"The loss falls ever faster as the output of {path} grows: {falls[0]:.3g}, and {falls[1]:.3g}, "
+                f"{falls[2]:.3g}, "
+                f"{falls[3]:.3g} at 10, 100 and 1000 times its size. A term that should keep it small has the wrong "
+                "sign.",
                 path,
                 {"losses": falls},
             )
@@ -375,7 +383,8 @@ def endless(patient: Patient) -> Iterator[Finding]:
     if _is_endless(falls):
         yield Finding(
             "loss_misaligned",
-            f"The loss falls ever faster as the weights grow, with the same answers ({', '.join(f'{x:.3g}' for x in falls)}): a "
+            "The loss falls ever faster as the weights grow, with the same answers "
+            f"({', '.join(f'{x:.3g}' for x in falls)}): a "
             "penalty of the weights has the wrong sign.",
             type(patient.task).__name__,
             {"losses": falls},
@@ -388,7 +397,7 @@ def _at(held: Answers, values: list[Tensor]) -> float:
 
 
 def _is_endless(losses: list[float]) -> bool:
-    steps = [b - a for a, b in zip(losses[1:], losses[2:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(losses[1:])]
     return all(step < 0 for step in steps) and losses[1] < losses[0] and steps[1] < 30 * steps[0]
 
 
@@ -456,7 +465,8 @@ def quantiles(patient: Patient) -> Iterator[Finding]:
         q, share = outer[0]
         yield Finding(
             "loss_misaligned",
-            f"The best constant for the quantile {q:g} has {share:.0%} of the targets below it: the sides of the loss are "
+            f"The best constant for the quantile {q:g} has {share:.0%} of the targets below it: the sides of the loss "
+            "are "
             "exchanged.",
             f"{type(patient.task).__name__}.training_step",
             {"quantiles": wanted, "below": below},
@@ -469,7 +479,8 @@ def _levels(patient: Patient, count: int) -> list[float] | None:
     for place in (vars(patient.task), dict(patient.task.named_buffers()), step):
         for value in place.values():
             found = value.flatten().tolist() if isinstance(value, Tensor) and value.numel() == count else value
-            if isinstance(found, (list, tuple)) and len(found) == count and all(isinstance(q, float) for q in found):
-                if all(0 < a < b < 1 for a, b in zip(found, found[1:], strict=False)):
-                    return list(found)
+            if not isinstance(found, (list, tuple)) or len(found) != count or not all(type(q) is float for q in found):
+                continue
+            if all(0 < a < b < 1 for a, b in itertools.pairwise(found)):
+                return list(found)
     return None

@@ -103,7 +103,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
     few = len(patient.batches)  # a round over the batches
     start = sum(found[0.01][:few]) / few
     at = {factor: sum(losses[-few:]) / few for factor, losses in found.items()}
-    if not start == start or start <= 0:
+    if not start > 0:
         return
     fall = {factor: (start - value) / start if math.isfinite(value) else -math.inf for factor, value in at.items()}
     evidence = {"start": start, "at the rate": at[1.0], "at a hundredth": at[0.01], "at a hundred times": at[100.0]}
@@ -212,8 +212,10 @@ def generalises(patient: Patient) -> Iterator[Finding]:
         elif gains[0] > 0.15 and gains[1] < 0.1 * gains[0]:
             yield Finding(
                 "splits_disagree",
-                f"{LONG} updates take the validation loss of batches of train that were held out from {before[0]:.4g} to "
-                f"{after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train does not hold "
+                f"{LONG} updates take the validation loss of batches of train that were held out from {before[0]:.4g} "
+                "to "
+                f"{after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train does "
+                "not hold "
                 "for val. Labels, words, columns or scales are encoded in another way there.",
                 "val",
                 {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},

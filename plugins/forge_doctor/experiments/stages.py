@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
@@ -17,6 +18,8 @@ from forge.runs.directions import mode_of
 from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random, numbers, says, with_rows_changed
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, are_samples
+from forge_doctor.probes.graph import modes_noted, on_in_validation
+from forge_doctor.watch import where
 
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
@@ -88,7 +91,8 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
                 yield Finding(
                     "metric_by_batch",
                     f"{name} of {size} validation samples is {value:.4g} in one batch, and {mean:.4g} as the mean of a "
-                    f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are batched.",
+                    f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are "
+                    "batched.",
                     f"{type(patient.task).__name__}.validation_step",
                     {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
                 )
@@ -116,6 +120,45 @@ def twice(patient: Patient) -> Iterator[Finding]:
                 return
 
 
+def drawn(patient: Patient) -> Iterator[Finding]:
+    """Validate one batch twice in evaluation mode, with other random numbers."""
+    if not patient.can_validate:
+        return
+    task, results, line = patient.clone().eval(), [], ""
+    for seed in (SEED, SEED + 1):
+        with torch.no_grad(), DropoutWatch() as watch, modes_noted(task, at_any_call=True) as off:
+            results.append(numbers(patient.run(task, patient.val_batches[0], "val", seed=seed)))
+        if any(on_in_validation(task, off)):  # which is a finding of its own
+            return
+        line = line or watch.line
+    first, second = results
+    differing = [name for name in first if name in second and apart(first[name], second[name]) > 1e-6]
+    if differing:
+        name = differing[0]
+        by = f": dropout is on in evaluation, at {line}" if line else ""
+        yield Finding(
+            "random_evaluation",
+            f"Validating one batch twice gives {first[name]:.6g} and {second[name]:.6g} for {name}{by}.",
+            line or f"{type(task).__name__}.validation_step",
+            {"metric": name, "first": first[name], "second": second[name]},
+            level="warning" if line else "note",
+        )
+
+
+class DropoutWatch(TorchFunctionMode):
+    """Remembers the line of the first dropout that is on."""
+
+    line = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if "dropout" in getattr(func, "__name__", "") and not self.line:
+            rate = given.get("p", args[1] if len(args) > 1 else 0.5)
+            if rate and given.get("training", args[2] if len(args) > 2 else True):
+                self.line = where()
+        return func(*args, **given)
+
+
 def evaluated_twice(patient: Patient) -> Iterator[Finding]:
     """Evaluate, change the weights, evaluate again: the second must say what a fresh copy with these weights says."""
     if not patient.can_validate or is_random(patient, "val", patient.val_batches[0]):
@@ -131,7 +174,8 @@ def evaluated_twice(patient: Patient) -> Iterator[Finding]:
         if apart(first[name], again[name]) > 1e-4:
             yield Finding(
                 "state_between_batches",
-                f"A second evaluation, with other weights, gives {name} = {again[name]:.6g}; with these weights from the "
+                f"A second evaluation, with other weights, gives {name} = {again[name]:.6g}; with these weights from "
+                "the "
                 f"start it is {first[name]:.6g}: something is not reset between evaluations.",
                 f"{type(patient.task).__name__}.evaluation_end",
                 {"second": again[name], "alone": first[name]},

@@ -1,4 +1,4 @@
-"""Values: what each split holds, entry by entry: NaN, infinities, columns that never change, labels that train never saw."""
+"""Values: what each split holds: NaN, infinities, columns that never change, labels that train never saw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def finite(patient: Patient) -> Iterator[Finding]:
                 what = "NaN" if bool(x.isnan().any()) else "an infinity"
                 yield Finding(
                     "bad_values",
-                    f"{len(bad)} of {len(samples)} samples of {split} hold {what} in tensor {place}; the first is sample "
+                    f"{len(bad)} of {len(samples)} samples of {split} hold {what} in tensor {place}; the first is "
+                    "sample "
                     f"{bad[0]}, with {int((~x.isfinite()).sum())} of {x.numel()} numbers.",
                     split,
                     {"samples": len(bad), "first": bad[0], "tensor": place},
@@ -86,7 +87,8 @@ def constant(patient: Patient) -> Iterator[Finding]:
         elif int(still.sum()) <= x.shape[1] // 2:
             yield Finding(
                 "constant_column",
-                f"Columns {[int(i) for i in still.nonzero().flatten()[:6]]} of tensor {place}, of {x.shape[1]}, have one "
+                f"Columns {[int(i) for i in still.nonzero().flatten()[:6]]} of tensor {place}, of {x.shape[1]}, have "
+                "one "
                 "value in all training samples.",
                 "train",
                 {"columns": int(still.sum())},
@@ -164,7 +166,8 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
                 if float(related[best]) > 0.985:
                     yield Finding(
                         "label_in_features",
-                        f"Number {best} of {flat.shape[1]} in tensor {place} of a sample, shape {tuple(x.shape[1:])}, is "
+                        f"Number {best} of {flat.shape[1]} in tensor {place} of a sample, shape {tuple(x.shape[1:])}, "
+                        "is "
                         f"the target, tensor {asked}: their correlation is {float(related[best]):.4f}.",
                         f"train, tensor {place}",
                         {"number": best, "correlation": float(related[best])},
@@ -189,7 +192,8 @@ def told_apart(patient: Patient) -> Iterator[Finding]:
         if right > 0.9:
             yield Finding(
                 "split_statistics",
-                f"The inputs of val are not like those of train: {name} tells by a sample's inputs which split it is of, "
+                f"The inputs of val are not like those of train: {name} tells by a sample's inputs which split it is "
+                "of, "
                 f"in {right:.0%} of the cases. Encodings, scales or preparation differ.",
                 "val",
                 {"right": right},
@@ -224,7 +228,8 @@ def spreads(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "feature_scales",
                 f"Columns {squeezed[:6]} of tensor {place} are squeezed: 80 % of column {worst} lie within "
-                f"{float(quarter[worst]):.2g}, and it reaches from {float(column.min()):.4g} to {float(column.max()):.4g}. "
+                f"{float(quarter[worst]):.2g}, and it reaches from {float(column.min()):.4g} to "
+                f"{float(column.max()):.4g}. "
                 "Outliers or placeholders set its scale.",
                 f"train, tensor {place}",
                 {"columns": squeezed[:20]},
@@ -249,7 +254,8 @@ def same_tensors(patient: Patient) -> Iterator[Finding]:
             if a < b and x.shape == y.shape and x[0].numel() > 1 and len(x) >= 8 and torch.equal(x.float(), y.float()):
                 yield Finding(
                     "same_tensors",
-                    f"Tensors {a} and {b} of a sample are the same in all of {len(x)} samples: two views, or a noisy input "
+                    f"Tensors {a} and {b} of a sample are the same in all of {len(x)} samples: two views, or a noisy "
+                    "input "
                     "and its target, should differ.",
                     "train",
                     {"tensors": [a, b]},

@@ -1,17 +1,13 @@
-"""Probes of names and shared memory: misspelt attributes, weights that share storage, targets that are the model."""
+"""Probes of names and shared memory: misspelt attributes, and weights that share storage."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, named
+from forge_doctor.patient import Patient
 from forge_doctor.probes.graph import trained
-
-COPIES = re.compile(r"(^|_)(target|teacher|ema|momentum|averaged|old|reference)(_|$)")
-"""Names of modules that are meant to be copies of others."""
 
 
 def attributes(patient: Patient) -> Iterator[Finding]:
@@ -44,21 +40,3 @@ def shared_storage(patient: Patient) -> Iterator[Finding]:
             )
             return
         seen[place] = name
-
-
-def copies_of_modules(patient: Patient) -> Iterator[Finding]:
-    """A target or a teacher that is the very module that is trained."""
-    places: dict[int, list[str]] = {}
-    for path, module in patient.trainer.task.named_modules(remove_duplicate=False):
-        if any(p.requires_grad for p in module.parameters()):
-            places.setdefault(id(module), []).append(path)
-    for paths in places.values():
-        wanted = [path for path in paths if COPIES.search(path.rpartition(".")[2])]
-        if wanted and len(wanted) < len(paths):
-            online = next(path for path in paths if path not in wanted)
-            yield Finding(
-                "target_is_the_model",
-                f"{named(wanted)} is the same module as {online}: it changes with every update.",
-                wanted[0],
-            )
-            return

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge.data.accumulation_windows import batch_size
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
 from forge_doctor.watch import REGRESSION
@@ -184,21 +183,9 @@ def _is_scaled_inside(patient: Patient) -> bool:
 
 
 def first_layer(patient: Patient) -> Iterator[Finding]:
-    """What reaches the first layer: the same for all samples, or whole numbers as they are."""
+    """Whole numbers that reach the first layer as they are."""
     seen = _inputs_of_layers(patient)
-    size = batch_size(patient.batches[0])
-    whole = [x for x in tensors(patient.batches[0]) if x.ndim and len(x) == size]
-    if not seen or not patient.samples or size is None or size < 4:
-        return
-    same = [len(x) == size and bool((x == x[:1]).all()) for _, x in seen]
-    if all(same) and len({id(x) for x in whole}) and any(bool((x != x[:1]).any()) for x in whole):
-        yield Finding(
-            "input_ignored",
-            f"{seen[0][0]}, the first layer, gets the same input for all {size} samples of a batch.",
-            seen[0][0],
-        )
-        return
-    if any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
+    if not seen or not patient.samples or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
         return
     path, x = seen[0]
     if float(x.float().std()) > 15 and not _normalises(patient):

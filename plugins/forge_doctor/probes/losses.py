@@ -43,6 +43,39 @@ def inputs(patient: Patient) -> Iterator[Finding]:
             yield Finding(odd.kind, f"{odd.text}.", odd.where)
 
 
+def options(patient: Patient) -> Iterator[Finding]:
+    """Options and targets that are wrong whatever the model is."""
+    for call in patient.watched.losses:
+        smoothing = float(call.given.get("label_smoothing") or 0.0)
+        if smoothing > 0.5:
+            yield Finding(
+                "label_smoothing",
+                f"{call.name} has label_smoothing={smoothing:g}: the right class gets {1 - smoothing:.0%} of the "
+                "target, and all classes share the rest.",
+                call.where,
+                {"label_smoothing": smoothing},
+            )
+            return
+        yield from _competing(call)
+
+
+def _competing(call: LossCall) -> Iterator[Finding]:
+    """Several labels of one sample, whose probabilities must sum to 1."""
+    x, y = call.input, call.target
+    if call.name != "binary_cross_entropy" or not isinstance(x, Tensor) or not isinstance(y, Tensor) or y.ndim < 2:
+        return
+    several = float((y.float().sum(1) > 1.5).float().mean())
+    is_shared = x.shape == y.shape and bool(((x.detach().float().sum(1) - 1).abs() < 1e-3).all())
+    if is_shared and several > 0.2:
+        yield Finding(
+            "competing_labels",
+            f"{several:.0%} of the samples have more than one label, but a softmax makes their probabilities sum to 1: "
+            "the labels compete.",
+            call.where,
+            {"several": several},
+        )
+
+
 def _of_half(patient: Patient) -> list[Oddity]:
     """What half of a batch shows: as many classes as samples hide what runs over the batch."""
     size = batch_size(patient.batches[0])
@@ -187,8 +220,10 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
         if off > 0.02:
             yield Finding(
                 "competing_labels",
-                f"{off:.0%} of the targets of cross_entropy, which are probabilities of classes, do not sum to 1 (but to "
-                f"{float(sums.min()):.3g} to {float(sums.max()):.3g}): several labels of one sample compete in one softmax.",
+                f"{off:.0%} of the targets of cross_entropy, which are probabilities of classes, do not sum to 1 (but "
+                "to "
+                f"{float(sums.min()):.3g} to {float(sums.max()):.3g}): several labels of one sample compete in one "
+                "softmax.",
                 call.where,
                 {"share": off},
             )

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
 from forge.rng import reseed
 from forge.torch_internals import pytree
 from forge_doctor.findings import Finding
 from forge_doctor.patient import NotApplicable, Patient, tensors
-from forge_doctor.probes.independence import networks
 from forge_doctor.watch import OuterCall
 
 ALLOWED = {"device": 1e-2, "compile": 1e-2, "amp": 0.3}
@@ -114,3 +115,26 @@ def _first(output: Any) -> Tensor:
 def _difference(x: Tensor, y: Tensor) -> float:
     scale = float(x.std(correction=0)) or float(x.abs().max()) or 1.0
     return float((x - y).abs().max()) / scale
+
+
+def networks(patient: Patient, task: TaskModule, batch: Any) -> list[OuterCall]:
+    """The outermost modules that a step calls with the batch's rows, and that return a row for each."""
+    size = batch_size(batch)
+    stage = "val" if patient.can_validate else "train"
+    return [
+        call
+        for call in patient.outer_calls(task, batch, stage)
+        if any(x.ndim and len(x) == size for x in tensors((call.args, call.kwargs)))
+        and any(x.ndim and len(x) == size and x.is_floating_point() for x in tensors(_plain(call.output)))
+        and not _is_loss(task.get_submodule(call.path))
+    ]
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """Whether a module is one of torch's losses, or derives from one."""
+    return any(kind.__module__ == nn.MSELoss.__module__ for kind in type(module).__mro__)
+
+
+def _plain(output: Any) -> Any:
+    """The tensors of an output of any class."""
+    return dict(output) if hasattr(output, "items") else output

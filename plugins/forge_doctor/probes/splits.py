@@ -1,4 +1,4 @@
-"""Probes of what belongs together: windows of one series in both splits, inputs and targets, rows and labels."""
+"""Probes of what belongs together: windows of one series in both splits, near copies, rows and labels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 from forge_doctor.probes.data import stacked
-from forge_doctor.probes.reference import MODELS, MOST_ROWS, Table, crossed, skill, table
-from forge_doctor.stored import in_order, is_fixed
+from forge_doctor.probes.reference import MODELS, MOST_ROWS, Table, crossed, table
+from forge_doctor.stored import in_order
 
 STEPS = 8
 """Steps of a stretch of a series that is looked up."""
@@ -21,8 +21,6 @@ COPIES = 4
 """Near copies of one sample that are looked for."""
 NEAR = 0.25
 """How near copies are, against the next sample. By chance a third of the points of a curve are, and fewer elsewhere."""
-ALIKE = 0.75
-"""The accuracy up to which a simple model cannot tell the splits apart; 0.5 is chance."""
 
 
 def overlaps(patient: Patient) -> Iterator[Finding]:
@@ -131,44 +129,6 @@ def near_copies(patient: Patient) -> Iterator[Finding]:
             {"share": share, "samples": len(val)},
             cure="Split before augmenting, and by groups where samples belong together.",
         )
-
-
-def agreement(patient: Patient) -> Iterator[Finding]:
-    """Inputs that look alike in both splits, and go with other targets."""
-    train, val = table(patient, patient.samples), table(patient, patient.val_samples)
-    if train is None or val is None or len(train) < 200 or len(val) < 100 or train.x.shape[1] != val.x.shape[1]:
-        return
-    sizes = [rows.y.mean(0).sort().values for rows in (train, val)]
-    if train.has_classes and float((sizes[0] - sizes[1]).abs().sum()) > 0.4:
-        return
-    for name, model in MODELS.items():
-        within = crossed(model, train)
-        across = skill(model(train.x, train.y, val.x), val.y, val.has_classes)
-        inside = crossed(model, val)
-        evidence = {"train to train": within, "train to val": across, "val to val": inside}
-        told = f"{name} explains {max(0, within):.0%} of the targets of train from other samples of train"
-        sure = min(within, inside)
-        if (within > 0.35 and across < 0.08) or (sure > 0.6 and across < 0.5 * sure):
-            text = f"Inputs and targets go together in another way in val: {told}, and {max(0, across):.0%} of val's."
-        elif inside > 0.3 and within < 0.05 and is_fixed(patient.train):
-            text = (
-                f"Targets of val follow from the inputs, those of train do not: {told}, and {inside:.0%} of those of "
-                "val from other samples of val."
-            )
-        else:
-            continue
-        if _look_alike(train, val):
-            yield Finding("splits_disagree", text, "val", evidence)
-        return
-
-
-def _look_alike(train: Table, val: Table) -> bool:
-    """Whether no simple model tells the inputs of the splits apart."""
-    count = min(len(train), len(val))
-    x = torch.cat([train.x[:count], val.x[:count]])
-    side = torch.zeros(2 * count, 2)
-    side[:count, 0] = side[count:, 1] = 1
-    return all(0.5 + crossed(model, Table(x, side, True)) / 2 <= ALIKE for model in MODELS.values())
 
 
 def shifted(patient: Patient) -> Iterator[Finding]:

@@ -19,9 +19,8 @@ from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.checks.task import near_misses
 from forge.torch_internals import BatchNorm
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, named, tensors
+from forge_doctor.patient import Patient, named
 from forge_doctor.probes.graph import DROPOUTS
-from forge_doctor.probes.independence import networks
 from forge_doctor.watch import where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000
@@ -102,7 +101,7 @@ def _ends(kind: str, output: Tensor) -> Tensor:
 
 
 def layers(patient: Patient) -> Iterator[Finding]:
-    """Options of layers that are nearly always mistakes, and networks that are one linear layer."""
+    """Options of layers that are nearly always mistakes."""
     task = patient.clone()
     for path, module in task.named_modules():
         if isinstance(module, DROPOUTS) and module.p > 0.8:
@@ -162,35 +161,6 @@ def normalised_samples(patient: Patient) -> Iterator[Finding]:
 
 def _is_few(rows: int, values: int) -> bool:
     return (rows == 1 and values < ONE_SAMPLES_VALUES) or values < 4
-
-
-def linear(patient: Patient) -> Iterator[Finding]:
-    """A network of several layers that is one linear function."""
-    task = patient.clone().eval()
-    batch = patient.val_batches[0] if patient.can_validate else patient.batches[0]
-    for call in networks(patient, task, batch):
-        given = tensors((call.args, call.kwargs))
-        module = task.get_submodule(call.path)
-        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        count = sum(isinstance(inner, kinds) for inner in module.modules())
-        if len(given) != 1 or not given[0].is_floating_point() or len(given[0]) < 4 or count < 2 or call.kwargs:
-            continue
-        x = given[0].float()
-        half = len(x) // 2
-        with torch.no_grad():
-            outputs = [tensors(module(y)) for y in (x[:half], x[half : 2 * half], (x[:half] + x[half : 2 * half]) / 2)]
-        if all(len(found) == 1 and found[0].is_floating_point() for found in outputs):
-            a, b, middle = (found[0].double() for found in outputs)
-            scale = float((a - b).std()) if a.numel() > 1 else 0.0
-            if scale > 0 and float((middle - (a + b) / 2).abs().max()) < 1e-4 * scale:
-                yield Finding(
-                    "no_activation",
-                    f"{call.path or type(task).__name__} has {count} layers, but is a linear function of its input: "
-                    "nothing stands between them.",
-                    call.path or type(task).__name__,
-                    {"layers": count},
-                )
-                return
 
 
 def optimizer(patient: Patient) -> Iterator[Finding]:

@@ -1,0 +1,699 @@
+"""Experiments on the whole task: each finds a planted mistake, and says nothing about the healthy twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+from forge_doctor.experiments import (
+    company,
+    equivariance,
+    influence,
+    lossy,
+    motion,
+    pairs,
+    reachable,
+    scale,
+    stages,
+    values,
+)
+from forge_doctor.patient import Patient
+from tests.support.patients import Healthy, found, loader, numbers
+from tests.support.probes_kit import task_with
+
+
+@pytest.fixture(autouse=True)
+def same_weights() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Validates(Healthy):
+    """A class whose validation step is the function that it is given."""
+
+    def __init__(self, step: Callable[[Any, Tensor, Tensor], dict[str, Any]]) -> None:
+        super().__init__()
+        self.step = step
+
+    def validation_step(self, batch: Any) -> Any:
+        return self.step(self, *batch)
+
+
+class Quick(Healthy):
+    rate = 0.03
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.rate)
+
+
+# -- influence --------------------------------------------------------------------------------------------------------
+
+
+class Code(Healthy):
+    draw = "rsample"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(getattr(torch.distributions.Normal(self.mean(x), 1.0), self.draw)())
+
+
+class CutCode(Code):
+    draw = "sample"
+
+
+def test_a_sample_that_passes_no_gradient() -> None:
+    assert "mean" in found(CutCode(), influence.weights)["no_gradient"].message
+    assert found(Code(), influence.weights) == {}
+
+
+class Clamped(Healthy):
+    lowest = 50.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scale = F.softplus(self.spread(x)).clamp(min=self.lowest)
+        return F.cross_entropy(self(x) / scale, y)
+
+
+class LooselyClamped(Clamped):
+    lowest = 1e-3
+
+
+class Codes(Healthy):
+    """Codes of -1 and 1, with the gradient of what they stand for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.net = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.code(self.encoder(x)))
+
+    def code(self, x: Tensor) -> Tensor:
+        return x + (x.sign() - x).detach()
+
+
+class CodesWithoutSlope(Codes):
+    def code(self, x: Tensor) -> Tensor:
+        return x.sign()
+
+
+@pytest.mark.parametrize(
+    ("sick", "healthy", "name"), [(Clamped, LooselyClamped, "spread"), (CodesWithoutSlope, Codes, "encoder")]
+)
+def test_weights_without_a_slope(sick: type[Healthy], healthy: type[Healthy], name: str) -> None:
+    assert name in found(sick(), influence.flat, after=3)["no_gradient"].message
+    assert found(healthy(), influence.flat, after=3) == {}
+
+
+class Ignores(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x // 100).abs().clamp(max=0))
+
+
+def test_an_input_that_is_not_read() -> None:
+    assert set(found(Ignores(), influence.unread, after=2)) == {"input_ignored"}
+    assert found(Healthy(), influence.unread, after=2) == {}
+
+
+class Towers(Healthy):
+    """Two views of a sample find each other among those of the others."""
+
+    scale = 10.0
+
+    def training_step(self, batch: Any) -> Any:
+        left, right = (F.normalize(self(x), dim=1) for x in batch)
+        return F.cross_entropy(self.scale * left @ right.T, self.labels(len(left)))
+
+    def labels(self, count: int) -> Tensor:
+        return torch.arange(count)
+
+
+class AllToTheFirst(Towers):
+    def labels(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.long)
+
+
+class Cold(Towers):
+    scale = 0.07
+
+
+def views() -> Any:
+    x = random(64, 8)
+    return loader(x, x + 0.1 * random(64, 8, seed=1)), None
+
+
+def test_every_view_is_told_to_match_one() -> None:
+    assert "broadcast_loss" in found(AllToTheFirst(), influence.inputs, data=views())
+    assert found(Towers(), influence.inputs, data=views()) == {}
+
+
+class Intent(Healthy):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.embed, self.gru, self.out = nn.Embedding(20, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.gru(self.embed(x))[0][:, self.step])
+
+
+def test_a_result_of_the_first_step_alone() -> None:
+    ids = torch.randint(3, 20, (48, 8), generator=torch.Generator().manual_seed(0))
+    data = loader(ids, torch.arange(48) % 4), None
+    assert "all but index 0" in found(Intent(0), influence.slices, data=data)["positions_ignored"].message
+    assert found(Intent(-1), influence.slices, data=data) == {}
+
+
+class Seq2Seq(Healthy):
+    """The next word from a code and the words before; in validation it feeds on its own words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.out(self.words(before) + x[:, None])
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x, y[:, :-1]).movedim(2, 1), y[:, 1:])
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        word, scores = torch.zeros(len(x), 1, dtype=torch.long), []
+        for _ in range(y.shape[1] - 1):
+            scores.append(self(x, word))
+            word = scores[-1].argmax(2)
+        return {"loss": F.cross_entropy(torch.cat(scores, 1).movedim(2, 1), y[:, 1:])}
+
+
+class TaughtInValidation(Seq2Seq):
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+
+def test_validation_that_is_given_what_it_predicts() -> None:
+    rows = loader(random(32, 8), torch.randint(6, (32, 5), generator=torch.Generator().manual_seed(0)))
+    assert "validation_sees_target" in found(TaughtInValidation(), influence.targets_in_validation, data=(rows, rows))
+    assert found(Seq2Seq(), influence.targets_in_validation, data=(rows, rows)) == {}
+
+
+# -- equivariance and company -----------------------------------------------------------------------------------------
+
+
+class Forecast(Healthy):
+    """The next number of a series."""
+
+    left = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv1d(1, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.pad(x[:, None], (self.left, 2 - self.left))).squeeze(1)
+
+    def training_step(self, batch: Any) -> Any:
+        (x,) = batch
+        return F.mse_loss(self(x[:, :-1]), x[:, 1:])
+
+
+class Peeks(Forecast):
+    left = 1
+
+
+def test_a_forecast_that_sees_the_next_number() -> None:
+    data = loader(random(48, 12)), None
+    assert "sees_the_future" in found(Peeks(), equivariance.answers_seen, data=data)
+    assert found(Forecast(), equivariance.answers_seen, data=data) == {}
+
+
+class Carries(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x + self.last)
+        self.last = x.detach().mean(0)
+        return y
+
+
+def test_what_is_carried_from_batch_to_batch() -> None:
+    assert set(found(Carries(), equivariance.state, stages.twice)) == {"state_between_batches"}
+    assert found(Healthy(), equivariance.state, stages.twice) == {}
+
+
+class Sentences(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 8, (2 + index % 7,), generator=generator), index % 4
+
+
+def padded(items: list[Any]) -> Any:
+    return pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([y for _, y in items])
+
+
+class Pooled(Healthy):
+    """One class for a row of words, from their mean, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.net = nn.Embedding(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = self.real(x)[..., None]
+        return self.net((self.words(x) * real).sum(1) / real.sum(1))
+
+    def real(self, x: Tensor) -> Tensor:
+        return (x != 0).float()
+
+
+class PooledWithPadding(Pooled):
+    def real(self, x: Tensor) -> Tensor:
+        return torch.ones(x.shape)
+
+
+def test_a_sample_alone_and_in_company() -> None:
+    rows = DataLoader(Sentences(), 6, collate_fn=padded)
+    assert "words" in found(PooledWithPadding(), company.alone, data=(rows, rows))["depends_on_company"].message
+    assert found(Pooled(), company.alone, data=(rows, rows)) == {}
+
+
+# -- what can be reached ----------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_no_answers_make_small() -> None:
+    assert "loss_floor" in found(Cold(), reachable.bounds, data=views())
+    assert "loss_floor" in found(task_with(lambda s, y: F.cross_entropy(s.softmax(1), y)), reachable.bounds)
+    assert found(Towers(), reachable.bounds, data=views()) == found(Healthy(), reachable.bounds) == {}
+
+
+def test_a_first_loss_far_above_chance() -> None:
+    huge = Healthy()
+    nn.init.normal_(huge.net[2].get_parameter("weight"), std=100.0)
+    assert "initial_loss" in found(huge, reachable.bounds)
+
+
+def accuracy(task: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    return {"accuracy": (task(x).argmax(1) == y).float().mean()}
+
+
+def of_itself(task: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    answers = task(x).argmax(1)
+    return {"accuracy": (answers == answers).float().mean()}
+
+
+@pytest.mark.parametrize("experiment", [reachable.metrics, stages.best_at_first])
+def test_a_metric_that_does_not_see_answers(experiment: Any) -> None:
+    assert "metric_blind" in found(Validates(of_itself), experiment)
+    assert found(Validates(accuracy), experiment) == {}
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_steps_that_prepare_in_different_ways() -> None:
+    otherwise = Validates(lambda task, x, y: {"loss": F.cross_entropy(task(2 * x), y)})
+    summed = Validates(lambda task, x, y: {"loss": F.cross_entropy(task(x), y, reduction="sum")})
+    assert "prepare" in found(otherwise, stages.two_steps)["stages_differ"].message
+    assert "compute" in found(summed, stages.two_steps)["stages_differ"].message
+    assert found(Healthy(), stages.two_steps) == {}
+
+
+class Tagger(Healthy):
+    """Tags of words, of which one kind is known and the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding.from_pretrained(torch.tensor([[5.0, 0, 0, 0], [0.0] * 4]), freeze=False))
+
+    def training_step(self, batch: Any) -> Any:
+        ids, tags = batch
+        return {"loss": F.cross_entropy(self(ids).movedim(2, 1), tags)}
+
+    validation_step = training_step
+
+
+class Counted(Tagger):
+    def num_items(self, batch: Any) -> Tensor:
+        return (batch[1] >= 0).sum()
+
+
+def test_batches_of_many_and_of_few_words() -> None:
+    ids, tags = torch.arange(16)[:, None].ge(8).long().expand(16, 8).contiguous(), torch.zeros(16, 8).long()
+    tags[:8, 2:] = -100
+    rows = [(ids, tags)] * 3
+    assert "metric_by_batch" in found(Tagger(), stages.whole_and_parts, data=(rows, rows))
+    assert found(Counted(), stages.whole_and_parts, data=(rows, rows)) == {}
+
+
+class Gathers(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits: list[float] = []
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.hits += (self(x).argmax(1) == y).float().tolist()
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        mean = sum(self.hits) / len(self.hits)
+        self.reset()
+        return {"accuracy": mean}
+
+    def reset(self) -> None:
+        self.hits = []
+
+
+class NeverResets(Gathers):
+    def reset(self) -> None:
+        pass
+
+
+def test_an_evaluation_that_goes_on_with_the_one_before() -> None:
+    assert "state_between_batches" in found(NeverResets(), stages.evaluated_twice)
+    assert found(Gathers(), stages.evaluated_twice) == {}
+
+
+class Average(Healthy):
+    """A slow copy of the weights is validated."""
+
+    share, buffers = 0.01, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any) -> Any:
+        for mine, own in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+            mine.data.lerp_(own.data, self.share)
+        if self.buffers:
+            self.slow.load_state_dict(dict(self.net.named_buffers()), strict=False)
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        return {"loss": F.cross_entropy(self.slow(x), y)}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
+
+
+class StaleAverage(Average):
+    buffers = False
+
+
+class QuickAverage(Average):
+    share = 0.99
+
+
+class NoAverage(Average):
+    share = 0.0
+
+
+def test_statistics_that_stay_as_they_were_made() -> None:
+    assert "slow.1.running_mean" in found(StaleAverage(), stages.stale, after=4)["stale_statistics"].message
+    assert found(Average(), stages.stale, after=4) == {}
+
+
+# -- motion -----------------------------------------------------------------------------------------------------------
+
+
+def test_averages_that_are_none() -> None:
+    assert set(found(QuickAverage(), motion.averages, after=6)) == {"average_too_close"}
+    assert set(found(NoAverage(), motion.averages, after=6)) == {"average_stands_still"}
+    assert found(Average(), motion.averages, after=6) == {}
+
+
+class HalfAsleep(Healthy):
+    def configure_optimizers(self) -> Any:
+        first, last = self.net[0].parameters(), self.net[2].parameters()
+        return torch.optim.Adam([{"params": first, "lr": 0.0}, {"params": last, "lr": 1e-3}])
+
+
+def test_weights_that_stand_still() -> None:
+    assert "net.0.weight" in found(HalfAsleep(), motion.still, after=4)["weights_stand_still"].message
+    assert found(Healthy(), motion.still, after=4) == {}
+
+
+def test_terms_of_which_one_hardly_counts() -> None:
+    assert "terms_unequal" in found(
+        task_with(lambda s, y: F.cross_entropy(s, y) + 1e-6 * s.pow(2).mean()), motion.terms
+    )
+    assert found(task_with(lambda s, y: F.cross_entropy(s, y) + 0.1 * s.pow(2).mean()), motion.terms) == {}
+
+
+def learnt(patient: Patient) -> Any:
+    batch = patient.batches[0]
+    task, said = scale.short_fit(patient, [batch] * 80)
+    yield from motion.learnt(patient, task, batch, said[0]["loss"], said[-1]["loss"])
+    yield from motion.collapsed(patient, task, batch)
+
+
+class QuickValidates(Validates, Quick):
+    pass
+
+
+def test_a_batch_that_is_learnt_is_known_in_validation() -> None:
+    wrong = QuickValidates(lambda task, x, y: {"loss": F.cross_entropy(-task(x), y)})
+    assert set(found(wrong, learnt, last=True)) == {"learnt_not_validated"}
+    assert found(Quick(), learnt, last=True) == {}
+
+
+def test_answers_that_have_collapsed() -> None:
+    def collapsed(patient: Patient) -> Any:
+        task = patient.clone()
+        task.get_submodule("net.2").get_parameter("weight").data.zero_()
+        yield from motion.collapsed(patient, task, patient.batches[0])
+
+    assert set(found(Healthy(), collapsed)) == {"collapsed"}
+
+
+# -- scale ------------------------------------------------------------------------------------------------------------
+
+
+class Uphill(Healthy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, maximize=True)
+
+
+def test_a_small_step_goes_downhill() -> None:
+    assert set(found(Uphill(), scale.small_step, last=True)) == {"step_raises_loss"}
+    assert found(Healthy(), scale.small_step, last=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("rate", "names"), [(10.0, {"learning_rate_high"}), (3e-5, {"learning_rate_low"}), (0.01, set())]
+)
+def test_rates_that_are_out_of_range(rate: float, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quick, "rate", rate)
+    assert set(found(Quick(), scale.rates, last=True)) == names
+
+
+@pytest.mark.parametrize(
+    ("in_train", "in_val", "names"),
+    [
+        (lambda y: y, lambda y: y, set()),
+        (lambda y: y, lambda y: (y + 1) % 4, {"splits_disagree"}),
+        (lambda y: y[torch.randperm(len(y))], lambda y: y, {"labels_no_easier"}),
+    ],
+)
+def test_what_is_learnt_holds_for_other_samples(in_train: Any, in_val: Any, names: set[str]) -> None:
+    (x, y), (a, b) = numbers(400), numbers(64, seed=5)
+    given = loader(x, in_train(y)), loader(a, in_val(b), shuffle=False)
+    assert set(found(Quick(), scale.generalises, data=given, last=True)) == names
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+class Pixels(Healthy):
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.moves = moves
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(400, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.permute(0, 3, 1, 2) if self.moves else x.reshape(len(x), 3, 12, 12))
+
+
+def test_pixels_that_are_viewed_instead_of_moved() -> None:
+    slopes = random(32, 2, 1, 1, 1).cumsum(1)
+    place = torch.linspace(-1, 1, 12)
+    smooth = slopes[:, 0] * place[:, None, None] + slopes[:, 1] * place[None, :, None] + random(3)
+    data = loader(smooth, torch.arange(32) % 4), None
+    assert "pixels_scrambled" in found(Pixels(False), values.layout, data=data)
+    assert found(Pixels(True), values.layout, data=data) == {}
+
+
+def test_tensors_that_are_the_same() -> None:
+    x = random(32, 8)
+    denoise = task_with(lambda s, y: F.mse_loss(s, y), 8)
+    assert "same_tensors" in found(denoise, values.same_tensors, data=(loader(x, x.clone()), None))
+    assert found(denoise, values.same_tensors, data=(loader(x + 0.1, x), None)) == {}
+
+
+@pytest.mark.parametrize(("count", "names"), [(10, {"dropped_data"}), (160, set())])
+def test_how_many_samples_an_epoch_draws(count: int, names: set[str]) -> None:
+    sampler = WeightedRandomSampler(torch.ones(160).tolist(), count)
+    train = loader(*numbers(), shuffle=False, batch=8, sampler=sampler)
+    assert set(found(Healthy(), values.coverage, data=(train, None))) == names
+
+
+def test_values_of_the_splits() -> None:
+    x, y = numbers(200)
+    broken = x.clone()
+    broken[7, 2] = torch.inf
+    assert "bad_values" in found(Healthy(), values.finite, data=(loader(x, y), loader(broken, y)))
+    assert "values_unseen" in found(Healthy(), values.unseen, data=(loader(x, y % 3), loader(x, y)))
+    still = torch.cat([x[:, :7], torch.ones(200, 1)], 1)
+    assert "constant_column" in found(Healthy(), values.constant, data=(loader(still, y), loader(still, y)))
+    assert "split_statistics" in found(Healthy(), values.constant, data=(loader(still, y), loader(x, y)))
+    assert found(Healthy(), values.finite, values.unseen, values.constant) == {}
+
+
+def test_splits_that_are_told_apart() -> None:
+    (x, y), (a, b) = numbers(200), numbers(100, seed=5)
+    assert "split_statistics" in found(Healthy(), values.told_apart, data=(loader(x, y), loader(a + 2, b)))
+    assert found(Healthy(), values.told_apart, data=(loader(x, y), loader(a, b))) == {}
+
+
+def test_columns_that_outliers_squeeze() -> None:
+    x, y = numbers(200)
+    outliers = torch.where(torch.arange(200)[:, None] % 100 == 0, 1e3, x)
+    squeezed = torch.cat([x[:, :7], outliers[:, 7:]], 1)
+    assert "feature_scales" in found(Healthy(), values.spreads, data=(loader(squeezed, y), None))
+    assert found(Healthy(), values.spreads, data=(loader(x, y), None)) == {}
+
+
+def test_a_step_that_makes_nan() -> None:
+    roots = Validates(lambda task, x, y: {"loss": F.cross_entropy(task(x.sqrt()), y)})
+    assert "net.0" in found(roots, values.in_step)["bad_values"].message
+    assert found(Healthy(), values.in_step) == {}
+
+
+def test_a_label_among_the_inputs() -> None:
+    x, y = numbers(400)
+    leaky = torch.cat([x[:, :7], y[:, None].float()], 1)
+    assert "label_in_features" in found(Healthy(), values.giveaway, data=(loader(leaky, y), None))
+    assert found(Healthy(), values.giveaway, data=(loader(x, y), None)) == {}
+
+
+# -- what is read, and what is lost -----------------------------------------------------------------------------------
+
+
+class Read(Dataset[Any]):
+    """Samples that are made by a function when they are read."""
+
+    def __init__(self, make: Callable[[Tensor], Any], count: int = 48):
+        self.make, self.x = make, random(count, 8)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(self.x[index])
+
+
+BYTES = torch.arange(8, dtype=torch.uint8) * 30
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda x: ((BYTES + BYTES).float() / 255 * x, 1), "overflow"),
+        (lambda x: ((BYTES.int() + BYTES).float() / 255 * x, 1), ""),
+        (lambda x: (x, (3 * x).long().sum().clamp(0, 3)), "truncation"),
+        (lambda x: (x, (3 * x).round().long().sum().clamp(0, 3)), ""),
+    ],
+)
+def test_numbers_that_are_lost_while_samples_are_read(make: Any, kind: str) -> None:
+    lost = found(Healthy(), lossy.reading, data=(DataLoader(Read(make), 16), None))
+    assert [finding.evidence["kind"] for finding in lost.values()] == [kind] * bool(kind)
+
+
+class Scatters(Healthy):
+    """Adds up what belongs to one of four groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gathered(self.net(x), torch.arange(len(x)) % 4)
+
+    def gathered(self, h: Tensor, group: Tensor) -> Tensor:
+        return torch.zeros(4, 4).index_add(0, group, h)[group]
+
+
+class WritesOver(Scatters):
+    def gathered(self, h: Tensor, group: Tensor) -> Tensor:
+        sums = torch.zeros(4, 4)
+        sums[group] = h
+        return sums[group]
+
+
+def test_writes_that_are_lost() -> None:
+    assert found(WritesOver(), lossy.steps)["values_lost"].evidence["kind"] == "lost_writes"
+    assert found(Scatters(), lossy.steps) == {}
+
+
+def test_a_metric_that_meets_each_with_each() -> None:
+    wide = Validates(lambda task, x, y: {"error": (task(x)[:, :1] - y).abs().mean()})
+    right = Validates(lambda task, x, y: {"error": (task(x)[:, 0] - y).abs().mean()})
+    assert "broadcast_loss" in found(wide, lossy.steps)
+    assert found(right, lossy.steps) == {}
+
+
+class Masks(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(1, 1, 3, padding=1)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    validation_step = training_step
+
+
+def flipped(both: bool) -> Callable[[Tensor], Any]:
+    def make(x: Tensor) -> Any:
+        picture = x[:, None] * torch.linspace(0.1, 1, 8)
+        other = picture.flip(-1) if torch.rand(()) < 0.5 else picture
+        return other[None], (other if both else picture)[None].abs()
+
+    return make
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_mask_follows_its_picture(both: bool) -> None:
+    data = DataLoader(Read(flipped(both)), 16), None
+    assert set(found(Masks(), pairs.follow, data=data)) == (set() if both else {"pairs_broken"})
+
+
+def test_samples_of_val_that_change() -> None:
+    noisy = DataLoader(Read(lambda x: (x + torch.randn(8), 1)), 16)
+    fixed = DataLoader(Read(lambda x: (x, 1)), 16)
+    assert "random_validation_data" in found(Healthy(), pairs.fixed, data=(fixed, noisy))
+    assert found(Healthy(), pairs.fixed, data=(noisy, fixed)) == {}
