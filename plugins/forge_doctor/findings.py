@@ -203,7 +203,7 @@ FINDINGS = {
     "memory_grows": ("warning", "Keep loss.detach() or loss.item(), and empty lists that outlive an update."),
     "slow_loader": ("note", "Read ahead with num_workers, prepare samples once, or keep tensors in a TensorLoader."),
     "graphs_kept": ("warning", "Keep loss.detach() or loss.item(), not the loss itself."),
-    "state_not_saved": ("warning", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
+    "state_not_saved": ("note", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
     "method_name": ("warning", "Rename the method: forge never calls it by this name."),
     "never_validates": ("warning", "Validate more often, or train for longer: validate_every='1 epoch'."),
     "no_validation": ("note", "Pass a loader of held-out samples as val."),

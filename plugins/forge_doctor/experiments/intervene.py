@@ -117,8 +117,8 @@ def apart(x: float, y: float) -> float:
     return abs(x - y) / size if size else 0.0
 
 
-DRAWS = set("rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli".split())
-DRAWS |= set("bernoulli_ multinomial exponential_ random_ log_normal_ geometric_ cauchy_ poisson".split())
+DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_"}
+DRAWS |= {"uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "poisson", "cauchy_"}
 
 
 class DrawWatch(TorchFunctionMode):

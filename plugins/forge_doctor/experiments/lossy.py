@@ -106,8 +106,7 @@ class LossWatch(TorchFunctionMode):
         ):
             self._note(
                 "rounding",
-                f"Numbers of about {float(x.detach().double().abs().max()):.4g} are rounded by up to {float(off):.3g} in "
-                f"{name}() to {str(result.dtype).removeprefix('torch.')}, and differ by {spread:.3g}",
+                f"Numbers of about {float(x.detach().abs().max()):.4g} are rounded by up to {float(off):.3g} in {name}() to {str(result.dtype).removeprefix('torch.')}, and differ by {spread:.3g}",
             )
 
     def _look_at_writes(self, x: Tensor, index: Any, value: Any) -> None:

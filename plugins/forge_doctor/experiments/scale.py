@@ -93,7 +93,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
     found: dict[float, list[float]] = {}
     for factor in (1.0, 0.01, 100.0):
         with suppress(Exception):
-            task, said = short_fit(patient, served, factor)
+            said = short_fit(patient, served, factor)[1]
             found[factor] = [row.get("loss", math.nan) for row in said]
             if factor == 1.0:
                 patient.short = said

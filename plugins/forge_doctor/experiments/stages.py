@@ -254,8 +254,8 @@ def same_draws(patient: Patient) -> Iterator[Finding]:
     ):
         yield Finding(
             "reseeded",
-            f"Every training step draws the same random numbers ({len(one)} draws, the first of shape {tuple(one[0].shape)}), "
-            "whatever the seed: a generator begins anew in each step.",
+            f"Every training step draws the same random numbers ({len(one)} draws, the first of shape "
+            f"{tuple(one[0].shape)}), whatever the seed: a generator begins anew in each step.",
             f"{type(patient.task).__name__}.training_step",
             {"draws": len(one)},
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from forge_doctor.experiments.intervene import exchanged, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.data import is_target, stacked
@@ -19,25 +20,41 @@ MOST_KINDS = 200
 
 
 def finite(patient: Patient) -> Iterator[Finding]:
-    """NaN and infinities in the samples of each split, and the first sample that has one."""
+    """NaN and infinities in the samples of each split, and whether they reach what the step returns."""
     for split, samples in (("train", patient.samples), ("val", patient.val_samples)):
         for place in range(len(samples[0]) if samples else 0):
-            bad = [
-                i
-                for i, s in enumerate(samples)
-                if len(s) > place and s[place].is_floating_point() and not bool(s[place].isfinite().all())
-            ]
-            if bad:
-                x = samples[bad[0]][place]
-                what = "NaN" if bool(x.isnan().any()) else "an infinity"
-                yield Finding(
-                    "bad_values",
-                    f"{len(bad)} of {len(samples)} samples of {split} hold {what} in tensor {place}; the first is "
-                    "sample "
-                    f"{bad[0]}, with {int((~x.isfinite()).sum())} of {x.numel()} numbers.",
-                    split,
-                    {"samples": len(bad), "first": bad[0], "tensor": place},
-                )
+            held = [(i, s[place]) for i, s in enumerate(samples) if len(s) > place and s[place].is_floating_point()]
+            bad = [(i, x) for i, x in held if not bool(x.isfinite().all())]
+            if not bad:
+                continue
+            first, x = bad[0]
+            spoils = _spoils(patient, split, place, x)
+            yield Finding(
+                "bad_values",
+                f"{len(bad)} of {len(samples)} samples of {split} hold {'NaN' if bool(x.isnan().any()) else 'an infinity'} "
+                f"in tensor {place}; the first is sample {first}, with {int((~x.isfinite()).sum())} of {x.numel()} numbers. "
+                + (
+                    "The loss is not a number then." if spoils else "The step leaves them out: its numbers stay finite."
+                ),
+                split,
+                {"samples": len(bad), "first": first, "tensor": place},
+                level="warning" if spoils else "note",
+            )
+
+
+def _spoils(patient: Patient, split: str, place: int, bad: Tensor) -> bool:
+    """Whether a step that gets such a sample returns a number that is none."""
+    batches = patient.val_batches if split == "val" else patient.batches
+    if not batches or (split == "val" and not patient.can_validate):
+        return True
+    x = tensors(batches[0])[place]
+
+    def change(x: Tensor) -> Tensor:
+        x[0] = bad.to(x)
+        return x
+
+    said = says(patient, exchanged(batches[0], x, change), split)
+    return any(value != value or value in (float("inf"), float("-inf")) for value in said.values())
 
 
 def unseen(patient: Patient) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -259,7 +260,8 @@ def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
             {**evidence, "spent": spent},
         )
         return
-    if not cycles and _rises(rates, peak) > 0:
+    restarts = max((b - a for a, b in itertools.pairwise(rates)), default=0.0) > 0.5 * peak  # at once, so it is meant
+    if not cycles and not restarts and _rises(rates, peak) > 0:
         yield Finding(
             "schedule_rises",
             f"{kind} falls and rises again {_rises(rates, peak)} times in {steps} steps.",
