@@ -31,11 +31,9 @@ def finite(patient: Patient) -> Iterator[Finding]:
             spoils = _spoils(patient, split, place, x)
             yield Finding(
                 "bad_values",
-                f"{len(bad)} of {len(samples)} samples of {split} hold {'NaN' if bool(x.isnan().any()) else 'an infinity'} "
-                f"in tensor {place}; the first is sample {first}, with {int((~x.isfinite()).sum())} of {x.numel()} numbers. "
-                + (
-                    "The loss is not a number then." if spoils else "The step leaves them out: its numbers stay finite."
-                ),
+                f"{len(bad)} of {len(samples)} samples of {split} hold NaN or an infinity in tensor {place}; the first "
+                f"is sample {first}, with {int((~x.isfinite()).sum())} of {x.numel()} numbers. "
+                + ("The loss is not a number then." if spoils else "The step leaves them out: its numbers are finite."),
                 split,
                 {"samples": len(bad), "first": first, "tensor": place},
                 level="warning" if spoils else "note",
