@@ -106,8 +106,8 @@ class LossWatch(TorchFunctionMode):
         ):
             self._note(
                 "rounding",
-                f"Numbers of about {float(x.detach().abs().max()):.4g}, which differ by {spread:.3g}, are rounded by up "
-                f"to {float(off):.3g} in {name}() to {str(result.dtype).removeprefix('torch.')}",
+                f"Numbers of about {float(x.detach().abs().max()):.4g}, which differ by {spread:.3g}, are rounded by "
+                f"up to {float(off):.3g} in {name}() to {str(result.dtype).removeprefix('torch.')}",
             )
 
     def _look_at_writes(self, x: Tensor, index: Any, value: Any) -> None:

@@ -173,7 +173,8 @@ def modes(patient: Patient, task: TaskModule, batch: Any, start: float) -> Itera
                 "modes_differ",
                 f"After one batch was trained on, its loss is {trained:.4g} in training mode, and {evaluated:.4g} in "
                 f"evaluation mode. With its layers {kind} ({path}, ...) alone in training mode it is "
-                f"{by_kind[kind]:.4g}: the statistics that evaluation uses are not those of training, or they do something else there.",
+                f"{by_kind[kind]:.4g}: the statistics that evaluation uses are not those of training, or these layers "
+                "do something else there.",
                 path,
                 {"training": trained, "evaluation": evaluated, f"with {kind}": by_kind[kind]},
             )

@@ -15,12 +15,14 @@ from forge.report.svg import line_chart
 from forge.runs.folder import RunFolder
 from forge.runs.wording import counted
 from forge.util.text import format_bytes
+from forge_doctor.deadline import Deadline
 from forge_doctor.doctor import doctor
+from forge_doctor.learning import one_batch
 from forge_doctor.patient import first
 from forge_doctor.readiness import readiness
-from forge_doctor.ready.one_batch import one_batch
 from forge_doctor.ready.planned_run import PlannedRun
 from forge_doctor.ready.report import RoadStep
+from forge_doctor.trial import Trial
 from forge_plugins import Checkpoint
 
 ONE_BATCH, FEWEST = 200, 20
@@ -32,7 +34,8 @@ SAVED, STOPPED = 4, 8
 def examine(run: PlannedRun, step: RoadStep) -> None:
     """The doctor: errors end the road."""
     plugins = run.plugins if run.plugins is not None else ()
-    report = doctor(run.task, run.train, run.loaders["val"], plugins=plugins, **_own(run))
+    within = Deadline(0.9 * max(1.0, run.until - time.monotonic()))
+    report = doctor(run.task, run.train, run.loaders["val"], plugins=plugins, budget=0, deadline=within, **_own(run))
     for finding in report.findings:
         where = f" ({finding.where})" if finding.where else ""
         step.add(finding.level, f"doctor: {finding.name}", f"{finding.message}{where}", finding.cure)
@@ -54,14 +57,15 @@ def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
     plugins = run.plugins if run.plugins is not None else ()
     settings = {"seed": run.seed, "log_every": 10_000, **_own(run)}
     settings |= {"validate_every": None, "run_dir": False, "resume": None}
-    options: dict[str, Any] = {"plugins": plugins, "settings": settings}
+    trial = Trial(plugins, settings, first(run.train, 1)[0])
     for _ in range(2):  # what is imported and compiled at the first use counts once
         began = time.monotonic()
-        one_batch(run.copy(), run.train, updates=3, **options)
+        trial.fit(run.copy(), 3)
         run.update_seconds = (time.monotonic() - began) / 3
-    updates, began = run.affords(ONE_BATCH, FEWEST), time.monotonic()
+    updates = run.affords(ONE_BATCH, FEWEST)
+    within = Deadline(0.9 * max(0.0, run.until - time.monotonic()))
+    options: dict[str, Any] = {"plugins": plugins, "settings": settings, "deadline": within}
     curve = one_batch(run.copy(), run.train, updates=updates, **options)
-    run.update_seconds = (time.monotonic() - began) / updates
     points = {"loss": list(enumerate(curve.losses, 1))}
     for name, bound in (("chance", curve.chance), ("floor", curve.floor)):
         if bound is not None:
@@ -70,19 +74,13 @@ def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
     chart = line_chart(points, title="loss on one batch", log_y=log, height=260)
     step.charts["one-batch.svg"] = chart
     step.facts = {"first": curve.losses[0], "reached": curve.reached, "updates": len(curve.losses)}
-    if curve.is_learnt:
-        left = curve.reached - (curve.floor or 0.0)
-        far = left > 0.5 * abs(curve.losses[0] - (curve.floor or 0.0))
-        risk = (
-            "It is far from zero: is the rate too low, or is there noise in each step?"
-            if far
-            else ("A batch that can be learnt by heart says nothing of new samples.")
-        )
-        step.add("note" if far else "good", "one batch is learnt", curve.verdict, risk)
+    if curve.is_learnt or not curve.level:
+        risk = "A batch that can be learnt by heart says nothing of new samples."
+        step.add("good" if curve.is_learnt else "note", "one batch to zero", curve.verdict, risk)
     else:
         broken = not math.isfinite(curve.reached)
         risk = "What cannot learn one batch cannot learn more: look for a wrong sign, rate, label or frozen layer."
-        step.add("error" if broken else "warning", "one batch is not learnt", curve.verdict, risk)
+        step.add("error" if broken else curve.level, "one batch is not learnt", curve.verdict, risk)
 
 
 # -- smoke ------------------------------------------------------------------------------------------------------------
