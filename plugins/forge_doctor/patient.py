@@ -257,10 +257,14 @@ def tensors(tree: Any) -> list[Tensor]:
 def are_samples(batch: Any) -> bool:
     """Whether the rows of a batch are samples: not where tensors differ in length, or one relates each row to each."""
     size, found = batch_size(batch), [x for x in tensors(batch) if x.ndim]
-    square = any(
-        x.ndim == 2 and x.shape == (size, size) and (x.is_floating_point() or x.dtype == torch.bool) for x in found
-    )
+    square = any(x.shape == (size, size) and _relates(x) for x in found)
     return bool(found) and not square and all(len(x) == size for x in found)
+
+
+def _relates(x: Tensor) -> bool:
+    """Whether a square tensor says how each row stands to each: it is symmetric, of zeros and ones, or rows sum to 1."""
+    x = x.detach().double()
+    return torch.equal(x, x.T) or bool(((x == 0) | (x == 1)).all()) or bool(((x.sum(1) - 1).abs() < 1e-4).all())
 
 
 def rows(batch: Any) -> list[tuple[Tensor, ...]]:
