@@ -28,7 +28,7 @@ from forge_doctor.experiments.answers import answers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, copied, first, loss_of, no_trace
 from forge_doctor.report import DoctorReport
-from forge_doctor.trial import Change, Trial
+from forge_doctor.trial import Trial, Variation
 
 UPDATES = 200
 """Updates on one batch, at most."""
@@ -81,13 +81,13 @@ class Curve:
         return asdict(self)
 
 
-QUIET = Change("evaluation mode, without dropout and batch statistics", evaluates=True)
-FEWER = Change(f"{FEW} samples", samples=FEW)
-SPECIAL = (Change("no weight decay", decays=False), Change("no clipping of gradients", edits=False))
+QUIET = Variation("evaluation mode, without dropout and batch statistics", evaluates=True)
+FEWER = Variation(f"{FEW} samples", samples=FEW)
+SPECIAL = (Variation("no weight decay", decays=False), Variation("no clipping of gradients", edits=False))
 """What is tried first with a batch that is not learnt: it may hide behind the rate."""
 CHANGES = (
-    Change("10 times the learning rate", rate=10.0),
-    Change("a tenth of the learning rate", rate=0.1),
+    Variation("10 times the learning rate", rate=10.0),
+    Variation("a tenth of the learning rate", rate=0.1),
     QUIET,
     FEWER,
 )
@@ -132,7 +132,7 @@ class OneBatch:
         tell: Callable[[str], None],
     ):
         self.task, self.updates, self.deadline, self.tell = task, updates, deadline, tell
-        self.witness = Witness(batch)
+        self.witness = TrialLook(batch)
         self.trial = Trial(plugins, settings, batch, (self.witness,))
         self.found = Curve([])
         self.trained: TaskModule | None = None
@@ -286,7 +286,7 @@ class OneBatch:
                 found.cause = change.name
                 return
 
-    def _differs(self, change: Change) -> bool:
+    def _differs(self, change: Variation) -> bool:
         """Whether a change changes anything here."""
         witness = self.witness
         if not change.decays:
@@ -298,7 +298,7 @@ class OneBatch:
         return True
 
 
-class Witness(Plugin):
+class TrialLook(Plugin):
     """Looks at the first trial from inside: its floor, its optimizers and its stack."""
 
     def __init__(self, batch: Any):
@@ -340,10 +340,10 @@ class Witness(Plugin):
             self.moved = median([float((now[name] - before[name]).norm()) / n for name, n in sizes.items() if n] or [0])
             self._before = {}
 
-    def fitted(self) -> list[Change]:
+    def fitted(self) -> list[Variation]:
         """The rate at which an update moves matrices by a usual share of their size, where that is far from here."""
         factor = USUAL / self.moved if self.moved > 0 else 1.0
-        return [Change(f"{factor:.1g} times the learning rate", rate=factor)] if not 0.03 < factor < 30 else []
+        return [Variation(f"{factor:.1g} times the learning rate", rate=factor)] if not 0.03 < factor < 30 else []
 
     def exchange(self, trained: TaskModule) -> tuple[Exchange | None, float]:
         """The exchange of rows that raises the loss of the trained task most, and by how much."""

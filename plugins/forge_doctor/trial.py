@@ -25,7 +25,7 @@ from forge_doctor.patient import SEED, loss_of, with_rows
 
 
 @dataclass(frozen=True)
-class Change:
+class Variation:
     """One thing that a trial does in another way than the planned run."""
 
     name: str = ""
@@ -43,7 +43,7 @@ class Change:
 class KeepsLosses(Plugin):
     """Keeps the loss of each update, in a fit at the optimizer's own rate that draws the same numbers every time."""
 
-    def __init__(self, change: Change, is_over: Callable[[list[float]], bool], seeded: bool = True) -> None:
+    def __init__(self, change: Variation, is_over: Callable[[list[float]], bool], seeded: bool = True) -> None:
         super().__init__()
         self.name = "forge_doctor.losses"
         self.losses: list[float] = []
@@ -119,12 +119,12 @@ class Trial:
         self,
         task: TaskModule,
         updates: int,
-        change: Change | None = None,
+        change: Variation | None = None,
         is_over: Callable[[list[float]], bool] = lambda losses: False,
         exchange: Exchange | None = None,
     ) -> list[float]:
         """Train a task on the batch, and return the loss of each update."""
-        change = change or Change()
+        change = change or Variation()
         size, batch = batch_size(self.batch), self.batch
         if change.samples is not None and size is not None:
             batch = with_rows(batch, size, lambda x: x[: change.samples])
@@ -141,7 +141,7 @@ def fit(
     plugins: Plugins,
     settings: dict[str, Any],
     updates: int,
-    change: Change | None = None,
+    change: Variation | None = None,
     is_over: Callable[[list[float]], bool] = lambda losses: False,
     more: tuple[Plugin, ...] = (),
     seeded: bool = True,
@@ -150,7 +150,7 @@ def fit(
 
     `seeded`: every step draws the same random numbers.
     """
-    keeper = KeepsLosses(change := change or Change(), is_over, seeded)
+    keeper = KeepsLosses(change := change or Variation(), is_over, seeded)
     options = {**settings, "max_updates": updates, "max_epochs": None}
     trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
     for plugin in list(trainer.stack):

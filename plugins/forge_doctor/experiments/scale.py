@@ -19,7 +19,7 @@ from forge.torch_internals import pytree
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, first
-from forge_doctor.trial import Change, fit
+from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
 LONG, MOST_BATCHES = 100, 60
@@ -50,7 +50,7 @@ def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tupl
     task, keeper = patient.fresh(), Keeps()
     settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
     given = [copy.deepcopy(batch) for batch in batches]
-    change = Change(rate=factor * _peak(patient))
+    change = Variation(rate=factor * _peak(patient))
     fit(task, given, [], settings, len(given), change, more=(keeper,), seeded=False)
     task.trainer = patient.trainer
     return task, keeper.said
