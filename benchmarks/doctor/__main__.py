@@ -1,11 +1,11 @@
 """Examine every planted bug and every healthy model, and count what is found and what is a false alarm.
 
-    python -m benchmarks.doctor [bugs] [zoo] [bases] [blind] [blind_zoo] [--fit] [--cuda] [--jobs N] [--only NAME ...]
+    python -m benchmarks.doctor [bugs] [zoo] [bases] [--fit] [--cuda] [--jobs N] [--only NAME ...]
         [--out FILE] [--record] [--write FOLDER]
 
-A bug is a small change of a healthy program: `bugs.diff` and `blind.diff` hold the changes and the findings that are
-right for each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the
-programs, `zoo.diff` and `blind_zoo.diff` have healthy changes of them, and `zoo/` has models of other packages: there,
+A bug is a small change of a healthy program: `bugs.diff` holds the changes and the findings that are right for
+each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the
+programs, `zoo.diff` has healthy changes of them, and `zoo/` has models of other packages: there,
 every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says instead.
 Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted. Calls with
 the same FILE and `--only` add to what is recorded.
@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.doctor.cases import items, one
 from benchmarks.doctor.changes import HERE, changes, written
 
-HEALTHY = ("zoo", "blind_zoo", "bases")
-"""Sets without bugs. Those that are called blind were written by an author who had not seen the probes."""
+HEALTHY = ("zoo", "bases")
+"""Sets without bugs."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("sets", nargs="*", help="bugs, zoo, bases, blind, blind_zoo (bugs zoo bases)")
+    parser.add_argument("sets", nargs="*", help="bugs, zoo, bases (all of them)")
     parser.add_argument("--fit", action="store_true", help="what a plain fit says, in place of forge doctor")
     parser.add_argument("--cuda", action="store_true", help="run on a GPU")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -9,7 +9,7 @@ from benchmarks.doctor.changes import HERE, Change, changes, replaced
 from forge_doctor.findings import FINDINGS
 from tests.support.profiles import some
 
-TABLES = ("bugs", "blind", "zoo", "blind_zoo")
+TABLES = ("bugs", "zoo")
 
 
 @pytest.mark.parametrize("kind", some(TABLES))
@@ -25,7 +25,7 @@ def test_every_change_makes_a_program_of_its_base(kind: str) -> None:
 def test_a_right_finding_is_one_that_the_doctor_knows(kind: str) -> None:
     given = {finding.removeprefix("note:") for change in changes(kind).values() for finding in change.findings}
     assert given <= FINDINGS.keys()
-    assert bool(given) == (kind in ("bugs", "blind"))
+    assert bool(given) == (kind == "bugs")
 
 
 def test_every_base_is_examined_as_a_healthy_program() -> None:
