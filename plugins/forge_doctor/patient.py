@@ -262,7 +262,7 @@ def are_samples(batch: Any) -> bool:
 
 
 def _relates(x: Tensor) -> bool:
-    """Whether a square tensor says how each row stands to each: it is symmetric, of zeros and ones, or rows sum to 1."""
+    """Whether a square tensor says how each row stands to each: symmetric, of zeros and ones, or with rows of sum 1."""
     x = x.detach().double()
     return torch.equal(x, x.T) or bool(((x == 0) | (x == 1)).all()) or bool(((x.sum(1) - 1).abs() < 1e-4).all())
 
