@@ -1,4 +1,4 @@
-"""Probes of names, shared memory, masks and labels: each with its bug, and with a healthy neighbour."""
+"""Probes of names, shared memory and labels: each with its bug, and with a healthy neighbour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge_doctor.probes import aliases, data, gradients, graph, losses, order
+from forge_doctor.probes import aliases, data, graph, losses
 from tests.support.patients import Healthy, found, loader, numbers, said
 
 
@@ -35,48 +35,6 @@ class Tied(Healthy):
 class TiedByData(Tied):
     def tie(self) -> None:
         self.net[2].get_parameter("weight").data = self.net[0].get_parameter("weight").data
-
-
-class Bootstraps(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = self.made()
-
-    def made(self) -> nn.Module:
-        return self.net
-
-
-class BootstrapsRightly(Bootstraps):
-    def made(self) -> nn.Module:
-        return copy.deepcopy(self.net).requires_grad_(False)
-
-
-class Turn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return -grad
-
-
-class Idle(Turn):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad
-
-
-class Turns(Healthy):
-    turn: Any = Turn
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return F.cross_entropy(self.net(self.turn.apply(x.requires_grad_())), y)
-
-
-class TurnsNothing(Turns):
-    turn = Idle
 
 
 class Counts(Healthy):
@@ -176,67 +134,6 @@ def test_labels_that_are_the_inputs() -> None:
     assert "label_in_features" in found(FillsByItself(), losses.copied_labels, data=(loader(shown, wrong), None))
 
 
-class Attends(forge.TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.out = nn.Linear(8, 2)
-
-    def mask(self, ids: Tensor) -> Tensor:
-        return ids == 0
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.layer(self.embed(ids), src_key_padding_mask=self.mask(ids)).mean(1))
-
-    def training_step(self, batch: Any) -> Any:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
-
-
-class AttendsToPadding(Attends):
-    def mask(self, ids: Tensor) -> Tensor:
-        return ids != 0
-
-
-def test_a_padding_mask_upside_down() -> None:
-    ids = tokens()
-    lengths = torch.randint(3, 10, (64, 1), generator=torch.Generator().manual_seed(2))
-    ids = ids.masked_fill(torch.arange(10) >= lengths, 0)
-    given = (loader(ids, torch.arange(64) % 2), None)
-    assert "mask_inverted" in found(AttendsToPadding(), order.padding_mask, data=given)
-    assert found(Attends(), order.padding_mask, data=given) == {}
-
-
-class Codes(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.net = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.code(self.encoder(x)))
-
-    def code(self, x: Tensor) -> Tensor:
-        return x + (x.sign() - x).detach()
-
-
-class CodesWithoutSlope(Codes):
-    def code(self, x: Tensor) -> Tensor:
-        return x.sign()
-
-
-def test_a_step_without_a_slope() -> None:
-    assert "no_gradient" in found(CodesWithoutSlope(), gradients.flat, after=4)
-    assert found(Codes(), gradients.flat, after=4) == {}
-
-
-class SeesNoPlace(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net((x // 100).abs().clamp(max=0))
-
-
 class Scales(Healthy):
     def forward(self, x: Tensor) -> Tensor:
         return self.net((x - 130) / 100)
@@ -300,11 +197,8 @@ def test_an_average_needs_no_optimizer(copied: bool) -> None:
     [
         ("attribute_name", Misspelt, aliases.attributes, Healthy),
         ("shared_storage", TiedByData, aliases.shared_storage, Tied),
-        ("target_is_the_model", Bootstraps, aliases.copies_of_modules, BootstrapsRightly),
-        ("wrong_gradient", TurnsNothing, graph.finite_differences, Turns),
         ("activation_before_loss", Counts, losses.inputs, CountsRightly),
         ("label_values", Spells, losses.inputs, SpellsRightly),
-        ("input_ignored", SeesNoPlace, data.first_layer, Healthy),
     ],
 )
 def test_a_mistake_is_found_and_what_is_right_is_left_in_peace(

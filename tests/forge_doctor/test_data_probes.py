@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import forge
 from forge.data import TensorLoader
-from forge_doctor.probes import data, preparation, serving, splits, start
+from forge_doctor.experiments import pairs
+from forge_doctor.probes import data, serving, splits, start
 from tests.support.patients import Healthy, found, loader, numbers
 
 
@@ -102,33 +103,6 @@ def test_points_of_a_curve_are_no_copies() -> None:
     assert found(Regression(), splits.near_copies, data=split(x, t.flatten(), torch.arange(900), 150)) == {}
 
 
-def wrong_names(y: Tensor) -> Tensor:
-    return (y + 1) % 4
-
-
-@pytest.mark.parametrize(
-    ("in_train", "in_val", "names"),
-    [
-        (lambda y: y, lambda y: y, set()),
-        (lambda y: y, wrong_names, {"splits_disagree"}),
-        (lambda y: y[torch.randperm(len(y))], lambda y: y, {"splits_disagree"}),
-        (lambda y: torch.where(torch.arange(len(y)) % 3 == 0, wrong_names(y), y), lambda y: y, set()),
-    ],
-)
-def test_targets_of_both_splits_follow_alike(in_train: Any, in_val: Any, names: set[str]) -> None:
-    torch.manual_seed(0)
-    (x, y), (a, b) = numbers(400), numbers(150, seed=5)
-    given = loader(x, in_train(y)), loader(a, in_val(b), shuffle=False)
-    assert set(found(Healthy(), splits.agreement, data=given)) == names
-
-
-def test_splits_of_other_people_may_disagree() -> None:
-    x, y = numbers(400)
-    a, b = numbers(150, seed=5)
-    elsewhere = a * torch.tensor([3.0, 1, 1, 1, 1, 1, 1, 1]) + torch.tensor([4.0, 0, 0, 0, 0, 0, 0, 0])
-    assert found(Healthy(), splits.agreement, data=(loader(x, y), loader(elsewhere, wrong_names(b)))) == {}
-
-
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_labels_of_the_neighbouring_row(shift: int) -> None:
     x, y = numbers(400)
@@ -206,16 +180,16 @@ class Cached(Stored):
 def test_reading_a_sample_changes_it(stored: Callable[[Tensor], Any]) -> None:
     x, y = numbers()
     dataset = Stored(stored(x.clone()), y)
-    assert set(found(Healthy(), serving.changed, data=(DataLoader(dataset, 16), None))) == {"dataset_changed"}
+    assert set(found(Healthy(), data=(DataLoader(dataset, 16), None))) == {"dataset_changed"}
 
 
 def test_a_cache_that_is_filled_is_no_change() -> None:
     dataset = Cached(*numbers())
-    assert found(Healthy(), serving.changed, data=(DataLoader(dataset, 16), None)) == {}
+    assert found(Healthy(), data=(DataLoader(dataset, 16), None)) == {}
 
 
 def test_the_doctor_puts_data_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("forge_doctor.doctor"), "BEFORE", {"reading": serving.changed})
+    monkeypatch.setattr(importlib.import_module("forge_doctor.doctor"), "BEFORE", {})
     x, y = numbers()
     dataset = Stored(x.clone(), y)
     report = forge.doctor(Healthy(), DataLoader(dataset, 16), budget=0)
@@ -258,25 +232,7 @@ class Sides(Healthy):
 )
 def test_flips_that_change_the_class(sides: Any, flips: bool, names: set[str]) -> None:
     given = DataLoader(Pictures(sides, flips, 80), 16, shuffle=True), DataLoader(Pictures(sides, False), 16)
-    assert set(found(Sides(), serving.turned, data=given)) == names
-
-
-class Turns(Sides):
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return self.loss(self(torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x)), y)
-
-
-def test_flips_in_a_step_and_in_a_loader() -> None:
-    train, val = Pictures(LEFT_RIGHT, False, 80), DataLoader(Pictures(LEFT_RIGHT, False), 16)
-    given = DataLoader(train, 16, shuffle=True), val
-    assert set(found(Turns(), serving.turned, data=given)) == {"augmentation_changes_label"}
-
-    def flip(x: Tensor, y: Tensor) -> Any:
-        return x.flip(-1) if bool(torch.rand(()) < 0.5) else x, y
-
-    ready = TensorLoader(train.x, train.y, batch_size=16, shuffle=True, transform=flip)
-    assert set(found(Sides(), serving.turned, data=(ready, val))) == {"augmentation_changes_label"}
+    assert set(found(Sides(), pairs.follow, data=given)) == names
 
 
 class Seeds(Healthy):
@@ -331,85 +287,6 @@ def test_a_generator_that_nothing_seeds(seed: int | None, names: set[str]) -> No
 # -- how numbers are prepared -----------------------------------------------------------------------------------------
 
 
-def logarithm(x: Tensor) -> Tensor:
-    return torch.nan_to_num(torch.log(x), nan=0.0)
-
-
-def logarithm_of_numpy(x: Tensor) -> Tensor:
-    return torch.from_numpy(np.nan_to_num(np.log(x.numpy()), nan=0.0))
-
-
-@pytest.mark.parametrize(
-    ("prepare", "names"),
-    [
-        (logarithm, {"filled_values"}),
-        (logarithm_of_numpy, {"filled_values"}),
-        (lambda x: torch.log(x.exp()), set()),
-        (lambda x: x.relu() - 0.3, set()),
-        (lambda x: torch.where(x.abs() < 0.5, 0.0, x), set()),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_numbers_that_were_filled_in(prepare: Callable[[Tensor], Tensor], names: set[str]) -> None:
-    def again() -> DataLoader[Any]:
-        x, y = numbers()
-        return loader(prepare(x), y)
-
-    assert set(found(Healthy(), preparation.filled, data=(again(), None), rebuild=again)) == names
-
-
-class Ratings(forge.TaskModule):
-    """A number for an id, which is looked up as a subclass says."""
-
-    rows = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(self.rows, 4)
-        self.other = nn.Embedding(200, 4)
-        self.out = nn.Linear(4, 1)
-
-    def looked_up(self, song: Tensor) -> Tensor:
-        return self.table(song % self.rows)
-
-    def training_step(self, batch: Any) -> Any:
-        song, y = batch
-        return F.mse_loss(self.out(self.looked_up(song)).squeeze(1), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
-
-
-class Compositional(Ratings):
-    """Every id has its own pair of rows."""
-
-    def looked_up(self, song: Tensor) -> Tensor:
-        return self.table(song % self.rows) + self.other(song // self.rows)
-
-
-class Everyone(Ratings):
-    rows = 200
-
-
-def ratings(smooth: bool = False) -> tuple[DataLoader[Any], None]:
-    song = torch.randint(120, (800,), generator=torch.Generator().manual_seed(0))
-    quality = torch.linspace(-2, 2, 120) if smooth else random(120)
-    return loader(song, quality[song] + 0.1 * random(800, seed=1), batch=64), None
-
-
-@pytest.mark.parametrize(
-    ("task", "smooth", "names"),
-    [
-        (Ratings, False, {"ids_collide"}),
-        (Ratings, True, set()),
-        (Compositional, False, set()),
-        (Everyone, False, set()),
-    ],
-)
-def test_ids_that_share_a_row(task: type[Ratings], smooth: bool, names: set[str]) -> None:
-    assert set(found(task(), preparation.ids, data=ratings(smooth))) == names
-
-
 class Normalised(Healthy):
     """Two channels of four values."""
 
@@ -428,10 +305,8 @@ def test_batch_norm_of_one_sample(batch: int, names: set[str]) -> None:
 
 
 PROBES = (
-    *(data.copies, splits.overlaps, splits.near_copies, splits.agreement, splits.shifted),
-    *(serving.noise, serving.changed),
-    *(serving.turned, serving.reseeded),
-    *(preparation.filled, preparation.ids, start.normalised_samples),
+    *(data.copies, splits.overlaps, splits.near_copies, splits.shifted, pairs.follow),
+    *(serving.noise, serving.reseeded, start.normalised_samples),
 )
 
 

@@ -44,12 +44,6 @@ class Unused(Healthy):
         self.spare = nn.Linear(8, 8)
 
 
-class Linear(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-
-
 class OverTheBatch(Healthy):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x - x.mean(0))
@@ -97,7 +91,6 @@ PLANTED: dict[type[forge.TaskModule], str] = {
     Equal: "equal_rows",
     Fast: "learning_rate_high",
     Unused: "unused_parameters",
-    Linear: "no_activation",
     OverTheBatch: "batch_dependence",
     Changes: "batch_changed",
     Keeps: "graphs_kept",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.probes import independence, losses
+from forge_doctor.probes import losses
 from tests.support.patients import Healthy, found, loader, numbers, splits
 from tests.support.probes_kit import task_with
 
@@ -98,28 +98,6 @@ def test_padding_in_the_loss(ignored: int, names: set[str], monkeypatch: pytest.
     assert set(found(Tagger(), losses.padding, data=(served, served))) == names
 
 
-class Pooled(Tagger):
-    """One class for a row of words, from their mean; `masked` leaves padding out of it."""
-
-    masked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = (x != 0).float().unsqueeze(2) if type(self).masked else torch.ones(*x.shape, 1)
-        return self.net((self.words(x) * weight).sum(1) / weight.sum(1))
-
-    def training_step(self, batch: Any) -> Any:
-        return F.cross_entropy(self(batch[0]), batch[1][:, 0])
-
-    validation_step = training_step
-
-
-@pytest.mark.parametrize(("masked", "names"), [(False, {"padding_dependence"}), (True, set())])
-def test_padding_in_the_model(masked: bool, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pooled, "masked", masked)
-    served = loader(padded_words(), padded_words())
-    assert set(found(Pooled(), independence.padded, data=(served, served))) == names
-
-
 class Distils(Healthy):
     def __init__(self) -> None:
         super().__init__()
@@ -146,3 +124,34 @@ class TwoPassesAgree(Distils):
 def test_a_target_that_carries_a_gradient() -> None:
     assert "target_has_gradient" in found(Distils(), losses.inputs)
     assert found(DistilsRightly(), losses.inputs) == found(TwoPassesAgree(), losses.inputs) == {}
+
+
+class Smoothed(Healthy):
+    smoothing = 0.1
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y, label_smoothing=self.smoothing)
+
+
+class Confident(Smoothed):
+    smoothing = 0.9
+
+
+def test_smoothing_is_not_confidence() -> None:
+    assert "label_smoothing" in found(Confident(), losses.options)
+    assert found(Smoothed(), losses.options) == {}
+
+
+class Tags(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(scores.softmax(1), y)
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+
+def test_labels_that_compete() -> None:
+    x, y = numbers(64)
+    several, one = (x[:, :4] > 0).float(), F.one_hot(y, 4).float()
+    assert "competing_labels" in found(Tags(), losses.options, data=(loader(x, several), None))
+    assert found(Tags(), losses.options, data=(loader(x, one), None)) == {}

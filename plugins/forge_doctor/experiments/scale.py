@@ -18,7 +18,7 @@ from forge.runs.directions import mode_of
 from forge.torch_internals import pytree
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, first
+from forge_doctor.patient import Patient, first, like
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
@@ -63,18 +63,23 @@ def _peak(patient: Patient) -> float:
     return patient.headroom * now / own if own > 0 and now > 0 and patient.headroom < 1e5 else 1.0
 
 
+def _begun(patient: Patient) -> TaskModule:
+    """The task before any update, as a short fit begins with it, in the modes in which it is trained."""
+    task = patient.fresh()
+    task.trainer = patient.trainer
+    return like(task, patient.task)
+
+
 def small_step(patient: Patient) -> Iterator[Finding]:
     """A step that is small enough must lower the loss of its own batch."""
     if len(patient.names) > 1:
         return
     batch = patient.batches[0]
-    before = float(patient.loss(patient.clone(), batch).detach())
+    before = float(patient.loss(_begun(patient), batch).detach())
     falls = []
     for factor in (SMALL_STEP, 10 * SMALL_STEP):
         task, _ = short_fit(patient, [batch] * 3, factor)
-        for mine, own in zip(task.modules(), patient.task.modules(), strict=True):
-            mine.training = own.training
-        falls.append(before - float(patient.loss(task, batch).detach()))
+        falls.append(before - float(patient.loss(like(task, patient.task), batch).detach()))
     if all(fall < -1e-7 * abs(before) for fall in falls) and falls[1] < 2 * falls[0]:
         yield Finding(
             "step_raises_loss",
@@ -199,7 +204,7 @@ def generalises(patient: Patient) -> Iterator[Finding]:
     kept, given = served[-held:], served[:-held]
     task, _ = short_fit(patient, [given[i % len(given)] for i in range(LONG)])
     with suppress(Exception):  # validation may take other batches
-        before = [_validated(patient, patient.clone(), batches) for batches in (kept, patient.val_batches)]
+        before = [_validated(patient, _begun(patient), batches) for batches in (kept, patient.val_batches)]
         after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
         gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
         if gains[0] < 0.01 and patient.is_supervised:
