@@ -146,7 +146,6 @@ FINDINGS = {
     "leakage": ("warning", "Split before anything else, by groups where samples belong together."),
     "val_is_train": ("error", "Validate on samples that are not trained on."),
     "duplicates": ("warning", "Look at __getitem__ and the sampler: one sample is served many times."),
-    "non_finite_data": ("warning", "Look at how these samples are read: leave them out, or fill in what is missing."),
     "constant_input": ("error", "Look at how inputs are read: all of them are one value."),
     "unscaled_inputs": ("warning", "Standardise inputs: (x - mean) / std; bytes / 255."),
     "feature_scales": ("warning", "Standardise each column by its own mean and deviation."),

@@ -93,7 +93,7 @@ FIRST_UPDATES = (
     *(start.equal_rows, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
     *(class_labels.labels, class_labels.order, serving.noise, motion.gradients),
-    *(values.finite, values.unseen, values.giveaway),
+    *(values.unseen, values.giveaway),
 )
 """Probes after a few updates, and of the samples up to there."""
 

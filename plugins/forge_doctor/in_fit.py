@@ -86,7 +86,7 @@ class FiniteWatch:
         bad = {place: int(flag) for place, flag in self.flags.items() if bool(flag)}
         for place, count in bad.items():
             yield Finding(
-                "non_finite_data",
+                "bad_values",
                 f"Tensor {place} of {count} {'batch' if count == 1 else 'batches'} of {stage} holds NaN or infinite "
                 "values, and so do the results of the step.",
                 stage,

@@ -46,8 +46,6 @@ SMALL, AWRY, MOST = 1e-3, 0.2, 12
 matrices are tried."""
 USUAL = 1e-2
 """The share of its size by which an update usually moves a matrix."""
-FAR = 100
-"""How many times its start a loss may be below zero and still have a floor."""
 FEW = 4
 """Samples of the smaller batch that is tried."""
 
@@ -412,7 +410,12 @@ def _as_planned(weight: Tensor, slope: Tensor, loss: Callable[[], Tensor], here:
 def floor(patient: Patient, batch: Any) -> float | None:
     """The lowest loss of any answers; None where they cannot be chosen freely, or nothing bounds the loss."""
     held = answers(patient, batch) if len(patient.names) == 1 else None
-    lowest = held.best(steps=200)[0] if held is not None else -math.inf
+    if held is None:
+        return None
+    lowest, best = held.best()
+    with torch.no_grad():  # an end that lies far away is looked up on the way there
+        ahead = [[x + far * (x - y) for x, y in zip(best, held.values, strict=True)] for far in (1, 3, 10)]
+        lowest = min(lowest, *(float(held.loss_at(values)) for values in ahead))
     return lowest if lowest >= 0 and math.isfinite(lowest) else None  # a likelihood has none
 
 

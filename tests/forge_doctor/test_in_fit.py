@@ -63,7 +63,7 @@ class FillsIn(Healthy):
         return self.net(x.nan_to_num(0.0))
 
 
-@pytest.mark.parametrize(("task", "names"), [(Healthy, ["non_finite_data"]), (FillsIn, [])])
+@pytest.mark.parametrize(("task", "names"), [(Healthy, ["bad_values"]), (FillsIn, [])])
 def test_values_of_val_that_are_not_finite_where_the_results_are_not(task: type[Healthy], names: list[str]) -> None:
     x, y = numbers(48, seed=5)
     x[40, 3] = float("nan")  # in the last batch
