@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -117,19 +116,14 @@ def run(name: str, epochs: int, seed: int, threads: int, data: Path, folder: Pat
     if script == "forge":
         words.append(f"--run-dir={folder}")
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, env={**os.environ, **_threads(threads)}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=environment)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed:\n{done.stderr}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     words = done.stdout.split()  # its last line: seconds S  test accuracy A
     return Timed(float(words[-4]), round(seconds, 2), round(cpu, 2), float(words[-1]))
-
-
-def _threads(count: int) -> Mapping[str, str]:
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
 
 
 def table(rows: list[Row]) -> Table:
@@ -175,9 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of each run (default 10)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender (default 3)")
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="threads of every process (default: all)"
-    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every process (default: all)")
     parser.add_argument("--only", type=some_of(CONTENDERS), default=list(CONTENDERS), help="contenders, besides plain")
     return parser
 

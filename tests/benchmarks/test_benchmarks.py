@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import benchmarks.overhead
-from benchmarks import fp8, gpu, no_grad, scale, serving, startup, strangers_models
+from benchmarks import figures, fp8, gpu, scale, serving, startup, strangers_models
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -155,8 +156,58 @@ def test_scale_compares_equal_work_in_pipelines(strategy: str) -> None:
     assert ours.collectives == by_hand.collectives + 1  # the window's metrics, from the last stage
 
 
+def test_every_row_of_figures_is_measured_or_says_where_it_is_from() -> None:
+    rows = list(map(figures.cells, re.findall(r"^\| [a-z].*$", figures.PAGE.read_text(), re.MULTILINE)))[1:]
+    measures = figures.measures_of(figures.PAGE.read_text())
+    assert figures.MEASURES.keys() <= measures.keys()
+    for row, _, printed, found, command, where in rows:
+        assert all((printed, found, command, where)), row
+        if row in measures:
+            assert f"--only {row}`" in command or command.startswith("`forge fit ")
+            assert "torch" in where
+        else:
+            assert "](" in found, f"{row} has neither a measure nor a page that it is from"
+
+
+def test_figures_writes_the_row_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "figures.md"
+    page.write_text("| adamw | 7B | 112 GB | old | `x` | then |\n| a100 | kept | | | | |\n")
+    monkeypatch.setattr(figures, "PAGE", page)
+    assert figures.main(["--only", "adamw"]) == 0
+    first, second = page.read_text().splitlines()
+    assert figures.cells(first)[:5] == ["adamw", "7B", "112 GB", "16.0 bytes per parameter: 112 GB", "`x`"]
+    assert second == "| a100 | kept | | | | |"
+
+
+def test_figures_says_why_a_command_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "figures.md"
+    page.write_text("| lab | a | b | c | `forge fit quickstart trainer.seeed=1` | e |\n")
+    monkeypatch.setattr(figures, "PAGE", page)
+    figures.main(["--only", "lab"])
+    assert figures.cells(page.read_text())[3].startswith("not measured here: ")
+    assert "seeed" in page.read_text().partition("not measured here")[2]
+
+
 @pytest.mark.slow
-def test_no_grad_keeps_nothing_for_a_backward_pass() -> None:
-    rows = {mode: no_grad.measure("mlp", mode) for mode in no_grad.MODES}
-    layers = 4096 * (784 + 256 + 256) * 4  # the inputs of the three linear layers
-    assert {mode: row["saved"] for mode, row in rows.items()} == {"graph": layers, "no_grad": 0, "inference_mode": 0}
+def test_figures_reads_the_epochs_that_a_command_logged() -> None:
+    first, last = figures.epochs("forge fit quickstart trainer.max_epochs=2").split("; ")
+    assert re.fullmatch(r"1: (0\.\d{4}|\d\.\d{4}) 0\.\d{4}, \d\.\d{4} 0\.\d{4}", first)
+    assert last.startswith("2: ")
+
+
+def test_a_pass_twice_as_long_is_twice_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(figures.time, "process_time", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    passes = {"once": partial(wait, 1), "twice": partial(wait, 2)}
+    assert figures.in_turns(passes, 3) == {"once": "1.00", "twice": "2.00"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read where Linux tells it")
+def test_no_grad_needs_less_memory() -> None:
+    graph, without = map(float, re.findall(r"memory ([\d.]+) → ([\d.]+) MiB", figures.no_grad("mlp", 1))[0])
+    assert without <= graph - 3  # two activations of 4 MiB are kept, and one is live in any case

@@ -30,6 +30,7 @@ LONG = {
     "docs/examples/sequence-to-sequence.md": "as above",
     "docs/sweeps.md": "tests/forge_sweep sweeps a smaller task",
     "docs/writing-kernels.md": "tests/forge_kernels has the same checks of kernels",
+    "docs/initialisation.md": "tests/forge_doctor trains such nets, and names their gradients and first losses",
     "docs/images-in-folders.md": "tests/docs/test_commands.py trains its task",
     "docs/from-lightning.md": "as above",
     "docs/examples/two-losses.md": "tests/forge/metrics/test_torchmetrics.py logs such metrics",
