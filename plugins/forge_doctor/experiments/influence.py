@@ -130,7 +130,7 @@ def _has_own_functions(patient: Patient) -> bool:
     return any(True for output in patient.again(patient.clone()) for _ in own_functions(output))
 
 
-class Group:
+class WeightGroup:
     """Weights that are moved together."""
 
     def __init__(self, name: str, weights: list[nn.Parameter]):
@@ -140,7 +140,7 @@ class Group:
         self.agrees = True
 
 
-def _grouped(task: nn.Module, known: set[str]) -> list[Group]:
+def _grouped(task: nn.Module, known: set[str]) -> list[WeightGroup]:
     """Weights by the module that has them, or by one around it where these are many."""
     own = {name: p for name, p in task.named_parameters() if name in known and p.requires_grad}
     for depth in (8, 4, 3, 2, 1):
@@ -148,11 +148,11 @@ def _grouped(task: nn.Module, known: set[str]) -> list[Group]:
         for name, p in own.items():
             found.setdefault(".".join(name.split(".")[:-1][:depth]) or name, []).append(p)
         if len(found) <= MOST_GROUPS or depth == 1:
-            return [Group(name, weights) for name, weights in found.items()][:MOST_GROUPS]
+            return [WeightGroup(name, weights) for name, weights in found.items()][:MOST_GROUPS]
     return []
 
 
-def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[Group], CutWatch] | None:
+def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[WeightGroup], CutWatch] | None:
     """The slope of the loss along a few directions of each group, beside the gradient, in float64 where that works."""
     if len(patient.names) > 1:
         known = _of_optimizer(patient, name)
@@ -174,7 +174,7 @@ def _of_optimizer(patient: Patient, name: str | None) -> set[str]:
 
 def _measured(
     patient: Patient, task: TaskModule, batch: Any, name: str | None, known: set[str], step: float
-) -> tuple[list[Group], CutWatch]:
+) -> tuple[list[WeightGroup], CutWatch]:
     groups = _grouped(task, known)
     held = {path: b.clone() for path, b in task.named_buffers()}
 
@@ -214,7 +214,7 @@ def _drawn(p: Tensor, generator: torch.Generator) -> Tensor:
 
 def _compare(
     again: Callable[[], Tensor],
-    group: Group,
+    group: WeightGroup,
     way: list[Tensor],
     given: Sequence[Tensor | None],
     step: float,

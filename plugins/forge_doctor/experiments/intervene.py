@@ -121,7 +121,7 @@ DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "ran
 DRAWS |= {"uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "poisson", "cauchy_"}
 
 
-class DrawWatch(TorchFunctionMode):
+class RandomDraws(TorchFunctionMode):
     """Notes what is drawn at random, but for dropout."""
 
     def __init__(self) -> None:
@@ -138,6 +138,6 @@ class DrawWatch(TorchFunctionMode):
 def draws(patient: Patient, stage: str, batch: Any, seed: int = SEED, task: Any = None) -> list[Tensor]:
     """What a step in the mode of its stage draws at random."""
     task = (patient.clone() if stage == "train" else patient.clone().eval()) if task is None else task
-    with torch.no_grad(), DrawWatch() as watch:
+    with torch.no_grad(), RandomDraws() as watch:
         patient.run(task, batch, stage, seed=seed)
     return watch.drawn

@@ -31,7 +31,7 @@ FRACTION = 0.02
 """The share of numbers with a fraction from which a cast is told."""
 
 
-class LossWatch(TorchFunctionMode):
+class LossyWatch(TorchFunctionMode):
     """Notes lines at which values are lost. `rows` is the number of samples of a batch."""
 
     def __init__(self, rows: int | None = None):
@@ -149,12 +149,12 @@ def _is_whole(args: Any) -> bool:
 def reading(patient: Patient) -> Iterator[Finding]:
     """What is lost while the data are made, where a function makes them, and while samples are read."""
     if patient.rebuild is not None:
-        with LossWatch() as watch:
+        with LossyWatch() as watch:
             patient.rebuild()
         yield from _told(watch, "data")
     for split, loader in patient.loaders.items():
         total = count_of(loader) if loader is not None else 0
-        with LossWatch() as watch:
+        with LossyWatch() as watch:
             for i in range(0, total, max(1, total // SAMPLES)):
                 read(loader, i, SEED + i)
         yield from _told(watch, split)
@@ -169,7 +169,7 @@ def steps(patient: Patient) -> Iterator[Finding]:
         if batch is None:
             continue
         task = patient.clone() if stage == "train" else patient.clone().eval()
-        with LossWatch(batch_size(batch)) as watch:
+        with LossyWatch(batch_size(batch)) as watch:
             for name in patient.names if stage == "train" else [None]:
                 patient.run(task, batch, stage, name)
         yield from _told(watch, f"{type(task).__name__}.{'training' if stage == 'train' else 'validation'}_step")
@@ -191,7 +191,7 @@ CURES = {
 }
 
 
-def _told(watch: LossWatch, place: str) -> Iterator[Finding]:
+def _told(watch: LossyWatch, place: str) -> Iterator[Finding]:
     for (kind, line), text in list(watch.found.items())[:4]:
         name = "broadcast_loss" if kind == "broadcast" else "values_lost"
         yield Finding(name, f"{text}.", line or place, {"kind": kind}, cure=CURES[kind], level=LEVEL[kind])
