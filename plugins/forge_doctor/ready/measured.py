@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -12,8 +13,9 @@ from forge.contract.plugin import Plugin
 from forge.data.accumulation_windows import length_of
 from forge.progress import Interval
 from forge.rng import seed_all
-from forge.runs.wording import duration
+from forge.runs.wording import counted, duration
 from forge.testing.trace import read_trace
+from forge.tuning.workers import available_cores
 from forge.util.text import format_bytes
 from forge_doctor.ready.planned_run import NotAffordable, PlannedRun, UpdatePace
 from forge_doctor.ready.report import Grid, RoadStep
@@ -32,6 +34,8 @@ SHORT = 600.0
 """Seconds of a whole run for which a CPU is enough, whatever a GPU takes."""
 NEAR = 1.5
 """A CPU that takes up to so many times as long is enough."""
+BUSY = 1.5
+"""Processes for each core that want to run, from which on times say little."""
 NOTABLE = 0.2
 """A share of an update that is worth a line."""
 AS_PLANNED = "as planned"
@@ -140,8 +144,14 @@ def device(run: PlannedRun, step: RoadStep) -> None:
     step.facts = {"seconds": whole, "updates_per_s": {name: 1 / row.seconds for name, row in found.items()}}
     total, cpu = whole[kind], whole.get("cpu")
     price = f", which costs {_price(run, total)}" if run.price is not None and total is not None else ""
-    risk = "Measured with nothing else on the machine's mind: saves, logs and neighbours come on top."
+    risk = "Measured on the machine as it is now; saves and logs come on top."
     step.add("good", "what the whole run takes", f"{_duration(total)} on {kind}{price}", risk)
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, available_cores()
+    if load > BUSY * cores:
+        evidence = f"a load of {load:.0f} on {counted(cores, 'core')}"
+        step.add(
+            "note", "others use this machine", evidence, "Times of this page are too long; shares may be wrong too."
+        )
     if kind == "cuda" and cpu is not None and total is not None and (cpu < SHORT or cpu < NEAR * total):
         evidence = f"{_duration(cpu)} on the CPU, {_duration(total)} on the GPU"
         step.add("note", "a CPU is enough", evidence, "A GPU that waits costs as much as one that works: device=cpu.")

@@ -159,9 +159,8 @@ def _others(run: PlannedRun, step: RoadStep, folder: Path, head: Any) -> None:
             step.add("note", f"{stage} was not tried", f"it has no split, and does not run on val: {error}", later)
             continue
         words = counted(len(result), "output" if stage == "predict" else "metric")
-        step.add(
-            "good", f"{stage} runs", f"{words} of two batches of {'its split' if given is not None else 'val'}", later
-        )
+        of = f"{words} of two batches of {'its split' if given is not None else 'val'}"
+        step.add("good", f"{stage} runs", of, "Two batches are not all of them.")
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
