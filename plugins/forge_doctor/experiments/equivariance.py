@@ -46,8 +46,7 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
         yield Finding(
             "batch_dependence",
             f"What {path} gives for a sample changes by {worst:.2g} of its deviation when the order of the samples in "
-            "the "
-            "batch is reversed, in evaluation mode: it depends on the sample's place in the batch.",
+            "the batch is reversed, in evaluation mode: it depends on the sample's place in the batch.",
             path,
             {"difference": worst},
         )
@@ -60,8 +59,7 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
             yield Finding(
                 "batch_dependence",
                 f"What {path} gives for one half of a batch changes by {worst:.2g} of its deviation when the other "
-                "half "
-                f"is replaced, in evaluation mode: samples are mixed in or before {path}.",
+                f"half is replaced, in evaluation mode: samples are mixed in or before {path}.",
                 path,
                 {"difference": worst, "layers": [path for path, _ in found][:8]},
             )

@@ -276,9 +276,9 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                     yield Finding(
                         "broadcast_loss",
                         f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} "
-                        f"({_kind(x)}) is "
-                        "exchanged between samples, and another when all samples get one value: the loss does not see "
-                        "which of them belongs to which sample. It compares each with each, or pairs the wrong rows.",
+                        f"({_kind(x)}) is exchanged between samples, and another when all samples get one value: the "
+                        "loss does not see which of them belongs to which sample. It compares each with each, or "
+                        "pairs the wrong rows.",
                         f"{type(patient.task).__name__}.training_step",
                         {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
                     )
@@ -298,8 +298,7 @@ def unread(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "input_ignored",
             f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the "
-            "model "
-            "does not read them.",
+            "model does not read them.",
             held.paths[-1],
             {"loss": held.loss},
         )
@@ -408,7 +407,6 @@ def targets_in_validation(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "validation_sees_target",
             f"In validation the answers of {last[0]} change with {' and with '.join(seen)}, which the loss compares "
-            "them "
-            "with as well: what is to be predicted must not go in.",
+            "them with as well: what is to be predicted must not go in.",
             f"{type(patient.task).__name__}.validation_step",
         )

@@ -117,8 +117,7 @@ def terms(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "terms_unequal",
             f"Of the terms that are added up to the loss one is {high:.3g} and another {low:.3g}: the smaller one "
-            "hardly "
-            "counts, or is a mean where the other is a sum.",
+            "hardly counts, or is a mean where the other is a sum.",
             place,
             {"largest": high, "smallest": low},
         )
@@ -151,10 +150,8 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
             yield Finding(
                 "learnt_not_validated",
                 f"Updates on one batch took its training loss from {start:.4g} to {reached:.4g}, but validation_step "
-                "says "
-                f"{name} = {after[name]:.4g} of the same samples ({before[name]:.4g} before): validation computes "
-                "something "
-                "else than what is trained.",
+                f"says {name} = {after[name]:.4g} of the same samples ({before[name]:.4g} before): validation "
+                "computes something else than what is trained.",
                 f"{type(patient.task).__name__}.validation_step",
                 {"before": before[name], "after": after[name], "metric": name},
                 level="warning" if lost else "note",
@@ -183,8 +180,7 @@ def collapsed(patient: Patient, task: Any, batch: Any) -> Iterator[Finding]:
             yield Finding(
                 "collapsed",
                 f"After updates on one batch {path} gives all {size} samples one answer: they differ by {among:.2g}, "
-                "of "
-                f"{all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer.",
+                f"of {all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer.",
                 path,
                 {"between samples": among, "size": all_of_it},
             )

@@ -36,8 +36,7 @@ def follow(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "pairs_broken",
             f"A picture that is {kept['map'][0][1]} when it is read again keeps its target as it was: input and "
-            "target no "
-            f"longer belong together (in {len(kept['map'])} readings).",
+            f"target no longer belong together (in {len(kept['map'])} readings).",
             "train",
             {"readings": len(kept["map"])},
         )
@@ -45,8 +44,7 @@ def follow(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "pairs_broken",
             f"A picture that is {kept['numbers'][0][1]} when it is read again keeps its numbers, which may be places "
-            "in it: "
-            "boxes, points and directions must be turned with the picture.",
+            "in it: boxes, points and directions must be turned with the picture.",
             "train",
             {"readings": len(kept["numbers"])},
             level="note",
@@ -57,8 +55,7 @@ def follow(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "augmentation_changes_label",
                 f"Training pictures are {turn} at random and keep their labels, but in val a picture of class "
-                f"{pair[0]} "
-                f"that is {turn} is nearest to class {pair[1]}, and the reverse.",
+                f"{pair[0]} that is {turn} is nearest to class {pair[1]}, and the reverse.",
                 "train",
                 {"classes": list(pair), "turn": turn},
             )

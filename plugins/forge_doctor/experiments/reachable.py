@@ -55,8 +55,7 @@ def bounds(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "initial_loss",
             f"The first loss is {held.loss:.4g}; answers of 0 give {nothing:.4g}, and one answer for all samples "
-            "reaches "
-            f"{constant:.4g}: the untrained model is confidently wrong.",
+            f"reaches {constant:.4g}: the untrained model is confidently wrong.",
             held.paths[-1],
             {"loss": held.loss, "zeros": nothing, "constant": constant},
         )

@@ -164,8 +164,7 @@ def _untrained(read: Reading) -> Said:
     share = float(real.float().mean())
     text = (
         f"The loss does not depend on the answers at real positions ({share:.0%} of all), but on those at padded "
-        "ones: the "
-        "mask is inverted."
+        "ones: the mask is inverted."
     )
     return text, {"real": share}
 
@@ -197,8 +196,7 @@ def _classes(read: Reading, x: Tensor) -> Said:
         return None
     text = (
         f"Minimising the loss over the scores themselves makes that of the right class the lowest in {share:.0%} of "
-        "the "
-        "samples: the loss rewards wrong answers."
+        "the samples: the loss rewards wrong answers."
     )
     return text, {"lowest": share}
 
@@ -235,8 +233,7 @@ def _one_sided(read: Reading, best: Tensor, y: Tensor) -> Said:
     share = float((y == silent).float().mean())
     text = (
         f"The loss does not depend on the answers for samples with target {int(silent)} ({share:.0%} of all): "
-        "answering "
-        f"{int(not silent)} for every sample is best."
+        f"answering {int(not silent)} for every sample is best."
     )
     return text, {"share": share}
 
@@ -281,8 +278,7 @@ def errors(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "loss_misaligned",
             f"The loss is {row[0]:.4g} where the answers are the targets, {row[1]:.4g} where they are one deviation "
-            "away, "
-            f"and {row[2]:.4g} at three: it rewards errors.",
+            f"away, and {row[2]:.4g} at three: it rewards errors.",
             f"{type(patient.task).__name__}.training_step",
             {"losses": row},
         )
@@ -366,9 +362,8 @@ def endless(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "loss_misaligned",
                 f"The loss falls ever faster as the output of {path} grows: {falls[0]:.3g}, and {falls[1]:.3g}, "
-                f"{falls[2]:.3g}, "
-                f"{falls[3]:.3g} at 10, 100 and 1000 times its size. A term that should keep it small has the wrong "
-                "sign.",
+                f"{falls[2]:.3g}, {falls[3]:.3g} at 10, 100 and 1000 times its size. A term that should keep it small "
+                "has the wrong sign.",
                 path,
                 {"losses": falls},
             )
@@ -466,8 +461,7 @@ def quantiles(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "loss_misaligned",
             f"The best constant for the quantile {q:g} has {share:.0%} of the targets below it: the sides of the loss "
-            "are "
-            "exchanged.",
+            "are exchanged.",
             f"{type(patient.task).__name__}.training_step",
             {"quantiles": wanted, "below": below},
         )

@@ -219,10 +219,8 @@ def generalises(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "splits_disagree",
                 f"{LONG} updates take the validation loss of batches of train that were held out from {before[0]:.4g} "
-                "to "
-                f"{after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train does "
-                "not hold "
-                "for val. Labels, words, columns or scales are encoded in another way there.",
+                f"to {after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train "
+                "does not hold for val. Labels, words, columns or scales are encoded in another way there.",
                 "val",
                 {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
             )

@@ -175,8 +175,7 @@ def evaluated_twice(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "state_between_batches",
                 f"A second evaluation, with other weights, gives {name} = {again[name]:.6g}; with these weights from "
-                "the "
-                f"start it is {first[name]:.6g}: something is not reset between evaluations.",
+                f"the start it is {first[name]:.6g}: something is not reset between evaluations.",
                 f"{type(patient.task).__name__}.evaluation_end",
                 {"second": again[name], "alone": first[name]},
                 level="warning",

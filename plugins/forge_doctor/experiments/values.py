@@ -103,8 +103,7 @@ def constant(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "constant_column",
                 f"Columns {[int(i) for i in still.nonzero().flatten()[:6]]} of tensor {place}, of {x.shape[1]}, have "
-                "one "
-                "value in all training samples.",
+                "one value in all training samples.",
                 "train",
                 {"columns": int(still.sum())},
             )
@@ -182,8 +181,7 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
                     yield Finding(
                         "label_in_features",
                         f"Number {best} of {flat.shape[1]} in tensor {place} of a sample, shape {tuple(x.shape[1:])}, "
-                        "is "
-                        f"the target, tensor {asked}: their correlation is {float(related[best]):.4f}.",
+                        f"is the target, tensor {asked}: their correlation is {float(related[best]):.4f}.",
                         f"train, tensor {place}",
                         {"number": best, "correlation": float(related[best])},
                     )
@@ -208,8 +206,7 @@ def told_apart(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "split_statistics",
                 f"The inputs of val are not like those of train: {name} tells by a sample's inputs which split it is "
-                "of, "
-                f"in {right:.0%} of the cases. Encodings, scales or preparation differ.",
+                f"of, in {right:.0%} of the cases. Encodings, scales or preparation differ.",
                 "val",
                 {"right": right},
                 level="note",
@@ -270,8 +267,7 @@ def same_tensors(patient: Patient) -> Iterator[Finding]:
                 yield Finding(
                     "same_tensors",
                     f"Tensors {a} and {b} of a sample are the same in all of {len(x)} samples: two views, or a noisy "
-                    "input "
-                    "and its target, should differ.",
+                    "input and its target, should differ.",
                     "train",
                     {"tensors": [a, b]},
                 )

@@ -221,8 +221,7 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
             yield Finding(
                 "competing_labels",
                 f"{off:.0%} of the targets of cross_entropy, which are probabilities of classes, do not sum to 1 (but "
-                "to "
-                f"{float(sums.min()):.3g} to {float(sums.max()):.3g}): several labels of one sample compete in one "
+                f"to {float(sums.min()):.3g} to {float(sums.max()):.3g}): several labels of one sample compete in one "
                 "softmax.",
                 call.where,
                 {"share": off},
