@@ -100,6 +100,14 @@ class PlannedRun:
                 "on copies. Make what cannot be copied in a method, or define __deepcopy__."
             ) from error
 
+    def begin(self, seconds: float) -> None:
+        """Begin a step that has so much time."""
+        self.until = time.monotonic() + seconds
+
+    def note_update(self, seconds: float) -> None:
+        """Note what one update takes."""
+        self.update_seconds = seconds
+
     def affords(self, wanted: int, least: int, runs: int = 1) -> int:
         """Return how many updates each of some runs may make in the time of this step."""
         left = max(0.0, self.until - time.monotonic())

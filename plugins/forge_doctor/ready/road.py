@@ -160,7 +160,7 @@ def _steps(
 def _do(work: Work, run: PlannedRun, step: RoadStep, report: ReadyReport, seconds: float) -> None:
     """Do one step. What it raises is what a run would raise; a signal ends the road with what it has."""
     began = time.monotonic()
-    run.until = began + seconds
+    run.begin(seconds)
     try:
         with time_limit(seconds, OverTime):
             work(run, step)

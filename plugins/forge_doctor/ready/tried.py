@@ -61,7 +61,7 @@ def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
     for _ in range(2):  # what is imported and compiled at the first use counts once
         began = time.monotonic()
         trial.fit(run.copy(), 3)
-        run.update_seconds = (time.monotonic() - began) / 3
+        run.note_update((time.monotonic() - began) / 3)
     updates = run.affords(ONE_BATCH, FEWEST)
     within = Deadline(0.9 * max(0.0, run.until - time.monotonic()))
     options: dict[str, Any] = {"plugins": plugins, "settings": settings, "deadline": within}
