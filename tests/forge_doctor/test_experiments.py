@@ -527,7 +527,8 @@ def test_what_is_learnt_holds_for_other_samples(in_train: Any, in_val: Any, name
     (x, y), (a, b) = numbers(400), numbers(64, seed=5)
     given = loader(x, in_train(y)), loader(a, in_val(b), shuffle=False)
     task = Quick()
-    nn.init.zeros_(task.net[2].get_parameter("weight"))  # begins at chance
+    for p in task.net[2].parameters():
+        nn.init.zeros_(p)  # begins at chance
     assert set(found(task, scale.generalises, data=given, last=True)) == names
 
 
