@@ -227,7 +227,7 @@ class OneBatch:
         elif found.cause == QUIET.name and (share > STILL or reads):
             found.verdict = f"{text}. With {QUIET.name} it comes to {found.tried[QUIET.name]:.4g}."
         elif found.cause and found.cause != FEWER.name:
-            found.level = "warning"
+            found.level = "warning" if share < HALF else "note"
             found.verdict = f"{text}, and stays there.{self._cause()}"
         else:
             is_low = share < HALF if found.floor is not None else share <= STILL and not reads

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.torch_internals import pytree
-from forge_doctor.experiments.intervene import calls_of
+from forge_doctor.experiments.intervene import calls_of, parts
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
 from forge_doctor.stored import indexed
@@ -27,9 +27,12 @@ def alone(patient: Patient) -> Iterator[Finding]:
     if dataset is None or collate is None or len(dataset) < SAMPLES or getattr(loader, "batch_size", None) in (None, 1):
         return
     items = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES)][:SAMPLES]
+    batches = [collate([item]) for item in items]
+    if not _serves_the_same(collate(items), batches):
+        return  # what is drawn as samples are put together
     together = _outputs(patient, collate(items), stage)
     again = _outputs(patient, collate(items), stage, SEED + 1)
-    singles = [_outputs(patient, collate([item]), stage) for item in items]
+    singles = [_outputs(patient, batch, stage) for batch in batches]
     for key, x in together.items():
         if any(key not in single for single in singles) or not _same(x, again.get(key)):
             return  # it draws random numbers, or does other things with one sample
@@ -53,6 +56,18 @@ def alone(patient: Patient) -> Iterator[Finding]:
         return
 
 
+def _serves_the_same(whole: Any, singles: list[Any]) -> bool:
+    """Whether rows of a batch hold what the samples alone do, as far as they have a common shape."""
+    found = [parts(single) for single in singles]
+    for path, x in parts(whole).items():
+        rows = [single[path] for single in found if path in single]
+        if len(rows) == len(found) and x.ndim and x.dtype != torch.bool:
+            apart = _apart(x, rows, prefix=2)
+            if apart is not None and apart > NEAR:
+                return False
+    return True
+
+
 def _outputs(patient: Patient, batch: Any, stage: str, seed: int = SEED) -> dict[tuple[str, int], Tensor]:
     batch = pytree.tree_map(lambda x: x.to(patient.device) if isinstance(x, Tensor) else x, batch)
     return {key: out[0] for key, out in calls_of(patient, batch, stage, seed=seed)[0].items() if len(out) == 1}
@@ -62,7 +77,7 @@ def _same(x: Tensor, y: Tensor | None) -> bool:
     return y is not None and x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-5)
 
 
-def _apart(x: Tensor, rows: list[Tensor]) -> float | None:
+def _apart(x: Tensor, rows: list[Tensor], prefix: int = 3) -> float | None:
     """The largest difference between rows of a batch and the same rows alone; None where they have no common shape."""
     parts: list[tuple[Tensor, Tensor]] = []
     total = sum(len(row) for row in rows if row.ndim)
@@ -71,7 +86,7 @@ def _apart(x: Tensor, rows: list[Tensor]) -> float | None:
     for whole, row in zip(x.split([len(row) for row in rows]), rows, strict=True):
         if whole.shape == row.shape:
             parts.append((whole, row))
-        elif whole.ndim == row.ndim >= 3 and whole.shape[2:] == row.shape[2:] and row.shape[1] <= whole.shape[1]:
+        elif whole.ndim == row.ndim >= prefix and whole.shape[2:] == row.shape[2:] and row.shape[1] <= whole.shape[1]:
             parts.append((whole[:, : row.shape[1]], row))
         else:
             return None

@@ -281,7 +281,17 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         "pairs the wrong rows.",
                         f"{type(patient.task).__name__}.training_step",
                         {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
+                        level="error" if _is_compared(patient, batch, x) else "note",  # others may need no pairs
                     )
+
+
+def _is_compared(patient: Patient, batch: Any, x: Tensor) -> bool:
+    """Whether the loss compares given answers with a tensor of the batch."""
+    held = answers(patient, batch)
+    if held is None:
+        return True
+    pairs = zip(held.slopes(), held.slopes(batch=exchanged(batch, x, _alike)), strict=True)
+    return any(not torch.allclose(a, b) for a, b in pairs)
 
 
 def unread(patient: Patient) -> Iterator[Finding]:

@@ -130,13 +130,13 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
     with suppress(Exception):  # validation may take other batches
         if draws(patient, "train", batch) or draws(patient, "val", batch):
             return  # what was learnt are these random numbers
-        task.trainer = patient.trainer
+        task.to(patient.device).trainer = patient.trainer
         before = says(patient, batch)
         task.eval()
         with torch.no_grad():
             after = numbers(patient.run(task, batch, "val"))
         loss = after.get("loss", math.nan)
-        lost = loss > 0.7 * before.get("loss", math.inf)
+        lost = loss > 0.9 * before.get("loss", math.inf)
         worse = [
             name
             for name in after

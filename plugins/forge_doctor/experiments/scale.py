@@ -53,7 +53,7 @@ def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tupl
     change = Variation(rate=factor * _peak(patient))
     fit(task, given, [], settings, len(given), change, more=(keeper,), seeded=False)
     task.trainer = patient.trainer
-    return task, keeper.said
+    return task.to(patient.device), keeper.said
 
 
 def _peak(patient: Patient) -> float:
@@ -158,7 +158,8 @@ def modes(patient: Patient, task: TaskModule, batch: Any, start: float) -> Itera
     """After one batch was learnt: its loss in training mode beside that in evaluation mode, and which layer it is."""
     task.trainer = patient.trainer
     with torch.no_grad(), suppress(Exception):
-        trained = float(patient.loss(task.train(), batch))
+        task.to(patient.device)
+        trained = float(patient.loss(like(task, patient.task), batch))
         evaluated = float(patient.loss(task.eval(), batch))
         if not evaluated > max(2 * trained, trained + 0.3 * abs(start - trained)) + 1e-3:
             return
@@ -166,10 +167,11 @@ def modes(patient: Patient, task: TaskModule, batch: Any, start: float) -> Itera
         layers = [
             (path, m) for path, m in task.named_modules() if not any(True for _ in m.children()) and _has_modes(m)
         ]
+        trains = {mine for mine, own in zip(task.modules(), patient.task.modules(), strict=True) if own.training}
         for kind in dict.fromkeys(type(module).__name__ for _, module in layers):
             task.eval()
             for _, module in layers:
-                module.training = type(module).__name__ == kind
+                module.training = type(module).__name__ == kind and module in trains
             by_kind[kind] = float(patient.loss(task, batch))
         if by_kind:
             kind = min(by_kind, key=lambda name: by_kind[name])

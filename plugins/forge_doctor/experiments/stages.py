@@ -227,7 +227,10 @@ def stale(patient: Patient) -> Iterator[Finding]:
     still = [
         path
         for path in now
-        if path not in moved and path.rpartition(".")[0] in used and path.rpartition(".")[2] in KINDS
+        if path not in moved
+        and path.rpartition(".")[0] in used
+        and path.rpartition(".")[2] in KINDS
+        and not _is_frozen(patient, path.rpartition(".")[0])
     ]
     if moved and still and any(path.rpartition(".")[2] in KINDS for path in moved):
         yield Finding(
@@ -237,6 +240,29 @@ def stale(patient: Patient) -> Iterator[Finding]:
             still[0],
             {"buffers": still[:8]},
         )
+
+
+def _follows(patient: Patient, path: str) -> bool:
+    """Whether the weights of a layer move though no optimizer has them: it is an average of others."""
+    track = patient.track
+    if track is None or len(track.weights) < 2:
+        return False
+    first, last = track.weights[0], track.weights[-1]
+    return any(
+        name.startswith(f"{path}.") and not torch.equal(first[name], last[name]) for name in first if name in last
+    )
+
+
+def _is_frozen(patient: Patient, path: str) -> bool:
+    """Whether a layer runs in evaluation mode while its task is trained, as one that was frozen on purpose does."""
+    ran: list[bool] = []
+    task = patient.clone()
+    task.get_submodule(path).register_forward_hook(lambda module, args, output: ran.append(module.training))
+    with torch.no_grad():
+        for name in patient.names:
+            patient.run(task, patient.batches[0], name=name)
+    own = [p.requires_grad for p in patient.task.get_submodule(path).parameters()]
+    return bool(ran) and not any(ran) and not any(own) and not _follows(patient, path)
 
 
 KINDS = ("running_mean", "running_var")

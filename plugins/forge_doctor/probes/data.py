@@ -41,7 +41,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
             "times.",
             "train",
             {"samples": len(train), "different": len(counts), "most": top},
-            level="error" if len(counts) <= 2 else "note" if _is_drawn(patient) else "warning",
+            level="error" if len(counts) <= 2 else "warning" if repeated > 0.9 and not _is_drawn(patient) else "note",
         )
     both = sum(1 for key in val if key in counts)
     shared = both / len(val) if val else 0.0
