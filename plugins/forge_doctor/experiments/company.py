@@ -61,7 +61,8 @@ def _serves_the_same(whole: Any, singles: list[Any]) -> bool:
     found = [parts(single) for single in singles]
     for path, x in parts(whole).items():
         rows = [single[path] for single in found if path in single]
-        if len(rows) == len(found) and x.ndim and x.dtype != torch.bool:
+        plain = x.is_floating_point() or (x.ndim > 1 and x.dtype != torch.bool)  # others may be places in the batch
+        if len(rows) == len(found) and x.ndim and plain:
             apart = _apart(x, rows, prefix=2)
             if apart is not None and apart > NEAR:
                 return False

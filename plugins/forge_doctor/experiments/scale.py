@@ -22,6 +22,8 @@ from forge_doctor.patient import Patient, first, like
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
+SETTLES = 50
+"""Passes in training mode in which statistics of the usual momentum settle."""
 LONG, MOST_BATCHES = 100, 60
 """Updates, and batches of train, of a fit that must hold for other samples."""
 SMALL_STEP = 1e-3
@@ -159,6 +161,8 @@ def modes(patient: Patient, task: TaskModule, batch: Any, start: float) -> Itera
     task.trainer = patient.trainer
     with torch.no_grad(), suppress(Exception):
         task.to(patient.device)
+        for _ in range(SETTLES):  # running statistics follow, as far as they do
+            patient.loss(like(task, patient.task), batch)
         trained = float(patient.loss(like(task, patient.task), batch))
         evaluated = float(patient.loss(task.eval(), batch))
         if not evaluated > max(2 * trained, trained + 0.3 * abs(start - trained)) + 1e-3:
