@@ -28,7 +28,7 @@ from forge_doctor.experiments.intervene import (
     says,
     with_rows_changed,
 )
-from forge_doctor.findings import Finding
+from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import trained
@@ -260,6 +260,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
         base = says(patient, batch, stage)
         other = {path: says(patient, exchanged(batch, x, _alike), stage) for path, x in whole.items()}
         matter = [path for path in whole if not _same(base, other[path])]
+        unpaired: list[Finding] = []
         for path, x in whole.items():
             with suppress(Exception):
                 rolled = says(patient, exchanged(batch, x, lambda x: x.roll(1, 0)), stage)
@@ -272,26 +273,36 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         "another, and every number that the step returns stays.",
                         f"{type(patient.task).__name__}.{'training' if stage == 'train' else 'validation'}_step",
                     )
-                elif "loss" in base and len(matter) > 1 and are_samples(batch):
-                    yield Finding(
-                        "broadcast_loss",
-                        f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} "
-                        f"({_kind(x)}) is exchanged between samples, and another when all samples get one value: the "
-                        "loss does not see which of them belongs to which sample. It compares each with each, or "
-                        "pairs the wrong rows.",
-                        f"{type(patient.task).__name__}.training_step",
-                        {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
-                        level="error" if _is_compared(patient, batch, x) else "note",  # others may need no pairs
+                elif "loss" in base and len(matter) > 1 and are_samples(batch) and _is_plain(base, other[path]):
+                    unpaired.append(
+                        Finding(
+                            "broadcast_loss",
+                            f"The loss of {stage} is the same, {base['loss']:.6g}, when {named(path, patient)} "
+                            f"({_kind(x)}) is exchanged between samples, and another when all samples get one value: "
+                            "the loss does not see which of them belongs to which sample. It compares each with each, "
+                            "or pairs the wrong rows.",
+                            f"{type(patient.task).__name__}.training_step",
+                            {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
+                            level="error" if _is_target(patient, batch, x) else "note",  # others may need no pairs
+                        )
                     )
+        yield from sorted(unpaired, key=lambda finding: LEVELS.index(finding.level))[:1]
 
 
-def _is_compared(patient: Patient, batch: Any, x: Tensor) -> bool:
-    """Whether the loss compares given answers with a tensor of the batch."""
-    held = answers(patient, batch)
-    if held is None:
-        return True
-    pairs = zip(held.slopes(), held.slopes(batch=exchanged(batch, x, _alike)), strict=True)
-    return any(not torch.allclose(a, b) for a, b in pairs)
+def _is_plain(base: dict[str, float], alike: dict[str, float]) -> bool:
+    """Whether a tensor moves the loss by more than an untrained model, which hardly reads it, lets it."""
+    return abs(alike["loss"] - base["loss"]) > 1e-3 * abs(base["loss"])
+
+
+def _is_target(patient: Patient, batch: Any, x: Tensor) -> bool:
+    """Whether a tensor is what answers are compared with, and no answer depends on it: it must be paired."""
+    other = exchanged(batch, x, _alike)
+    held, now = answers(patient, batch), answers(patient, other)
+    if held is None or now is None:
+        return held is None
+    stays = all(torch.equal(a, b) for a, b in zip(held.values, now.values, strict=True))
+    pairs = zip(held.slopes(), held.slopes(batch=other), strict=True)
+    return stays and any(not torch.allclose(a, b) for a, b in pairs)
 
 
 def unread(patient: Patient) -> Iterator[Finding]:

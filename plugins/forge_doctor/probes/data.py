@@ -33,6 +33,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
     whole = all(not x.is_floating_point() for x in patient.samples[0])
     usual = 0.8 if draws_again else 0.6 if whole else 0.3
     counted = whole or len(counts) <= 2 or _is_rich(patient, len(counts))  # a table of few values repeats by chance
+    is_served = repeated > 0.9 or len(set(counts.values())) == 1  # all alike: by the loader, not in the data
     if len(train) >= 16 and repeated > usual and counted:
         top = max(counts.values())
         yield Finding(
@@ -41,7 +42,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
             "times.",
             "train",
             {"samples": len(train), "different": len(counts), "most": top},
-            level="error" if len(counts) <= 2 else "warning" if repeated > 0.9 and not _is_drawn(patient) else "note",
+            level="error" if len(counts) <= 2 else "warning" if is_served and not _is_drawn(patient) else "note",
         )
     both = sum(1 for key in val if key in counts)
     shared = both / len(val) if val else 0.0
