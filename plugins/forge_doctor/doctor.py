@@ -187,8 +187,11 @@ SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
-READ_SHARE, BEFORE_SHARE, AFTER_SHARE, LAST_SHARE, PROBE_SHARE = 0.1, 0.5, 0.4, 0.5, 0.25
-"""Shares of the time that is left: for reading samples, for each table of probes, and for one probe of a table."""
+READ_SHARE, BEFORE_SHARE, RUN_SHARE, AFTER_SHARE, LAST_SHARE, PROBE_SHARE = 0.1, 0.6, 0.4, 0.4, 0.5, 0.4
+"""Shares of the time that is left: for reading samples, the first probes, the short run, those after it, the last, and
+one of them."""
+OVERTIME = 0.25
+"""The share of their time by which probes may be late that need no step."""
 GRAPHS_AT, SETTLED = (5, 10), 3
 """Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
 NOT_REPEATED = {"unseeded"}
@@ -335,6 +338,7 @@ class Examination(Plugin):
         self._weights: dict[str, Tensor] = {}
         self._hidden: dict[str, str] = {}
         self._graphs: set[int] = set()
+        self._within = self.deadline
 
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
@@ -348,18 +352,21 @@ class Examination(Plugin):
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
         self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
+            with suppress(Exception):  # one step, which many probes share; its error is theirs to say
+                _ = self.patient.watched
             self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
+        self._within = self.deadline.part(RUN_SHARE)
         self._weights = copied(self.patient.task)
         self.patient.track = movement.Track()
         self.patient.track.note(trainer.task)
         self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
     def probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]], within: Deadline) -> None:
-        """Run probes in their order, each for a part of the time at most; none begins when the time is over."""
+        """Run probes in their order, each for a part of the time at most; then those alone that need no step."""
         patient = self.patient
         assert patient is not None
         for number, (what, probe) in enumerate(probes.items(), 1):
-            if within.is_over or patient.is_stopped:
+            if within.left <= -OVERTIME * within.seconds or patient.is_stopped:
                 self.report.skipped[what] = NO_TIME
                 continue
             self.tell(f"{what} ({number} of {len(probes)})")
@@ -396,7 +403,7 @@ class Examination(Plugin):
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
         if patient.updates in GRAPHS_AT:
             self._count_graphs(patient)
-        if patient.updates >= self.updates or self.deadline.is_over:
+        if patient.updates >= self.updates or self._within.is_over:
             step.trainer.max_updates = patient.updates
 
     @hookimpl
