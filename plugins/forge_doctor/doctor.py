@@ -553,7 +553,7 @@ def _order_of_modules(patient: Patient) -> list[str]:
 def _sort(report: DoctorReport, expected: Any) -> None:
     """Order findings by level, each name and place once, and set those apart that are meant."""
     seen: set[tuple[str, str]] = set()
-    unique = [f for f in report.findings if (f.name, f.where) not in seen and not seen.add((f.name, f.where))]
+    ordered = sorted(report.findings, key=lambda finding: LEVELS.index(finding.level))
+    unique = [f for f in ordered if (f.name, f.where) not in seen and not seen.add((f.name, f.where))]
     report.silenced = [finding for finding in unique if finding.name in expected]
-    kept = [finding for finding in unique if finding.name not in expected]
-    report.findings = sorted(kept, key=lambda finding: LEVELS.index(finding.level))
+    report.findings = [finding for finding in unique if finding.name not in expected]

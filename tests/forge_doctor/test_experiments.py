@@ -402,7 +402,7 @@ def test_an_evaluation_that_goes_on_with_the_one_before() -> None:
 class Average(Healthy):
     """A slow copy of the weights is validated."""
 
-    share, buffers = 0.01, True
+    share, copies = 0.01, True
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class Average(Healthy):
     def training_step(self, batch: Any) -> Any:
         for mine, own in zip(self.slow.parameters(), self.net.parameters(), strict=True):
             mine.data.lerp_(own.data, self.share)
-        if self.buffers:
+        if self.copies:
             self.slow.load_state_dict(dict(self.net.named_buffers()), strict=False)
         return super().training_step(batch)
 
@@ -425,7 +425,7 @@ class Average(Healthy):
 
 
 class StaleAverage(Average):
-    buffers = False
+    copies = False
 
 
 class QuickAverage(Average):
@@ -520,7 +520,7 @@ def test_rates_that_are_out_of_range(rate: float, names: set[str], monkeypatch: 
     [
         (lambda y: y, lambda y: y, set()),
         (lambda y: y, lambda y: (y + 1) % 4, {"splits_disagree"}),
-        (lambda y: torch.arange(len(y)) % 4, lambda y: y, {"labels_no_easier"}),
+        (lambda y: torch.arange(len(y)) // 100, lambda y: y, {"labels_no_easier"}),
     ],
 )
 def test_what_is_learnt_holds_for_other_samples(in_train: Any, in_val: Any, names: set[str]) -> None:

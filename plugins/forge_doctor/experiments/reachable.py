@@ -83,7 +83,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def metrics(patient: Patient) -> Iterator[Finding]:
-    """Validate the best answers, the best answers of other samples, and small ones with the same decisions."""
+    """Validate the best answers, and the best answers of other samples."""
     if not patient.can_validate or len(patient.names) > 1:
         return
     batch = patient.val_batches[0]
@@ -93,10 +93,8 @@ def metrics(patient: Patient) -> Iterator[Finding]:
         return
     floor, best = held.best()
     others = [x.roll(1, 0) if x.ndim else x for x in best]
-    middle = [x.mean(0, keepdim=True) if x.ndim else x for x in best]
-    small = [m + 0.03 * (x - m) for x, m in zip(best, middle, strict=True)]
     said = {}
-    for what, values in (("untrained", held.values), ("best", best), ("others", others), ("small", small)):
+    for what, values in (("untrained", held.values), ("best", best), ("others", others)):
         with torch.no_grad(), suppress(LookupError):
             said[what] = numbers(held.step(values, stage="val"))
     if {"best", "others", "untrained"} - said.keys() or held.used != {place[:2] for place in held.given}:
