@@ -239,10 +239,10 @@ def test_broken_probes_are_skipped_by_name(broken: None) -> None:
     assert "forge_broken:FILE is of type str, without __call__" in report.skipped["no function"]
 
 
-def test_broken_levers_are_left_out_by_name(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_levers_are_left_out_by_name(broken: None, caplog: pytest.LogCaptureFixture) -> None:
     found = levers(LeverSituation(StepFacts(), given={"clip": {}}))
     assert "no clip" in {lever.name for lever in found}
-    said = capsys.readouterr().err.splitlines()
+    said = caplog.messages
     assert [line.split(" of ")[0] for line in said] == ["The lever 'exact'", "The lever 'lost'", "The lever 'pulls'"]
     assert all(
         " of forge-broken 0.1.0 " in line and line.endswith("Repair or uninstall that package.") for line in said
@@ -250,9 +250,9 @@ def test_broken_levers_are_left_out_by_name(broken: None, capsys: pytest.Capture
     assert "numbers='exact': choose from bitwise, rounding, precision" in said[0]
 
 
-def test_a_broken_strategy_is_left_out_by_name(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_strategy_is_left_out_by_name(broken: None, caplog: pytest.LogCaptureFixture) -> None:
     rows(DryStep({}, {}, 2))
-    assert "The strategy 'plans' of forge-broken 0.1.0 failed: KeyError: 'cannot plan'" in capsys.readouterr().err
+    assert "The strategy 'plans' of forge-broken 0.1.0 failed: KeyError: 'cannot plan'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -551,9 +551,14 @@ def _order_of_modules(patient: Patient) -> list[str]:
 
 
 def _sort(report: DoctorReport, expected: Any) -> None:
-    """Order findings by level, each name and place once, and set those apart that are meant."""
+    """Order findings by level, each name and place once, and set those apart that are meant.
+
+    A step as a whole is named only where no line of it is.
+    """
     seen: set[tuple[str, str]] = set()
-    ordered = sorted(report.findings, key=lambda finding: LEVELS.index(finding.level))
+    lines = {(f.name, f.level) for f in report.findings if f.where and not f.where.endswith("_step")}
+    least = [f for f in report.findings if not f.where.endswith("_step") or (f.name, f.level) not in lines]
+    ordered = sorted(least, key=lambda finding: LEVELS.index(finding.level))
     unique = [f for f in ordered if (f.name, f.where) not in seen and not seen.add((f.name, f.where))]
     report.silenced = [finding for finding in unique if finding.name in expected]
     report.findings = [finding for finding in unique if finding.name not in expected]
