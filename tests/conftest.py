@@ -44,6 +44,7 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 torch.set_num_threads(1)
+torch.zeros((), requires_grad=True).backward()  # a first one after torch.export starts threads: no rehearsal then
 gc.disable()  # until all is collected: what modules and tests are made of is no garbage
 if PROFILE == "quick":
     os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes milliseconds each time

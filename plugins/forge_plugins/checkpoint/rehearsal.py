@@ -111,6 +111,7 @@ class CopiedProcess:
 
     def __init__(self, play: Callable[[Path], None]):
         torch.optim.SGD([torch.zeros(())], lr=0.0)  # imports half of torch: once, before the copy is made
+        torch.zeros((), requires_grad=True).backward()  # after a compiler's work this starts threads: no copy then
         here, self._orders = os.pipe()
         self._answers, there = os.pipe()
         self.process = fork_apart((here, there))
