@@ -136,7 +136,7 @@ def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, T
     devices = [plugin.init_device for plugin in trainer.stack if plugin.init_device]
     with torch.device(devices[0]) if devices else nullcontext():
         task = recipe.make_task()
-    return trainer, task, recipe.make_data()
+    return trainer, task, recipe.make_data(task)
 
 
 def name_of(recipe: Recipe) -> str:

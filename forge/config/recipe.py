@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from forge import options
 from forge.config.build import make_plugin
 from forge.config.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
 from forge.config.merge import COMMAND_LINE, Layers, leaves
-from forge.config.schema import Maker, check_plugin, check_section, label, maker_of
+from forge.config.schema import TASK, Maker, check_plugin, check_section, label, maker_of, taken_from_recipe
 from forge.config.trainer_defaults import FOLDERS
 from forge.contract.plugin import Plugin
 from forge.errors import RecipeError
@@ -78,17 +79,21 @@ class Recipe:
         """Build the recipe's task with its options."""
         return self._make("task", "name your own on the command line: FILE.py:Task")
 
-    def make_data(self) -> Splits:
-        """Build the loaders of the recipe's data set."""
+    def make_data(self, task: TaskModule | None = None) -> Splits:
+        """Build the loaders of the recipe's data set, for this task where they depend on one; by default a new one."""
         from forge.data import Splits
 
-        splits = self._make("data", "write a function data() beside your task, or pass --data FILE.py:function")
+        task_of = cache(lambda: self.make_task() if task is None else task)
+        otherwise = "write a function data() beside your task, or pass --data FILE.py:function"
+        splits = self._make("data", otherwise, task_of)
         if not isinstance(splits, Splits):
             whose = self.local["data"].__qualname__ if "data" in self.local else self.config["data"]["name"]
             raise RecipeError(
                 f"The data function {whose!r} returned a {type(splits).__name__}; return forge.data.Splits(train=..., "
                 "val=...)."
             )
+        for loader in splits.live():
+            loader.attach(task_of())
         return splits
 
     def to_yaml(self) -> str:
@@ -100,7 +105,7 @@ class Recipe:
         ]
         return "".join(notes) + conf.to_yaml(conf.create(_escaped(self.config)))
 
-    def _make(self, section: str, otherwise: str) -> Any:
+    def _make(self, section: str, otherwise: str, task_of: Callable[[], TaskModule] | None = None) -> Any:
         maker = maker_of(section, self.config, self.local, self.origin)
         if maker is None:
             raise RecipeError(
@@ -108,7 +113,9 @@ class Recipe:
                 f"{otherwise}."
             )
         values = {key: value for key, value in self.config.get(section, {}).items() if key != "name"}
-        return maker(**options.check(options.of_callable(maker), values, section))
+        known = taken_from_recipe(maker, section)
+        handed = {TASK: task_of()} if task_of is not None and len(known) < len(options.of_callable(maker)) else {}
+        return maker(**handed, **options.check(known, values, section))
 
 
 def load_recipe(

@@ -14,6 +14,8 @@ from forge.options import Option
 
 Maker = Callable[..., Any]
 """A task class or a data function."""
+TASK = "task"
+"""The parameter of a data function that gets the task."""
 Config = Mapping[str, Any]
 Origin = Mapping[str, str]
 
@@ -31,7 +33,13 @@ def options_of(section: str, config: Config, local: Mapping[str, Maker], origin:
     if section == "trainer":
         return list(options.of_config(Settings))
     maker = maker_of(section, config, local, origin)
-    return options.of_callable(maker) if maker else None
+    return taken_from_recipe(maker, section) if maker else None
+
+
+def taken_from_recipe(maker: Maker, section: str) -> list[Option]:
+    """Return the options of a task class or data function, without what is handed to it: the `task` of a data
+    function."""
+    return [each for each in options.of_callable(maker) if section != "data" or each.name != TASK]
 
 
 def check_section(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABCMeta
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -32,6 +33,8 @@ STAGE_METHODS = {
     "test": "test_step",
     "predict": "predict_step",
 }
+COLLECT = "collect"
+"""The stage in which a live loader makes data with the task: no method of it, but any function of it."""
 
 
 Made = TypeVar("Made")
@@ -219,9 +222,15 @@ class TaskCall(nn.Module):
         self.task = task
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        if stage == COLLECT:
+            return self._collect(batch)
         more = (name,) if stage == "train" and name is not None else ()
         output = getattr(self.task, STAGE_METHODS[stage])(batch, *more)
         return output if type(output) is Tensor or stage == "predict" else scalars_of(output)
+
+    @torch.compiler.disable
+    def _collect(self, function: Callable[[TaskModule], Any]) -> Any:
+        return function(self.task)
 
 
 @dataclass(slots=True)

@@ -119,7 +119,9 @@ class Feed:
         "Batches of the current epoch that have been yielded in windows."
         self.samples = 0
         "Samples of the current epoch that have been yielded; the Trainer counts them."
-        self._stateful = not hasattr(loader, "seek") and is_stateful(loader)
+        self.live = getattr(loader, "live", False)
+        "Whether batches are made while the run trains (`forge.data.live`): none is read ahead."
+        self._stateful = not hasattr(loader, "seek") and is_stateful(loader) and not self.live
         self._state: Any = None
         self._own: Generators = {}
         self._drawn: dict[str, Any] | None = None
@@ -132,7 +134,8 @@ class Feed:
         A window is shorter than planned only at the end, and never empty. If `plan` loads a state, none follows. A
         loader without a length is read one batch ahead; one with a length is not, so no sample is drawn early.
         """
-        batches, length = self._start(number), self.length
+        batches = self._start(number)
+        length = self.length = length_of(self.loader) if self.live else self.length
         ahead: list[Any] = []
         last = False
         while not last:
@@ -166,7 +169,7 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last window, and the loader's own state if it has one."""
-        state = self._state
+        state = self.loader.state_dict() if self.live and not self._resuming else self._state
         if self._stateful and self.length is not None and self.batches and not self._resuming:
             state = self._loader_state()  # nothing was read ahead
         return {"batches": self.batches, "samples": self.samples, "loader": state}
@@ -198,6 +201,8 @@ class Feed:
         set_epoch(self.loader, number)
         if hasattr(self.loader, "seek"):
             self.loader.seek(number, self._position(number))
+        elif resuming and self.live:
+            self.loader.load_state_dict(self._state)
         elif resuming and self._stateful and self._state is not None:
             return self._continue(number)
         elif resuming and self.batches:

@@ -17,3 +17,13 @@ class Splits:
     val: Loaders = None
     test: Loaders = None
     predict: Loaders = None
+
+    def live(self) -> list[Any]:
+        """Return the loaders that make their batches with the task."""
+        return [loader for given in (self.train, self.val, self.test, self.predict) for loader in live_loaders(given)]
+
+
+def live_loaders(given: Any) -> list[Any]:
+    """Return the loaders of a stage that make their batches with the task (`forge.data.live`)."""
+    loaders = given.values() if isinstance(given, dict) else [given]
+    return [loader for loader in loaders if getattr(loader, "live", False)]

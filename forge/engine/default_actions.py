@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ class Core(Plugin):
         hand_on = getattr(loader, "set_default_seed", None)
         if hand_on is not None and trainer.seed is not None:
             hand_on(trainer.seed)
+        if getattr(loader, "live", False):
+            loader.attach(trainer.task, partial(evaluation.collect, trainer))
         env = trainer.env
         return loader if env.data_world == 1 else RankLoader(loader, env.data_rank, env.data_world, stage, env)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.contract.step import Step
-from forge.contract.task import STAGE_METHODS
+from forge.contract.task import COLLECT, STAGE_METHODS
 from forge.data.accumulation_windows import length_of, set_epoch
 from forge.data.sharding import Portion
 from forge.diagnose import checks
@@ -121,6 +121,21 @@ def evaluation_mode(trainer: Run) -> Iterator[None]:
         rng.restore(device)
         if task.evaluation == "grad" and trainer.verb == "fit":
             task.zero_grad(set_to_none=True)  # a backward inside evaluation must not leak into the next window
+
+
+def collect(trainer: Run, function: Callable[[Any], Any]) -> Any:
+    """Return `function(task)`, called as a forward is: in evaluation mode, without gradients, inside all plugins.
+
+    Its random numbers are the run's own, as in a loop by hand.
+    """
+    modes = [(module, module.training) for module in trainer.task.modules()]
+    trainer.task.eval()
+    try:
+        with torch.no_grad():
+            return trainer.hooks.forge_forward(Step(trainer, COLLECT), function)
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def gradient_mode(name: str) -> AbstractContextManager[Any]:

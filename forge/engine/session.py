@@ -18,6 +18,7 @@ from forge.contract import modes
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.accumulation_windows import Feed, check_loader
+from forge.data.splits import live_loaders
 from forge.diagnose import checks
 from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching
@@ -109,6 +110,9 @@ class Session:
         self.cleanup.close()
         self.trainer.stack.reset(self.plugins)
         self.trainer.task.trainer = self.outer_trainer
+        for given in self.trainer.given_loaders.values():
+            for loader in live_loaders(given):
+                loader.attach(self.trainer.task)
         self.trainer.verb = None
 
     # -- configure ----------------------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ def capture(trainer: Run) -> dict[str, Any]:
     env.copy_from_first(trainer.task, parameters=False)
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
     own["rng"] |= hidden.generator_states(trainer)
+    data = trainer.feed.state_dict()
+    if trainer.feed.live and env.world > 1:
+        own["loader"] = data["loader"]
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
     model, plugins = weights_to_save(trainer), plugin_states(trainer)
     if "rewind" not in trainer.requests.open:
@@ -47,7 +50,7 @@ def capture(trainer: Run) -> dict[str, Any]:
         "flags": flags(trainer.task),
         "progress": dataclasses.asdict(trainer.progress),
         "planned_updates": trainer.planned_updates,
-        "data": trainer.feed.state_dict(),
+        "data": {**data, "loader": {"by_rank": [rank["loader"] for rank in by_rank]}} if "loader" in own else data,
         "means": own["means"] if env.world == 1 else {"by_rank": [rank["means"] for rank in by_rank]},
         "metrics": {name: float(value) for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
         "left_out": sorted(trainer.skipped_windows),

@@ -90,7 +90,10 @@ def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     trainer.optimizers.rates_used = tree["rates_used"]
     for field in fields(trainer.progress):
         setattr(trainer.progress, field.name, tree["progress"].get(field.name, 0))
-    trainer.feed.load_state_dict(tree["data"])
+    data = tree["data"]
+    if trainer.feed.live and trainer.env.world > 1:
+        data = {**data, "loader": data["loader"]["by_rank"][trainer.env.rank]}
+    trainer.feed.load_state_dict(data)
     trainer.means.load_state_dict(tree["means"])
     for asked in tree["requests"]:
         trainer.requests.open[asked["kind"]] = Request(**asked)

@@ -26,6 +26,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
+from forge.data.splits import live_loaders
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.snapshot.left_out import is_left_out
@@ -220,6 +221,8 @@ def doctor(
     is filled, if one is given, so that it holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()
+    for loader in (*live_loaders(train), *live_loaders(val)):
+        loader.attach(task)
     plan = planned(trainer)
     settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
     if not plan.get("max_epochs") and not plan.get("max_updates"):

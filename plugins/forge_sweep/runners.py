@@ -98,7 +98,8 @@ class InProcess:
     def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> TrialResult:
         def build() -> tuple[Any, Any, Any]:
             trainer = Trainer(recipe=recipe, run_dir=folder)
-            return trainer, recipe.make_task(), recipe.make_data()
+            task = recipe.make_task()
+            return trainer, task, recipe.make_data(task)
 
         try:
             recipe = self._load(overrides)

@@ -73,7 +73,8 @@ def run(args: Namespace) -> int:
         raise ForgeError(f"--budget is {args.budget:g}. Write minutes above 0, as --budget 0.5.")
     recipe = target.load(args, to_train=True)
     seed_all(recipe.trainer.get("seed") or 0)
-    task, data = recipe.make_task(), recipe.make_data()
+    task = recipe.make_task()
+    data = recipe.make_data(task)
     deadline = Deadline(QUICK, time.process_time, steps=5) if args.quick else Deadline(60 * args.budget)
     report, code = DoctorReport(), 0
     with show.console(stderr=True).status("") as status, _ended_by_signals():

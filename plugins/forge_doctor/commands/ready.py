@@ -53,7 +53,8 @@ def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
     seed = recipe.trainer.get("seed") or 0
     seed_all(seed)
-    task, data = recipe.make_task(), recipe.make_data()
+    task = recipe.make_task()
+    data = recipe.make_data(task)
     console, loud = show.console(), not args.json
     status = show.console(stderr=True).status("")
 

@@ -20,6 +20,7 @@ import torch
 
 from forge.config.arguments import Plugins
 from forge.contract.task import TaskModule
+from forge.data.splits import live_loaders
 from forge.errors import ForgeError
 from forge.runs.card import group_of
 from forge.runs.job import name_of
@@ -109,6 +110,8 @@ def walk(
     """Walk the road; `more` are fields of the PlannedRun."""
     if not 0 < budget < float("inf"):
         raise ForgeError(f"budget={budget:g}: it must be above 0, in minutes.")
+    for loader in (each for given in loaders.values() for each in live_loaders(given)):
+        loader.attach(task)
     if plugins is None and "recipe" not in settings:
         settings = {"recipe": "default", **settings}
     with tempfile.TemporaryDirectory(prefix="forge-ready-", ignore_cleanup_errors=True) as scratch:
