@@ -37,6 +37,9 @@ class Live(OwnSeed):
     _task: Any = None
     _call: Callable[[Collect], Any] | None = None
 
+    def __bool__(self) -> bool:
+        return True  # whether or not the next pass has a length yet
+
     def attach(self, task: nn.Module, call: Callable[[Collect], Any] | None = None) -> None:
         """Collect with this task from now on. A Trainer says how to `call` a function of it, inside its plugins."""
         self._task, self._call = task, call or (lambda function: _alone(task, function))

@@ -27,9 +27,17 @@ Batch = dict[str, Tensor]
 class GRPO(forge.TaskModule):
     """A transformer over letters, and the clipped loss of a group's answers."""
 
-    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4, clip: float = 0.2, lr: float = 1e-3):
+    def __init__(
+        self,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 4,
+        clip: float = 0.2,
+        entropy: float = 0.05,
+        lr: float = 5e-4,
+    ):
         super().__init__()
-        self.clip, self.lr = clip, lr
+        self.clip, self.entropy, self.lr = clip, entropy, lr
         self.letters = nn.Embedding(len(LETTERS), width)
         self.places = nn.Embedding(PROMPT + ANSWER, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -65,12 +73,14 @@ class GRPO(forge.TaskModule):
     def training_step(self, batch: Batch) -> dict[str, Tensor]:
         text = batch["text"]
         answer = text[:, PROMPT:]
-        logp = F.log_softmax(self(text)[:, PROMPT - 1 : -1].float(), 2).gather(2, answer[:, :, None]).squeeze(2)
+        every = F.log_softmax(self(text)[:, PROMPT - 1 : -1].float(), 2)
+        logp = every.gather(2, answer[:, :, None]).squeeze(2)
         counts = until_end(answer).float()
         ratio, better = (logp - batch["logp"]).exp(), batch["better"][:, None]
         gain = torch.min(ratio * better, ratio.clamp(1 - self.clip, 1 + self.clip) * better)
-        loss = -((gain * counts).sum(1) / counts.sum(1)).mean()
-        return {"loss": loss, "reward": batch["reward"].mean()}
+        entropy = -(every.exp() * every).sum(2)  # a group of equal answers teaches nothing
+        loss = -(((gain + self.entropy * entropy) * counts).sum(1) / counts.sum(1)).mean()
+        return {"loss": loss, "reward": batch["reward"].mean(), "entropy": (entropy * counts).sum() / counts.sum()}
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
         text, _ = self.answer(batch["prompt"], greedily=True)
