@@ -185,6 +185,7 @@ def forge_step_end(step: Step) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Every stage: `step.stage` is "train", "val", "test" or "predict".
+# forge_forward alone has one more, "collect": its batch is a function of the task, which makes data (forge.data.live).
 
 
 @hookspec(firstresult=True)

@@ -78,7 +78,7 @@ class Step:
         self.trainer: Run = trainer
         "The run; its Trainer."
         self.stage: str = stage
-        "train, val, test or predict."
+        "train, val, test or predict; collect, while a live loader makes data with the task."
         self.index: int = progress.update
         "Updates done before this one."
         self.epoch: int = progress.epoch
