@@ -112,8 +112,8 @@ class Rollouts(Live):
     minibatches, shuffled anew in each of `epochs` passes; without it a batch is used whole. One collection is an epoch
     of the run: `max_epochs` counts collections. With `every=n` it is one of n batches, however many the data make.
 
-    `collect` runs in evaluation mode without gradients, on the run's device, inside its plugins (`amp` too), and draws
-    from the run's generators. On several ranks each collects its share, and `batch_size` counts all of them.
+    `collect` runs in evaluation mode without gradients, on the run's device, inside its plugins (autocast too), and
+    draws from the run's generators. On several ranks each collects its share, and `batch_size` counts all of them.
     """
 
     def __init__(
