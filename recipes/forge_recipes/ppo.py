@@ -27,9 +27,9 @@ class PPO(forge.TaskModule):
         observations: int = 4,
         actions: int = 2,
         hidden: int = 64,
-        steps: int = 32,
-        gamma: float = 0.98,
-        trace: float = 0.8,
+        steps: int = 128,
+        gamma: float = 0.99,
+        trace: float = 0.95,
         clip: float = 0.2,
         entropy: float = 0.0,
         value: float = 0.5,
@@ -126,7 +126,7 @@ def environment(name: str) -> Any:
 
 
 def rollouts(
-    name: str = "CartPole-v1", environments: int = 8, batch_size: int = 256, epochs: int = 20, episodes: int = 20
+    name: str = "CartPole-v1", environments: int = 8, batch_size: int = 256, epochs: int = 10, episodes: int = 20
 ) -> Splits:
     """Play in `environments` at once; `epochs` passes over each collection; validate on whole `episodes`."""
     envs = Environments(lambda: environment(name), environments)
