@@ -376,7 +376,7 @@ class Reread:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the number of batches; nothing else is known."""
-        return {"order": "unknown", "batches": length_of(self.loader)}
+        return {"batches": length_of(self.loader)}
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -218,7 +218,7 @@ class Session:
         trainer, task = self.trainer, self.trainer.task
         checks.warn_of_near_misses(trainer)
         checks.refuse_unusable_loaders(trainer)
-        checks.refuse_inexact_data(trainer)
+        checks.tell_of_inexact_data(trainer)
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
         self._settle_modes()
@@ -273,6 +273,7 @@ class Session:
         seed_rank(trainer.seed, env.seed_rank)
         trainer.at_boundary = True
         if self.checkpoint is not None:
+            checks.refuse_inexact_data(trainer)
             with env.no_timeout():
                 resume(trainer, self.checkpoint)
         elif trainer.resume is not None:

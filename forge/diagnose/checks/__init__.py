@@ -11,6 +11,7 @@ from forge.diagnose.checks.loaders import (
     refuse_inexact_data,
     refuse_plateau_without_val,
     refuse_unusable_loaders,
+    tell_of_inexact_data,
 )
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.non_finite_metrics import warn_of_non_finite
@@ -39,6 +40,7 @@ __all__ = [
     "refuse_inexact_data",
     "refuse_plateau_without_val",
     "refuse_unusable_loaders",
+    "tell_of_inexact_data",
     "warn_of_near_misses",
     "warn_of_non_finite",
 ]

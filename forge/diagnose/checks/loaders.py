@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from forge import registry
@@ -10,6 +11,8 @@ from forge.errors import DataError, ForgeError, TaskError
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
+
+logger = logging.getLogger("forge")
 
 
 def refuse_endless(trainer: Run) -> None:
@@ -45,16 +48,24 @@ def refuse_unusable_loaders(trainer: Run) -> None:
         )
 
 
+def tell_of_inexact_data(trainer: Run) -> None:
+    """Say now, rather than after the first crash, that a saved run could not be resumed exactly on these data."""
+    reason = None if trainer.hooks.forge_save is None else resumable_reason(trainer.feed.loader)
+    if reason is not None and not trainer.allow_inexact and trainer.env.is_main:
+        logger.warning(
+            "A run over this loader cannot be continued exactly: %s Without that, one that is killed begins again, or "
+            "reads its data again (allow_inexact=True, trainer.allow_inexact=true on the command line).",
+            reason,
+        )
+
+
 def refuse_inexact_data(trainer: Run) -> None:
-    """Refuse data on which a saved run could not be resumed exactly: now, rather than after the first crash."""
-    saves = trainer.hooks.forge_save is not None or trainer.resume
-    reason = resumable_reason(trainer.feed.loader) if saves else None
+    """Refuse to continue a run on data that cannot be."""
+    reason = resumable_reason(trainer.feed.loader)
     if reason is not None and not trainer.allow_inexact:
-        savers = [plugin.name for plugin in trainer.stack if getattr(plugin, "forge_save", None) is not None]
-        without = " ".join(f"-p no:{name}" for name in savers) or "leave out resume"
         raise DataError(
-            f"A run over this loader cannot be continued exactly: {reason} Or set allow_inexact=True "
-            f"(trainer.allow_inexact=true on the command line), or train without checkpoints ({without})."
+            f"This run cannot be continued exactly: {reason} Or set allow_inexact=True (trainer.allow_inexact=true on "
+            "the command line), or begin a new run (from these weights: --weights, or fit(..., weights=...))."
         )
 
 

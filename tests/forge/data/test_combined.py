@@ -166,8 +166,9 @@ def test_a_fit_over_a_stream_and_a_loader() -> None:
     assert result.updates == 2 * 3
 
 
-def test_a_run_over_a_stream_is_not_saved_as_exact(tmp_path: Path) -> None:
+def test_a_run_over_a_stream_is_not_continued_as_exact(tmp_path: Path) -> None:
     train = {"a": Loader(Noisy(), 8), "b": Loader(Samples(), 8)}
+    die(tmp_path / "run", [Checkpoint("1 updates")], 2, task=Both(), train=train)
     with pytest.raises(DataError, match="iterable dataset without a state"):
         live(tmp_path / "run", [Checkpoint("1 updates")], task=Both(), train=train)
 

@@ -292,15 +292,21 @@ def test_a_new_plugin_or_option_is_worth_a_warning(tmp_path: Path, caplog: pytes
     assert "plugin 'doubling' was added to the stack" in caplog.text
 
 
-def test_a_loader_that_cannot_continue_is_refused_if_saved(tmp_path: Path) -> None:
+def test_a_loader_that_cannot_continue_trains_and_is_refused_when_it_should(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Endless:
         def __iter__(self) -> Any:
             return iter(tiny_batches())
 
-    with pytest.raises(forge.DataError, match="Endless has neither seek"):
-        live(tmp_path, [Checkpoint()], train=Endless(), max_updates=3, max_epochs=None)
+    often = Checkpoint(every="1 update")
     live(tmp_path / "unsaved", [], train=Endless(), max_epochs=1, resume=None)
-    live(tmp_path / "inexact", [Checkpoint()], train=Endless(), max_epochs=1, allow_inexact=True)
+    assert caplog.text == ""
+    die(tmp_path, [often], 2, train=Endless())
+    assert "A run over this loader cannot be continued exactly: Endless has neither seek" in caplog.text
+    with pytest.raises(forge.DataError, match="This run cannot be continued exactly: Endless has neither seek"):
+        live(tmp_path, [often], train=Endless())
+    live(tmp_path, [often], train=Endless(), allow_inexact=True)
 
 
 def test_state_that_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
