@@ -34,6 +34,8 @@ from forge.distributed.stderr import flush, is_echo, print_only_once, write
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine, process_state
 from forge.distributed.worker_exit import exit_code
 from forge.errors import ForgeError, Interrupted, PeerFailed
+from forge.runs.stall_clock import StallClock
+from forge.util import stacks
 from forge.util.text import short_path
 
 if TYPE_CHECKING:
@@ -63,31 +65,6 @@ STATES = {
 STORE_GONE = (
     "the store of this run no longer answers: its host process (rank 0, or the launcher) is gone or out of reach."
 )
-
-
-class StallClock:
-    """Measure how long a run has made no progress, and whether it has made any."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        "Whether an update of this run, or a batch of its evaluation, is done."
-        self._last: tuple[int, ...] = ()
-        self._since = time.monotonic()
-
-    def restart(self) -> None:
-        self._since = time.monotonic()
-
-    def still_for(self, trainer: Run | None) -> float:
-        """Return the seconds since update, micro-batch and evaluated batches last changed."""
-        if trainer is not None:
-            update, step = trainer.progress.update, trainer.step
-            trained = step is not None and update != (trainer.resumed_from or 0)
-            self.begun = self.begun or trained or trainer.evaluated > 0
-            now = (update, step.micro if step is not None else -1, trainer.evaluated)
-            if now != self._last:
-                self._last = now
-                self.restart()
-        return time.monotonic() - self._since
 
 
 class Heartbeat:
@@ -256,7 +233,7 @@ class Heartbeat:
         process = (self.rank, self._number, self._host, self._machine, self._pid)
         still = self._trainer is not None and self._clock.still_for(self._trainer) > DIFFERENT
         self._waits = flight_recorder.waits(flight_recorder.entries()) if still else {}
-        self._channel.beat(Beat(*process, update, stall_report.place(), left, neighbours, self._waits))
+        self._channel.beat(Beat(*process, update, stacks.place(), left, neighbours, self._waits))
 
     def _follow(self, cause: FailureCause) -> None:
         """After a failure, give the main thread a moment, then end the process."""

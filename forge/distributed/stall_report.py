@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-import forge
 from forge import torch_internals as internals
 from forge.distributed import flight_recorder
+from forge.util.stacks import lines, walked
 
 Dump = dict[str, Any]
 """One rank's stacks; for each process group the number and name of its latest collective; where the flight recorder
 sees it; and the settings of its communication."""
 
 COLLECTIVES = "distributed_c10d.py"
-FORGE = str(Path(forge.__file__).parent)
-STDLIB = sysconfig.get_path("stdlib")
 FRAMES = 6
 """How many innermost frames are shown of a thread other than the main one."""
 
@@ -34,26 +29,19 @@ def dump(skip: Iterable[int | None] = ()) -> Dump:
     main = frames.get(threading.main_thread().ident or 0)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = {
-        names.get(ident, str(ident)): _stack(frame)[-FRAMES:]
+        names.get(ident, str(ident)): lines(frame)[-FRAMES:]
         for ident, frame in frames.items()
         if frame is not main and ident not in set(skip)
     }
     recorded = flight_recorder.entries()
     return {
-        "main": _stack(main),
+        "main": lines(main),
         "others": others,
         "groups": _groups(main, recorded),
         "position": flight_recorder.position(recorded),
         "recorded": flight_recorder.by_group(recorded),
         "settings": flight_recorder.settings(),
     }
-
-
-def place() -> str:
-    """Return the main thread's innermost frame that is neither torch's nor Python's, as one line."""
-    # the stack is read at once, because that thread runs on: a frame of Python 3.11 must not be read when it has ended
-    frames = _walk(sys._current_frames().get(threading.main_thread().ident or 0))
-    return next((_line(frame) for frame in reversed(frames) if not _is_library(frame)), "")
 
 
 def stall_report(dumps: Mapping[int, Dump | None], summary: str, silent: Mapping[int, str] | None = None) -> str:
@@ -145,43 +133,8 @@ def _called(main: FrameType | None) -> str:
     """Return the collective that the main thread is in, by its stack."""
     if main is None:
         return ""
-    for frame in _walk(main):
+    for frame in walked(main):
         if frame.f_code.co_filename.endswith(COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
             return frame.f_code.co_name
-    inside = [frame.f_code.co_name for frame in _walk(main) if "autograd" in frame.f_code.co_filename]
+    inside = [frame.f_code.co_name for frame in walked(main) if "autograd" in frame.f_code.co_filename]
     return "the all-reduce of gradients" if inside else ""
-
-
-def _stack(frame: FrameType | None) -> list[str]:
-    """Return one line per frame, outermost first; of consecutive frames of torch or Python only the last."""
-    frames = _walk(frame)
-    lines = []
-    for here, following in zip(frames, [*frames[1:], None], strict=True):
-        if following is None or not (_is_library(here) and _is_library(following)):
-            lines.append(_line(here))
-    return lines
-
-
-def _walk(frame: FrameType | None) -> list[FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
-
-
-def _is_library(frame: FrameType) -> bool:
-    """Whether a frame is torch's or Python's; forge's own are shown, since they locate the place in a run."""
-    path = frame.f_code.co_filename
-    return not path.startswith(FORGE) and ("site-packages" in path or path.startswith((STDLIB, "<")))
-
-
-def _line(frame: FrameType) -> str:
-    """ "forge/engine/default_actions.py:120 forge_micro_step: loss.backward()"."""
-    path = frame.f_code.co_filename
-    number: int = frame.f_lineno or frame.f_code.co_firstlineno  # None where an instruction belongs to no line
-    source = linecache.getline(path, number).strip()
-    if path.startswith(FORGE):
-        path = f"forge{path.removeprefix(FORGE)}"
-    path = path.rpartition("site-packages/")[2]
-    return f"{path}:{number} {frame.f_code.co_name}{': ' + source if source else ''}"

@@ -41,6 +41,7 @@ from forge_doctor.probes import (
     serving,
     start,
 )
+from forge_doctor.stalled import StallWatch
 from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
 
 if TYPE_CHECKING:
@@ -162,15 +163,24 @@ class FirstLook(Plugin):
     No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at, and
     judged once an update is over. The modules of a small task run a few more times, on a copy without anybody's hooks,
     with every generator restored. After the first updates, and the first batch of the first validation, nothing is
-    left of it. `forge doctor` looks at more, and takes longer::
+    left of it but a thread: it says once where a single process is that has long made no progress, in a step or in its
+    data. `forge doctor` looks at more, and takes longer::
 
         forge fit quickstart -p first_look
+        forge fit quickstart -p first_look first_look.stalled=600
     """
 
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        stalled: float = 60.0
+        "Seconds without an update, far more than any took, after which the main thread's stack is shown. 0: never."
+
+    config: Config
     observer = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._stall: StallWatch | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -193,6 +203,14 @@ class FirstLook(Plugin):
         self._looks = self._evaluates = trainer.verb == "fit"
         if not self._looks:
             trainer.switch_hooks(self, "forge_forward", "forge_step_end", "forge_evaluate", on=False)
+        elif self.config.stalled > 0 and trainer.env.world == 1:
+            self._stall = StallWatch(trainer, self.config.stalled)
+
+    @hookimpl
+    def forge_end(self) -> None:
+        if self._stall is not None:
+            self._stall.stop()
+            self._stall = None
 
     def due(self, step: Step) -> bool:
         return self._looks

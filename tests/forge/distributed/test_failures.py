@@ -23,10 +23,12 @@ from torch.distributed import TCPStore
 
 import forge
 from forge.distributed import heartbeat, stall_report
-from forge.distributed.heartbeat import Heartbeat, StallClock
+from forge.distributed.heartbeat import Heartbeat
 from forge.distributed.namespace import fresh_store
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive
 from forge.errors import PeerFailed
+from forge.runs.stall_clock import StallClock
+from forge.util import stacks
 from tests.support import forked
 
 DIED = 90
@@ -489,7 +491,7 @@ def test_a_frame_in_an_instruction_of_no_line_has_a_place() -> None:
     found: list[str] = []
 
     def between_lines() -> None:
-        thread = threading.Thread(target=lambda: found.append(stall_report.place()))
+        thread = threading.Thread(target=lambda: found.append(stacks.place()))
         thread.start()
         thread.join()
 
