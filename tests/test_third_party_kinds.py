@@ -197,8 +197,8 @@ def test_its_probe_finds_what_it_looks_for() -> None:
     report = doctor(Flat(), data, budget=0)
     (found,) = [finding for finding in report.findings if finding.name == "constant_inputs"]
     assert (found.level, found.cure) == ("error", "Look at what the data set reads.")
-    assert by_area(["spread of the inputs", "quantiles"]) == {
-        "loss and metrics": ["quantiles"],
+    assert by_area(["spread of the inputs", "losses without end"]) == {
+        "loss and metrics": ["losses without end"],
         "forge-extras 0.1.0": ["spread of the inputs"],
     }
 

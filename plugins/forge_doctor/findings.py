@@ -121,11 +121,8 @@ FINDINGS = {
     "weights_stand_still": ("warning", "Give the optimizer the weights that the model uses, at a rate above 0."),
     "average_too_close": ("warning", "Keep most of the average: average = 0.99 * average + 0.01 * weight."),
     "average_stands_still": ("note", "Update the copy after each step, if it is meant to follow."),
-    "terms_unequal": ("note", "Weigh the terms, and reduce all of them in one way."),
     "learnt_not_validated": ("warning", "Compare the two steps: preparation, mode, module, labels and metric."),
     "random_validation_data": ("note", "Leave augmentation out of val, or draw it from a generator with a fixed seed."),
-    "validation_sees_target": ("note", "Predict without the target in validation: feed answers back, or shift it."),
-    "same_tensors": ("note", "Draw noise and views anew for each of them."),
     "collapsed": ("warning", "Look at the balance of the terms, at dead units, and at what the loss rewards."),
     "modes_differ": ("warning", "Look at the layer's momentum, scaling and use of self.training."),
     # independence

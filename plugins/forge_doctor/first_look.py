@@ -65,11 +65,11 @@ FIRST_STEP = (
     *(losses.inputs, losses.summed, losses.weights, losses.padding, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
     *(aliases.attributes, aliases.shared_storage),
-    *(losses.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
+    *(losses.options, gradients.repeated, measures.modes, measures.validation),
     in_fit.class_targets,
 )
 """Probes of the first step and of the plan."""
-MODULES_AGAIN = (losses.copied_labels, graph.finite_differences)
+MODULES_AGAIN = (graph.finite_differences,)
 """Probes that run modules again, on a copy."""
 STEP_AGAIN = (
     *(

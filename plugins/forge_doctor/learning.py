@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,7 +22,6 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.rng import reseed
 from forge.torch_internals import pytree
 from forge_doctor.deadline import Deadline
-from forge_doctor.exchange import Exchange, most_telling
 from forge_doctor.experiments import motion as movement
 from forge_doctor.experiments import scale
 from forge_doctor.experiments.answers import answers
@@ -56,7 +56,7 @@ class Curve:
 
     losses: list[float]
     chance: float | None = None
-    "What the loss comes to where samples get the inputs of others; None if that is unknown."
+    "The lowest loss of one answer for all samples; None if that is unknown."
     floor: float | None = None
     "The lowest loss of any prediction; None if that is unknown."
     reached: float = math.nan
@@ -106,7 +106,7 @@ def one_batch(
 
     It runs with the planned stack, without schedules, and draws the same random numbers in every update: dropout,
     noise and masks are part of the one batch. `settings` are arguments of a Trainer. What the loss reaches is compared
-    with its start, with chance (samples have the inputs of others) and with its floor (any prediction). Where it stops
+    with its start, with chance (one answer for all samples) and with its floor (any answers). Where it stops
     far from there, one thing at a time is changed, to see which of them is the cause.
     """
     settings = {"seed": 0, "log_every": 10_000, **(settings or {})}
@@ -153,7 +153,7 @@ class OneBatch:
         if floor is not None and min(found.losses) < floor - DONE * abs(found.start - floor):
             self.witness.floor = None  # a target that moves with the weights, or what is random in it
         found.floor = self.witness.floor
-        found.chance = self._chance(trained)
+        found.chance = self.witness.chance if found.floor is not None else None
         self._judge(trained)
         return found
 
@@ -165,23 +165,6 @@ class OneBatch:
             return True
         late = len(losses) >= SETTLES
         return late and min(losses[-FLAT:]) > min(losses[:-FLAT]) - 0.002 * abs(way)
-
-    def _chance(self, trained: TaskModule) -> float | None:
-        """What the loss comes to where the samples of the batch get each other's inputs in every update."""
-        found = self.found
-        if not math.isfinite(found.reached) or self.deadline.is_over or self.witness.trainer is None:
-            return None
-        if found.start - found.reached <= STILL * (found.start - self._lowest()):
-            return None  # at this rate nothing is learnt of others' inputs either
-        exchange, rise = self.witness.exchange(trained)
-        if exchange is None or rise < FALLING * abs(found.start - found.reached):
-            return None
-        self.tell("one batch: chance")
-        within = self.deadline.part(0.4)
-        losses = self.trial.fit(
-            copy.deepcopy(self.task), len(found.losses), is_over=lambda losses: within.is_over, exchange=exchange
-        )
-        return median(losses[len(losses) // 2 :]) if math.isfinite(losses[-1]) else None
 
     def _judge(self, trained: TaskModule) -> None:
         found = self.found
@@ -306,6 +289,7 @@ class TrialLook(Plugin):
         self.trainer: Trainer | None = None
         self.names: list[str | None] = []
         self.floor: float | None = None
+        self.chance: float | None = None
         self.decays = self.edits = False
         self.moved = 0.0
         "By which share of their size the first update moved the matrices, half of them by more."
@@ -325,10 +309,8 @@ class TrialLook(Plugin):
         self.decays = any(group.get("weight_decay") for group in groups)
         self.edits = any(getattr(plugin, "forge_edit_grads", None) is not None for plugin in trainer.stack)
         with no_trace(trainer.env.device):
-            try:
-                self.floor = floor(patient, self.batch)
-            except Exception:  # a step that does not run on free predictions
-                self.floor = None
+            with suppress(Exception):  # a step that does not run on free answers
+                self.floor, self.chance = levels(patient, self.batch)
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
@@ -342,24 +324,6 @@ class TrialLook(Plugin):
         """The rate at which an update moves matrices by a usual share of their size, where that is far from here."""
         factor = USUAL / self.moved if self.moved > 0 else 1.0
         return [Variation(f"{factor:.1g} times the learning rate", rate=factor)] if not 0.03 < factor < 30 else []
-
-    def exchange(self, trained: TaskModule) -> tuple[Exchange | None, float]:
-        """The exchange of rows that raises the loss of the trained task most, and by how much."""
-        trained.trainer = self.trainer
-        trained.train()
-
-        def loss(batch: Any) -> float:
-            reseed(SEED)
-            copied = copy.deepcopy(batch)
-            steps = [() if name is None else (name,) for name in self.names]
-            return sum(float(loss_of(trained.training_step(copied, *step)).detach()) for step in steps)  # pyright: ignore[reportCallIssue]
-
-        try:
-            return most_telling(trained, self.batch, loss)
-        except Exception:  # a step that runs in a fit alone
-            return None, 0.0
-        finally:
-            trained.trainer = None
 
     def descends(self, task: TaskModule) -> bool:
         """Whether the loss changes along its gradient as the gradient says.
@@ -407,16 +371,19 @@ def _as_planned(weight: Tensor, slope: Tensor, loss: Callable[[], Tensor], here:
     return planned < max(1e-4 * abs(here), 4 * bend) or abs(came / planned - 1) < AWRY
 
 
-def floor(patient: Patient, batch: Any) -> float | None:
-    """The lowest loss of any answers; None where they cannot be chosen freely, or nothing bounds the loss."""
+def levels(patient: Patient, batch: Any) -> tuple[float | None, float | None]:
+    """The lowest loss of any answers, and of one answer for all samples; None where they cannot be chosen freely, or
+    nothing bounds the loss."""
     held = answers(patient, batch) if len(patient.names) == 1 else None
     if held is None:
-        return None
+        return None, None
     lowest, best = held.best()
-    with torch.no_grad():  # an end that lies far away is looked up on the way there
-        ahead = [[x + far * (x - y) for x, y in zip(best, held.values, strict=True)] for far in (1, 3, 10)]
-        lowest = min(lowest, *(float(held.loss_at(values)) for values in ahead))
-    return lowest if lowest >= 0 and math.isfinite(lowest) else None  # a likelihood has none
+    ahead = [[x + far * (x - y) for x, y in zip(best, held.values, strict=True)] for far in (1, 3, 10)]
+    lowest = min(lowest, *map(held.value_at, ahead))  # an end that lies far away is looked up on the way there
+    if not 0 <= lowest < math.inf:  # a likelihood has none
+        return None, None
+    constant = held.best(constant=True)[0]
+    return lowest, constant if math.isfinite(constant) and any(x.ndim and len(x) > 1 for x in held.values) else None
 
 
 def reached(losses: list[float]) -> float:

@@ -71,8 +71,6 @@ class Patient:
     "Seconds that each update waited for its batch, and that it took."
     memory: list[int] = field(default_factory=list)
     "Bytes of the accelerator in use after each update."
-    overfitted: list[float] = field(default_factory=list)
-    "Losses of updates on one batch."
     plugins: list[Any] = field(default_factory=list)
     "Of the planned run, those included that the examination leaves out."
     hooks: dict[str, list[Any]] = field(default_factory=dict)
@@ -85,14 +83,8 @@ class Patient:
     "Which way metrics go as answers get better, by experiment: max or min."
     track: Any = None
     "The weights before and after the last updates."
-    floor: float | None = None
-    "The lowest loss that any answers reach, of the first batch."
-    chance: float | None = None
-    "The lowest loss of one answer for all samples."
-    short: list[dict[str, float]] = field(default_factory=list)
-    "What the steps of a short fit returned."
-    supervised: dict[int, Any] = field(default_factory=dict)
-    "The prediction and the target of a batch, where there is one of each, by the batch's id."
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    "What the last layers answer to a batch, by the batch's id and the number of updates."
 
     @property
     def shrinks(self) -> bool:
@@ -132,6 +124,15 @@ class Patient:
         """The loaders of train and of val, the first of several."""
         val = next(iter(self.val.values()), None) if isinstance(self.val, Mapping) else self.val
         return {"train": self.train, "val": val}
+
+    @property
+    def stages(self) -> list[tuple[str, list[Any]]]:
+        """The batches of train, and those of val where the task validates."""
+        return [("train", self.batches), *([("val", self.val_batches)] if self.can_validate else [])]
+
+    def place(self, stage: str = "train") -> str:
+        """The name of the step of a stage."""
+        return f"{type(self.task).__name__}.{'training' if stage == 'train' else 'validation'}_step"
 
     @property
     def device(self) -> torch.device:

@@ -18,8 +18,8 @@ logger = logging.getLogger("forge")
 FAR = 10
 """How many times the longest wait so far counts as far more."""
 CURE = (
-    "Look at the last line of yours: a loop without an end, a lock or queue that nobody serves, a file or host that does "
-    "not answer. Ctrl-C ends the run."
+    "Look at the last line of yours: a loop without an end, a lock or queue that nobody serves, a file or host that "
+    "does not answer. Ctrl-C ends the run."
 )
 
 

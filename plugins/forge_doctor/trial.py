@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.optim.optimizers import Optimizers
 from forge.rng import reseed
 from forge.snapshot.left_out import SCHEDULE, is_left_out
-from forge_doctor.exchange import Exchange
 from forge_doctor.patient import SEED, loss_of, with_rows
 
 
@@ -95,14 +93,14 @@ class KeepsLosses(Plugin):
 class Again:
     """A batch that is served again and again, each time as a copy: a step may change it in place."""
 
-    def __init__(self, batch: Any, times: int, change: Callable[[Any], Any] = lambda batch: batch):
-        self.batch, self.times, self.change = batch, times, change
+    def __init__(self, batch: Any, times: int):
+        self.batch, self.times = batch, times
 
     def __len__(self) -> int:
         return self.times
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.change(copy.deepcopy(self.batch)) for _ in range(self.times))
+        return (copy.deepcopy(self.batch) for _ in range(self.times))
 
 
 @dataclass
@@ -121,18 +119,13 @@ class Trial:
         updates: int,
         change: Variation | None = None,
         is_over: Callable[[list[float]], bool] = lambda losses: False,
-        exchange: Exchange | None = None,
     ) -> list[float]:
         """Train a task on the batch, and return the loss of each update."""
         change = change or Variation()
         size, batch = batch_size(self.batch), self.batch
         if change.samples is not None and size is not None:
             batch = with_rows(batch, size, lambda x: x[: change.samples])
-        served = Again(batch, updates, exchange.of if exchange is not None else lambda batch: batch)
-        with ExitStack() as around:
-            if exchange is not None and size is not None:
-                around.enter_context(exchange.inside(task, size))
-            return fit(task, served, self.plugins, self.settings, updates, change, is_over, self.more)
+        return fit(task, Again(batch, updates), self.plugins, self.settings, updates, change, is_over, self.more)
 
 
 def fit(

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-import forge
 from forge_doctor.probes import aliases, data, graph, losses
 from tests.support.patients import Healthy, found, loader, numbers, said
 
@@ -35,103 +33,6 @@ class Tied(Healthy):
 class TiedByData(Tied):
     def tie(self) -> None:
         self.net[2].get_parameter("weight").data = self.net[0].get_parameter("weight").data
-
-
-class Counts(Healthy):
-    log_input = True
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        rate = F.softplus(self.net(x)[:, 0])
-        return F.poisson_nll_loss(rate, y.float(), log_input=self.log_input)
-
-
-class CountsRightly(Counts):
-    log_input = False
-
-
-class Spells(Healthy):
-    blank = 0
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        scores = self.net(x).log_softmax(-1)[None].expand(6, -1, -1)
-        lengths = torch.full((len(x),), 6)
-        return F.ctc_loss(scores, y[:, None] % 3, lengths, torch.ones(len(x), dtype=torch.long), blank=self.blank)
-
-
-class SpellsRightly(Spells):
-    blank = 3
-
-
-class Fills(forge.TaskModule):
-    """Fills in hidden tokens; `counted` says which positions count."""
-
-    hidden_count = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
-
-    def training_step(self, batch: Any) -> Any:
-        (ids,) = batch
-        hidden = torch.rand(ids.shape) < 0.3
-        labels = ids.masked_fill(hidden != self.hidden_count, -100)
-        return F.cross_entropy(self.net(ids.masked_fill(hidden, 0)).flatten(0, 1), labels.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
-
-
-class FillsNothing(Fills):
-    hidden_count = False
-
-    def training_step(self, batch: Any) -> Any:
-        (ids,) = batch
-        labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
-        return F.cross_entropy(self.net(ids).flatten(0, 1), labels.flatten())
-
-
-class FillsFromTheBatch(Fills):
-    def training_step(self, batch: Any) -> Any:
-        shown, labels = batch
-        return F.cross_entropy(self.net(shown).flatten(0, 1), labels.flatten())
-
-
-class OwnLoss(nn.Module):
-    """Computes its own loss from labels that it is given, as models of transformers do."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = net
-
-    def forward(self, shown: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(shown).flatten(0, 1), labels.clone().flatten())
-
-
-class FillsByItself(Fills):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = OwnLoss(self.net)
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(*batch)
-
-
-def tokens() -> Tensor:
-    return torch.randint(1, 12, (64, 10), generator=torch.Generator().manual_seed(0))
-
-
-def test_labels_that_are_the_inputs() -> None:
-    ids = tokens()
-    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
-    shown = ids.masked_fill(hidden, 0)
-    right, wrong = ids.masked_fill(~hidden, -100), ids.masked_fill(hidden, -100)
-    assert "label_in_features" in found(FillsFromTheBatch(), losses.copied_labels, data=(loader(shown, wrong), None))
-    assert found(FillsFromTheBatch(), losses.copied_labels, data=(loader(shown, right), None)) == {}
-    assert "label_in_features" in found(FillsNothing(), losses.copied_labels, data=(loader(ids), None))
-    assert found(FillsByItself(), losses.copied_labels, data=(loader(shown, right), None)) == {}
-    assert "label_in_features" in found(FillsByItself(), losses.copied_labels, data=(loader(shown, wrong), None))
 
 
 class Scales(Healthy):

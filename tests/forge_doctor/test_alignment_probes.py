@@ -183,16 +183,6 @@ class TagsPadding(Tagger):
     real = staticmethod(torch.ge)
 
 
-def test_an_inverted_mask() -> None:
-    x, y = torch.randn(64, 6, 8), torch.randint(4, (64, 6), generator=torch.Generator().manual_seed(0))
-    lengths = 2 + torch.arange(64) % 4
-    prompts = loader(x, y, lengths)
-    rows = loader(x, y * (torch.arange(6) < lengths[:, None]), lengths)
-    assert "mask is inverted" in found(TagsPadding(), reading.leads, data=(rows, None))["loss_misaligned"].message
-    assert found(Tagger(), reading.leads, data=(rows, None)) == {}
-    assert found(TagsPadding(), reading.leads, data=(prompts, None)) == {}  # lengths of prompts, not to be trained
-
-
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -259,10 +249,6 @@ class Spread(Numbers):
         return (log_var + (y - mean).square() * torch.exp(self.sign * log_var)).mean()
 
 
-class WrongSpread(Spread):
-    sign = 1.0
-
-
 class TwoHeads(Spread):
     def forward(self, x: Tensor) -> Any:
         mean, spread = self.net(x).unbind(1)
@@ -270,34 +256,6 @@ class TwoHeads(Spread):
 
     def loss(self, scores: Any, y: Tensor) -> Tensor:
         return -torch.distributions.Normal(*scores).log_prob(y).mean()
-
-
-def test_a_spread_with_the_wrong_sign() -> None:
-    assert "loss_misaligned" in found(WrongSpread(), reading.spread, data=real_numbers())
-    assert found(Spread(), reading.spread, data=real_numbers()) == {}
-    assert found(TwoHeads(), reading.spread, data=real_numbers()) == {}
-
-
-class Pinball(Numbers):
-    outputs = 3
-    sign = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quantiles = (0.1, 0.5, 0.9)
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        q, error = torch.tensor(self.quantiles), self.sign * (y[:, None] - scores)
-        return torch.maximum(q * error, (q - 1) * error).mean()
-
-
-class Exchanged(Pinball):
-    sign = -1.0
-
-
-def test_quantiles_with_sides_exchanged() -> None:
-    assert "sides" in found(Exchanged(), reading.quantiles, data=real_numbers())["loss_misaligned"].message
-    assert found(Pinball(), reading.quantiles, data=real_numbers()) == {}
 
 
 class LikelihoodAsLoss(TwoHeads):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -45,23 +43,3 @@ def test_one_module_several_times() -> None:
     act = nn.ReLU()
     assert "repeated_module" in found(Deep([nn.Linear(8, 8)] * 3), gradients.repeated)
     assert found(Deep([nn.Linear(8, 8), act, nn.Linear(8, 8), act]), gradients.repeated) == {}
-
-
-class By(Healthy):
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self)
-
-
-def groups(task: Healthy, matrices: float, others: float) -> torch.optim.Optimizer:
-    split = [[p for p in task.parameters() if (p.ndim > 1) is wide] for wide in (True, False)]
-    decays = (matrices, others)
-    return torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(split, decays, strict=True)])
-
-
-def test_decay_of_biases_alone() -> None:
-    assert "weight_decay" in found(By(lambda task: groups(task, 0.0, 0.1)), gradients.decay)
-    assert found(By(lambda task: groups(task, 0.1, 0.0)), gradients.decay) == {}

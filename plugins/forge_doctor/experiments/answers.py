@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.torch_internals import pytree
-from forge_doctor.patient import Patient, like, loss_of, tensors
-from forge_doctor.probes.graph import nodes
+from forge_doctor.patient import Patient, like, loss_of
 
 Place = tuple[str, int, int]
 """A module's path, the number of its call, and the number of the tensor among its output."""
@@ -76,6 +75,8 @@ class Answers:
     loss: float
     used: set[tuple[str, int]] = field(default_factory=set)
     "The answers that the last step asked for."
+    found: dict[bool, tuple[float, list[Tensor]]] = field(default_factory=dict)
+    "The best answers, and the best one answer for all samples."
 
     @property
     def values(self) -> list[Tensor]:
@@ -116,8 +117,13 @@ class Answers:
         found = torch.autograd.grad(self.loss_at(free, batch), free, allow_unused=True)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(free, found, strict=True)]
 
-    def best(self, batch: Any = None, constant: bool = False, steps: int = STEPS) -> tuple[float, list[Tensor]]:
+    def best(self, constant: bool = False) -> tuple[float, list[Tensor]]:
         """Minimise the loss over the answers, or over one answer that all samples get; the lowest loss, and where."""
+        if constant not in self.found:
+            self.found[constant] = self._minimised(constant)
+        return self.found[constant]
+
+    def _minimised(self, constant: bool) -> tuple[float, list[Tensor]]:
         spread = [max(float(x.float().std()) if x.numel() > 1 else 0.0, 0.3) for x in self.values]
         start = [x.detach().clone() for x in self.values]
         if constant:
@@ -127,12 +133,12 @@ class Answers:
         adam = torch.optim.Adam([{"params": [u], "lr": 0.3 * s} for u, s in zip(us, spread, strict=True)])
         origin = [x.detach().clone() for x in whole()]
         lowest, found = float("inf"), origin
-        for number in range(steps):
-            if number == 2 * steps // 3:
+        for number in range(STEPS):
+            if number == 2 * STEPS // 3:
                 for group in adam.param_groups:
                     group["lr"] *= 0.1
             adam.zero_grad()
-            loss = self.loss_at(whole(), batch)
+            loss = self.loss_at(whole())
             value = float(loss.detach())
             if value != value:
                 break
@@ -140,20 +146,17 @@ class Answers:
                 lowest, found = value, [x.detach().clone() for x in whole()]
             loss.backward()
             adam.step()
-        return self._farther(lowest, origin, found, batch)
-
-    def _farther(
-        self, lowest: float, origin: list[Tensor], found: list[Tensor], batch: Any
-    ) -> tuple[float, list[Tensor]]:
-        """Go on in the same direction while the loss falls: the minimum of a logarithm is far away."""
-        for _ in range(FARTHER):
+        for _ in range(FARTHER):  # in the same direction, while the loss falls: the minimum of a logarithm is far away
             given = [2 * x - y for x, y in zip(found, origin, strict=True)]
-            with torch.no_grad():
-                value = float(self.loss_at(given, batch))
+            value = self.value_at(given)
             if not value < lowest:
                 break
             lowest, found = value, given
         return lowest, found
+
+    def value_at(self, values: list[Tensor]) -> float:
+        with torch.no_grad():
+            return float(self.loss_at(values))
 
 
 @contextmanager
@@ -171,6 +174,14 @@ def _idle(task: nn.Module) -> Iterator[None]:
     finally:
         for module in idle:
             del module.forward
+
+
+def held_of(patient: Patient, batch: Any) -> Answers | None:
+    """The answers to a batch of the patient's own, of a task with one optimizer, found once."""
+    key = (id(batch), patient.updates)
+    if key not in patient.held:
+        patient.held[key] = answers(patient, batch) if len(patient.names) == 1 else None
+    return patient.held[key]
 
 
 def answers(patient: Patient, batch: Any, name: str | None = None) -> Answers | None:
@@ -224,21 +235,3 @@ def _frontier(loss: Tensor, made: set[Any]) -> list[Any]:
         else:
             todo.extend(child for child, _ in node.next_functions)
     return found
-
-
-def chain(loss: Tensor, stop: set[Any]) -> list[str]:
-    """The operations between answers and a loss, from the answers on, each once."""
-    names: dict[str, None] = {}
-    for node in nodes(loss):
-        if node not in stop:
-            names[type(node).__name__.rstrip("0123456789").removesuffix("Backward")] = None
-    return list(names)[::-1]
-
-
-def rows_of(x: Tensor, size: int | None) -> bool:
-    return bool(x.ndim) and len(x) == size
-
-
-def leaves_with_rows(batch: Any, size: int | None) -> dict[int, Tensor]:
-    """The tensors of a batch with a sample in each row, by place."""
-    return {place: x for place, x in enumerate(tensors(batch)) if rows_of(x, size)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -10,8 +11,18 @@ import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge_doctor.experiments.answers import answers
-from forge_doctor.experiments.intervene import Calls, calls_of, draws, exchanged, named, parts, with_rows_changed
+from forge_doctor.experiments.answers import answers, held_of
+from forge_doctor.experiments.intervene import (
+    Calls,
+    apart,
+    calls_of,
+    draws,
+    exchanged,
+    named,
+    numbers,
+    parts,
+    with_rows_changed,
+)
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, are_samples
 
@@ -22,10 +33,9 @@ MOST_STEPS = 512
 
 def samples(patient: Patient) -> Iterator[Finding]:
     """Change one half of a batch: what layers give for the other half must stay, in evaluation mode."""
-    given = [("train", patient.batches[0]), *([("val", patient.val_batches[0])] if patient.can_validate else [])]
-    for stage, batch in given[::-1]:
+    for stage, batches in patient.stages[::-1]:
         with suppress(Exception):
-            found = list(_mixed(patient, stage, batch))
+            found = list(_mixed(patient, stage, batches[0]))
             yield from found
             if found:
                 return
@@ -122,33 +132,29 @@ def _views(x: Tensor, size: int) -> list[Tensor]:
 
 def answers_seen(patient: Patient) -> Iterator[Finding]:
     """Change what an answer is compared with: where it is another position of the input, the answer must stay."""
-    for batch in patient.batches[:1]:
-        size = batch_size(batch)
-        held = answers(patient, batch) if size is not None and len(patient.names) == 1 else None
-        if held is None or size is None:
-            return
-        base = held.slopes()
-        for path, x in parts(batch).items():
-            if x.ndim < 2 or len(x) != size or not 4 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
-                continue
-            steps = x.shape[1]
-            for t in (steps // 2, steps // 2 + 1):
-                change = exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))
-                with suppress(Exception):
-                    asked = _moved(base, held.slopes(batch=change), size, steps)
-                    if not asked or t in asked or len(asked) > 3:
-                        continue
-                    now = answers(patient, change)
-                    seen = _moved(held.values, now.values, size, steps) if now is not None else set()
-                    if asked <= seen:
-                        yield Finding(
-                            "sees_the_future",
-                            f"Step {t} of {named(path, patient)} is what the answer at step {min(asked)} is compared "
-                            "with, and that answer changes with it: the model sees what it is to predict.",
-                            held.paths[-1],
-                            {"step": t, "answer": min(asked)},
-                        )
-                        return
+    batch = patient.batches[0]
+    size, held = batch_size(batch), held_of(patient, batch)
+    if held is None or size is None:
+        return
+    base = held.slopes()
+    for path, x in parts(batch).items():
+        if x.ndim < 2 or len(x) != size or not 4 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
+            continue
+        steps = x.shape[1]
+        for t in (steps // 2, steps // 2 + 1):
+            change = exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))
+            with suppress(Exception):
+                asked = _moved(base, held.slopes(batch=change), size, steps)
+                if not asked or t in asked or len(asked) > 3:
+                    continue
+                now = answers(patient, change)
+                if now is not None and asked <= _moved(held.values, now.values, size, steps):
+                    text = (
+                        f"Step {t} of {named(path, patient)} is what the answer at step {min(asked)} is compared with, "
+                        "and that answer changes with it: the model sees what it is to predict."
+                    )
+                    yield Finding("sees_the_future", text, held.paths[-1], {"step": t, "answer": min(asked)})
+                    return
 
 
 def _rolled_at(x: Tensor, t: int) -> Tensor:
@@ -186,21 +192,16 @@ def _in_steps(x: Tensor, size: int, steps: int) -> Tensor | None:
 
 
 def state(patient: Patient) -> Iterator[Finding]:
-    """Run another batch first: the loss of a batch must not depend on it while the weights stay."""
-    if len(patient.batches) < 2 or len(patient.names) > 1:
-        return
-    losses: list[float] = []
-    for first in (None, patient.batches[1]):
-        task = patient.clone().eval()
-        with torch.no_grad():
-            if first is not None:
-                patient.run(task, first)
-            losses.append(float(patient.loss(task, patient.batches[0])))
-    if abs(losses[0] - losses[1]) > 1e-5 * max(abs(losses[0]), 1e-6):
-        yield Finding(
-            "state_between_batches",
-            f"The loss of a batch is {losses[0]:.6g}, and {losses[1]:.6g} after a step on another batch, with the same "
-            "weights: something is carried over from batch to batch.",
-            f"{type(patient.task).__name__}.training_step",
-            {"alone": losses[0], "after another": losses[1]},
-        )
+    """Run another batch before one: what a step says of it must not depend on that, while the weights stay."""
+    for stage, batches in patient.stages:
+        task, said = patient.clone().eval(), []
+        with torch.no_grad(), suppress(Exception):
+            for batch in (*batches[:2], batches[0]):
+                said.append(numbers(patient.run(task, batch, stage)))
+        name = next((n for n in said[0] if apart(said[0][n], said[-1].get(n, math.nan)) > 1e-4), "") if said else ""
+        if name and len(said) == 3 and (stage == "val" or len(patient.names) == 1):
+            text = (
+                f"{name} of a batch of {stage} is {said[0][name]:.6g}, and {said[-1][name]:.6g} after another batch, "
+                "with the same weights: something is carried over."
+            )
+            yield Finding("state_between_batches", text, patient.place(stage), {"of": [s[name] for s in said[::2]]})

@@ -31,7 +31,7 @@ from forge_doctor.experiments.intervene import (
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
-from forge_doctor.probes.graph import trained
+from forge_doctor.probes.graph import own_functions, trained
 from forge_doctor.watch import where
 
 MOST_GROUPS = 24
@@ -125,8 +125,6 @@ def _cuts(watch: CutWatch) -> str:
 
 
 def _has_own_functions(patient: Patient) -> bool:
-    from forge_doctor.probes.graph import own_functions
-
     return any(True for output in patient.again(patient.clone()) for _ in own_functions(output))
 
 
@@ -154,8 +152,7 @@ def _grouped(task: nn.Module, known: set[str]) -> list[WeightGroup]:
 
 def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[WeightGroup], CutWatch] | None:
     """The slope of the loss along a few directions of each group, beside the gradient, in float64 where that works."""
-    if len(patient.names) > 1:
-        known = _of_optimizer(patient, name)
+    known = trained(patient, name) if len(patient.names) > 1 else known
     for double in (True, False):
         with suppress(Exception):
             if double:
@@ -165,11 +162,6 @@ def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[W
                     )
             return _measured(patient, patient.clone(), patient.batches[0], name, known, 1e-3)
     return None
-
-
-def _of_optimizer(patient: Patient, name: str | None) -> set[str]:
-    mine = {id(p): path for path, p in patient.trainer.task.named_parameters()}
-    return {mine[id(p)] for p in patient.trainer.optimizers.parameters(name) if id(p) in mine}
 
 
 def _measured(
@@ -252,9 +244,8 @@ def _move(weights: list[nn.Parameter], way: list[Tensor], length: float) -> None
 
 def inputs(patient: Patient) -> Iterator[Finding]:
     """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
-    for stage, batch in _stages(patient):
-        size = batch_size(batch)
-        if size is None or size < 4:
+    for stage, (batch, *_) in patient.stages:
+        if (batch_size(batch) or 0) < 4:
             continue
         whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) >= 4 and _varies(x)}
         base = says(patient, batch, stage)
@@ -267,12 +258,11 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                 if not _same(base, rolled):
                     continue
                 if path not in matter:
-                    yield Finding(
-                        "tensor_ignored",
+                    text = (
                         f"{named(path, patient)} ({_kind(x)}) changes nothing in {stage}: each sample may have that of "
-                        "another, and every number that the step returns stays.",
-                        f"{type(patient.task).__name__}.{'training' if stage == 'train' else 'validation'}_step",
+                        "another, and every number that the step returns stays."
                     )
+                    yield Finding("tensor_ignored", text, patient.place(stage))
                 elif "loss" in base and len(matter) > 1 and are_samples(batch) and _is_plain(base, other[path]):
                     unpaired.append(
                         Finding(
@@ -281,7 +271,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                             f"({_kind(x)}) is exchanged between samples, and another when all samples get one value: "
                             "the loss does not see which of them belongs to which sample. It compares each with each, "
                             "or pairs the wrong rows.",
-                            f"{type(patient.task).__name__}.training_step",
+                            patient.place(),
                             {"loss": base["loss"], "exchanged": rolled["loss"], "all alike": other[path]["loss"]},
                             level="error" if _is_target(patient, batch, x) else "note",  # others may need no pairs
                         )
@@ -310,23 +300,18 @@ def unread(patient: Patient) -> Iterator[Finding]:
     batch = patient.batches[0]
     size = batch_size(batch)
     rows = [x for x in parts(batch).values() if x.ndim and len(x) == size]
-    held = answers(patient, batch) if size is not None and size >= 4 and any(map(_varies, rows)) else None
-    other = answers(patient, with_rows_changed(batch, size, _alike)) if held is not None and size is not None else None
+    if size is None or size < 4 or not any(map(_varies, rows)):
+        return
+    held, other = answers(patient, batch), answers(patient, with_rows_changed(batch, size, _alike))
     if held is None or other is None:
         return
     pairs = list(zip(held.values, other.values, strict=False))
     if pairs and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
-        yield Finding(
-            "input_ignored",
-            f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the "
-            "model does not read them.",
-            held.paths[-1],
-            {"loss": held.loss},
+        text = (
+            f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the model "
+            "does not read them."
         )
-
-
-def _stages(patient: Patient) -> list[tuple[str, Any]]:
-    return [("train", patient.batches[0]), *([("val", patient.val_batches[0])] if patient.can_validate else [])]
+        yield Finding("input_ignored", text, held.paths[-1], {"loss": held.loss})
 
 
 def _alike(x: Tensor) -> Tensor:
@@ -348,7 +333,7 @@ def _same(a: dict[str, float], b: dict[str, float]) -> bool:
 
 def slices(patient: Patient) -> Iterator[Finding]:
     """Exchange single columns, channels or steps of the inputs between samples: some answer must change."""
-    stage, batch = _stages(patient)[-1]
+    stage, (batch, *_) = patient.stages[-1]
     size = batch_size(batch)
     if size is None or size < 4:
         return
@@ -399,35 +384,3 @@ def _matters(
     if not _same(said, now):
         return True
     return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(base, after.get(last, []), strict=False))
-
-
-def targets_in_validation(patient: Patient) -> Iterator[Finding]:
-    """Exchange what validation compares the answers with: the answers must stay."""
-    from forge_doctor.experiments.reading import target_of
-
-    if not patient.can_validate or len(patient.names) > 1:
-        return
-    batch = patient.val_batches[0]
-    held = answers(patient, batch)
-    if held is None:
-        return
-    slopes = held.slopes()
-    base = calls_of(patient, batch, "val")[0]
-    last = list(base)[-1] if base else None
-    seen = []
-    for path, x in parts(batch).items():
-        if last is None or not x.ndim or len(x) != batch_size(batch) or not _varies(x) or target_of(held) is x:
-            continue
-        other = exchanged(batch, x, lambda x: x.roll(1, 0))
-        compared = any(not torch.allclose(a, b) for a, b in zip(slopes, held.slopes(batch=other), strict=True))
-        after = calls_of(patient, other, "val")[0].get(last, [])
-        pairs = zip(base[last], after, strict=False)
-        if compared and any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs):
-            seen.append(named(path, patient))
-    if seen and last is not None and len(parts(batch)) > 1:
-        yield Finding(
-            "validation_sees_target",
-            f"In validation the answers of {last[0]} change with {' and with '.join(seen)}, which the loss compares "
-            "them with as well: what is to be predicted must not go in.",
-            f"{type(patient.task).__name__}.validation_step",
-        )

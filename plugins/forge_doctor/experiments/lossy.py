@@ -162,17 +162,12 @@ def reading(patient: Patient) -> Iterator[Finding]:
 
 def steps(patient: Patient) -> Iterator[Finding]:
     """What is lost in a training step and in a validation step."""
-    for stage, batch in (
-        ("train", patient.batches[0]),
-        ("val", patient.val_batches[0] if patient.can_validate else None),
-    ):
-        if batch is None:
-            continue
+    for stage, (batch, *_) in patient.stages:
         task = patient.clone() if stage == "train" else patient.clone().eval()
         with LossyWatch(batch_size(batch)) as watch:
             for name in patient.names if stage == "train" else [None]:
                 patient.run(task, batch, stage, name)
-        yield from _told(watch, f"{type(task).__name__}.{'training' if stage == 'train' else 'validation'}_step")
+        yield from _told(watch, patient.place(stage))
 
 
 LEVEL = {

@@ -106,23 +106,6 @@ def _moved_always(track: Track, names: list[str]) -> bool:
     return all(not torch.equal(a[names[0]], b[names[0]]) for a, b in pairs)
 
 
-def terms(patient: Patient) -> Iterator[Finding]:
-    """Terms that are added up to the loss, of very different sizes."""
-    sizes = [(abs(float(x.detach())), line) for x, line in patient.watched.terms]
-    sizes = [(size, line) for size, line in sizes if math.isfinite(size) and size > 0]
-    if len(sizes) < 2:
-        return
-    (low, place), (high, _) = min(sizes), max(sizes)
-    if high > 300 * low:
-        yield Finding(
-            "terms_unequal",
-            f"Of the terms that are added up to the loss one is {high:.3g} and another {low:.3g}: the smaller one "
-            "hardly counts, or is a mean where the other is a sum.",
-            place,
-            {"largest": high, "smallest": low},
-        )
-
-
 def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float) -> Iterator[Finding]:
     """After one batch was learnt: what validation says of the same batch, in evaluation mode."""
     if not patient.can_validate or not reached < 0.25 * start or start <= 0:
@@ -152,7 +135,7 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
                 f"Updates on one batch took its training loss from {start:.4g} to {reached:.4g}, but validation_step "
                 f"says {name} = {after[name]:.4g} of the same samples ({before[name]:.4g} before): validation "
                 "computes something else than what is trained.",
-                f"{type(patient.task).__name__}.validation_step",
+                patient.place("val"),
                 {"before": before[name], "after": after[name], "metric": name},
                 level="warning" if lost else "note",
             )

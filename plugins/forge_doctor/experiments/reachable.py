@@ -15,10 +15,11 @@ from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.answers import Answers, answers, chain
+from forge_doctor.experiments.answers import Answers, held_of
 from forge_doctor.experiments.intervene import apart, numbers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
+from forge_doctor.probes.graph import nodes
 from forge_doctor.watch import VIEWS
 
 HIGH = 0.4
@@ -29,28 +30,23 @@ FAR = 10.0
 
 def bounds(patient: Patient) -> Iterator[Finding]:
     """Minimise the loss over the answers themselves, and over one answer for all samples."""
-    if len(patient.names) > 1:
-        return
-    held = answers(patient, patient.batches[0])
-    size = batch_size(patient.batches[0])
+    held, size = held_of(patient, patient.batches[0]), batch_size(patient.batches[0])
     if held is None or size is None or size < 4:
         return
     floor, best = held.best()
     constant, _ = held.best(constant=True)
-    patient.floor, patient.chance = floor, min(constant, held.loss) if constant > held.loss else constant
     if not all(map(math.isfinite, (floor, constant))) or constant <= 0 or floor < -1e-3:
         return
     if floor > HIGH * constant and constant - floor > 0 and _is_bounded(held, best, floor):
         yield Finding(
             "loss_floor",
-            f"Whatever {_listed(held.paths)} gives, the loss stays above {floor:.3g}; one answer for all samples "
-            f"reaches {constant:.3g}. Between the answers and the loss stand {_ways(patient, held)}: they keep the "
+            f"Whatever {', '.join(held.paths[-2:])} gives, the loss stays above {floor:.3g}; one answer for all samples "
+            f"reaches {constant:.3g}. Between the answers and the loss stand {_ways(held)}: they keep the "
             "answers from where the loss is low.",
             held.paths[-1],
             {"lowest": floor, "constant": constant, "untrained": held.loss},
         )
-    with torch.no_grad():
-        nothing = float(held.loss_at([torch.zeros_like(x) for x in held.values]))
+    nothing = held.value_at([torch.zeros_like(x) for x in held.values])
     if held.loss > FAR * max(constant, nothing) + 10 and nothing > 1e-3:
         yield Finding(
             "initial_loss",
@@ -63,32 +59,22 @@ def bounds(patient: Patient) -> Iterator[Finding]:
 
 def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
     """Whether larger answers in the same direction are as good: the end is that of a range, not of the targets."""
-    with torch.no_grad():
-        farther = float(held.loss_at([x + (x - y) for x, y in zip(best, held.values, strict=True)]))
+    farther = held.value_at([x + (x - y) for x, y in zip(best, held.values, strict=True)])
     return abs(farther - floor) <= 0.02 * abs(floor)
 
 
-def _ways(patient: Patient, held: Answers) -> str:
+def _ways(held: Answers) -> str:
+    """The operations between answers and a loss, from the answers on, each once."""
     free = [x.detach().clone().requires_grad_() for x in held.values]
-    names = [
-        name
-        for name in chain(held.loss_at(free), set())
-        if name not in VIEWS and name != "torch::autograd::AccumulateGrad"
-    ]
-    return ", ".join(name for name in names[:6] if "Accumulate" not in name) or "nothing"
-
-
-def _listed(paths: list[str]) -> str:
-    return ", ".join(paths[-2:])
+    kinds = (type(node).__name__.rstrip("0123456789").removesuffix("Backward") for node in nodes(held.loss_at(free)))
+    names = [name for name in dict.fromkeys(kinds) if name not in VIEWS and "Accumulate" not in name]
+    return ", ".join(names[::-1][:6]) or "nothing"
 
 
 def metrics(patient: Patient) -> Iterator[Finding]:
     """Validate the best answers, and the best answers of other samples."""
-    if not patient.can_validate or len(patient.names) > 1:
-        return
-    batch = patient.val_batches[0]
-    size = batch_size(batch)
-    held = answers(patient, batch)
+    batch = patient.val_batches[0] if patient.can_validate else None
+    size, held = batch_size(batch), held_of(patient, batch) if batch is not None else None
     if held is None or size is None or size < 8 or any(len(x) != size for x in held.values if x.ndim):
         return
     floor, best = held.best()
@@ -99,8 +85,7 @@ def metrics(patient: Patient) -> Iterator[Finding]:
             said[what] = numbers(held.step(values, stage="val"))
     if {"best", "others", "untrained"} - said.keys() or held.used != {place[:2] for place in held.given}:
         return  # validation asks other layers
-    with torch.no_grad():
-        wrong = float(held.loss_at(others))
+    wrong = held.value_at(others)
     if not wrong > floor + 0.1 * abs(floor) + 1e-3 or floor > 0.3 * max(held.loss, 1e-9):
         return  # the loss does not tell right from wrong here
     for name, value in said["best"].items():
@@ -108,21 +93,10 @@ def metrics(patient: Patient) -> Iterator[Finding]:
             patient.directions[f"val/{name}"] = "max" if value > said["others"][name] else "min"
         if mode_of(name) is None or "loss" in name or name not in said["others"]:
             continue  # a part of the loss, or a number whose best is not known
-        other = said["others"][name]
-        if apart(value, other) < 1e-6 and apart(value, said["untrained"].get(name, value)) < 1e-6:
-            yield Finding(
-                "metric_blind",
-                f"{name} is {value:.4g} for the best answers, {other:.4g} for those of other samples, and "
-                f"{said['untrained'].get(name, value):.4g} for the untrained model: it does not see whether answers "
-                "are right.",
-                f"{type(patient.task).__name__}.validation_step",
-                {"best": value, "others": other},
+        other, untrained = said["others"][name], said["untrained"].get(name, value)
+        if apart(value, other) < 1e-6:
+            text = (
+                f"{name} is {value:.4g} for the best answers and for those of other samples ({untrained:.4g} for the "
+                "untrained model): it does not see which answers are right."
             )
-        elif apart(value, other) < 1e-6:
-            yield Finding(
-                "metric_blind",
-                f"{name} is {value:.4g} for the best answers and for those of other samples: it does not see which "
-                "sample an answer belongs to.",
-                f"{type(patient.task).__name__}.validation_step",
-                {"best": value, "others": other},
-            )
+            yield Finding("metric_blind", text, patient.place("val"), {"best": value, "others": other})

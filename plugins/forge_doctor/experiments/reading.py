@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge_doctor.experiments.answers import Answers, answers
+from forge_doctor.experiments.answers import Answers, answers, held_of
 from forge_doctor.experiments.intervene import exchanged, numbers, parts
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
@@ -25,7 +25,7 @@ BETTER = {*WHOLE, "f1", "iou", "miou", "dice", "auc", "auroc", "precision", "rec
 WORSE = {"error", "mae", "mse", "rmse", "mape", "wer", "cer"}
 """Names of metrics whose best value is 0."""
 NOT_PLAIN = {"macro", "balanced", "class", "mean", "weighted", "adversarial", "robust", "top5", "top3", "k"}
-GROWS = (10.0, 100.0, 1000.0)
+GROWS = (1.0, 10.0, 100.0, 1000.0)
 """By how much answers are enlarged, to see whether the loss falls without end."""
 
 
@@ -85,16 +85,12 @@ def _marks(x: Tensor, y: Tensor) -> bool:
 
 
 def read(patient: Patient, batch: Any) -> Reading | None:
-    """The answers to a batch, where they are a prediction of one target; computed once."""
-    if id(batch) not in patient.supervised:
-        with suppress(Exception):
-            patient.supervised[id(batch)] = _read(patient, batch)
-    return patient.supervised.get(id(batch))
+    """The answers to a batch, where they are a prediction of one target."""
+    with suppress(Exception):
+        return _read(held_of(patient, batch)) if (batch_size(batch) or 0) >= 4 else None
 
 
-def _read(patient: Patient, batch: Any) -> Reading | None:
-    size = batch_size(batch)
-    held = answers(patient, batch) if size is not None and size >= 4 and len(patient.names) == 1 else None
+def _read(held: Answers | None) -> Reading | None:
     y = target_of(held) if held is not None else None
     if held is None or y is None or not _is_by_sample(held, y):
         return None
@@ -137,47 +133,14 @@ def _class_dimensions(x: Tensor, y: Tensor) -> list[int]:
 def leads(patient: Patient) -> Iterator[Finding]:
     """Minimise the loss over the answers: they must come to the target."""
     found = read(patient, patient.batches[0])
-    said = None
-    if found is not None:
-        best = found.held.best()[1][found.leaf]
-        judge = {"classes": _classes, "sides": _sides, "numbers": _numbers}[found.kind]
-        said = _untrained(found) or judge(found, best)
+    if found is None or found.kind == "numbers":  # of which `errors` says it
+        return
+    said = (_classes if found.kind == "classes" else _sides)(found, found.held.best()[1][found.leaf])
     if said is not None:
-        yield Finding("loss_misaligned", said[0], f"{type(patient.task).__name__}.training_step", said[1])
+        yield Finding("loss_misaligned", said[0], patient.place(), said[1])
 
 
 Said = tuple[str, dict[str, Any]] | None
-
-
-def _untrained(read: Reading) -> Said:
-    """Real positions without any gradient, where padded ones have one."""
-    real = next((mark for x in parts(read.held.batch).values() if (mark := _real(x, read.target)) is not None), None)
-    size = read.held.slopes()[read.leaf].abs()
-    if real is None or size.ndim < 2:
-        return None
-    size = size.movedim(1, -1) if size.ndim == 3 and read.classes == 1 else size
-    if size.shape[:2] != real.shape or len(read.target[~real].unique()) > 1:
-        return None
-    size = size.flatten(2).sum(-1) if size.ndim > 2 else size
-    if float(size[real].max()) > 0 or not float(size[~real].mean()) > 0:
-        return None
-    share = float(real.float().mean())
-    text = (
-        f"The loss does not depend on the answers at real positions ({share:.0%} of all), but on those at padded "
-        "ones: the mask is inverted."
-    )
-    return text, {"real": share}
-
-
-def _real(x: Tensor, target: Tensor) -> Tensor | None:
-    """What a tensor of lengths, or a mask that begins with one value and ends with the other, says about padding."""
-    if target.ndim < 2 or x is target or len(x) != len(target) or not _marks(x, target):
-        return None
-    if x.ndim == 1:
-        return torch.arange(target.shape[1], device=x.device) < x.unsqueeze(1)
-    same = x == x[:1, :1]
-    begins = bool(same[:, 0].all()) and bool((same.long().diff(dim=1) <= 0).all()) and not bool(same.all())
-    return same if begins else None
 
 
 def _classes(read: Reading, x: Tensor) -> Said:
@@ -238,27 +201,9 @@ def _one_sided(read: Reading, best: Tensor, y: Tensor) -> Said:
     return text, {"share": share}
 
 
-def _numbers(read: Reading, x: Tensor) -> Said:
-    y = read.target.flatten().double()
-    if min(float((y < 0).double().mean()), float((y > 0).double().mean())) < 0.2 or len(y) < 8:
-        return None  # times, rates and counts have answers of other scales
-    moved = x.flatten().double() - read.raw.flatten().double()
-    if float(moved.std()) < 1e-6:
-        return None
-    wanted = y - read.raw.flatten().double()
-    together = float(torch.corrcoef(torch.stack([moved, wanted]))[0, 1])
-    if together > -0.6:
-        return None
-    text = (
-        "Minimising the loss over the answers themselves takes them away from the targets (correlation "
-        f"{together:.2f}): the loss rewards wrong answers."
-    )
-    return text, {"correlation": together}
-
-
 def errors(patient: Patient) -> Iterator[Finding]:
     """Put an answer beside the target, one deviation away and three: the loss must rise, in one way of reading it."""
-    found = answers(patient, patient.batches[0]) if len(patient.names) == 1 else None
+    found = held_of(patient, patient.batches[0])
     y = target_of(found) if found is not None else None
     if found is None or y is None or not y.is_floating_point() or y.numel() < 8:
         return
@@ -269,67 +214,16 @@ def errors(patient: Patient) -> Iterator[Finding]:
     for leaf, x in enumerate(found.values):
         for column in _columns(x, y):
             given = [_with(x, column, y + far * y.std() * sign) for far in (0.0, 1.0, 3.0)]
-            with torch.no_grad(), suppress(ValueError):
-                rows.append([float(found.loss_at([*found.values[:leaf], z, *found.values[leaf + 1 :]])) for z in given])
+            with suppress(ValueError):
+                rows.append([found.value_at([*found.values[:leaf], z, *found.values[leaf + 1 :]]) for z in given])
     rises = [row for row in rows if row[0] < row[1] < row[2]]
     falls = [row for row in rows if row[0] > row[1] > row[2]]
     if falls and not rises:
-        row = falls[0]
-        yield Finding(
-            "loss_misaligned",
-            f"The loss is {row[0]:.4g} where the answers are the targets, {row[1]:.4g} where they are one deviation "
-            f"away, and {row[2]:.4g} at three: it rewards errors.",
-            f"{type(patient.task).__name__}.training_step",
-            {"losses": row},
+        text = (
+            "The loss is {:.4g} where the answers are the targets, {:.4g} where they are one deviation away, and {:.4g} "
+            "at three: it rewards errors."
         )
-
-
-def spread(patient: Patient) -> Iterator[Finding]:
-    """Hold the errors of a mean: the number beside it must have a best value, which depends on them."""
-    found = answers(patient, patient.batches[0]) if len(patient.names) == 1 else None
-    y = target_of(found) if found is not None else None
-    if found is None or y is None or not y.is_floating_point() or y.numel() < 8:
-        return
-    sign = torch.where(torch.arange(y.numel(), device=y.device).reshape(y.shape) % 2 == 0, 1.0, -1.0).to(y)
-    for mean, other, second in _pairs(found, y):
-
-        def loss(far: float, value: Tensor, mean: Any = mean, other: Any = other) -> float:
-            values = list(found.values)
-            for (leaf, column), given in ((mean, y + far * y.std() * sign), (other, value)):
-                values[leaf] = _with(values[leaf], column, given)
-            return _at(found, values)
-
-        with suppress(ValueError):  # a deviation that is not positive
-            if not loss(0, second) < loss(1, second) < loss(3, second):
-                continue
-            middle, positive = second.median(), bool((second > 0).all())
-            grid = [middle * 2.0**p if positive else middle + p for p in range(-8, 9)]
-            rows = torch.tensor([[loss(far, torch.ones_like(y) * value) for value in grid] for far in (0.3, 1.0, 3.0)])
-            falls = [bool((row.diff() < 0).all()) - bool((row.diff() > 0).all()) for row in rows]
-            gains = (rows[:, 0] - rows[:, -1]).abs()
-            if (
-                bool(rows.isfinite().all())
-                and abs(sum(falls)) == 3
-                and float(gains.max() - gains.min()) > 0.01 * float(gains.max())
-            ):
-                yield Finding(
-                    "loss_misaligned",
-                    "The loss falls for ever as the second output, which weighs the errors, gets "
-                    f"{'high' if falls[0] > 0 else 'low'}er, "
-                    "whether errors are 0.3 or 3 deviations of the target: no value of it is best.",
-                    f"{type(patient.task).__name__}.training_step",
-                    {"losses": rows[:, [0, -1]].tolist()},
-                )
-                return
-
-
-def _pairs(held: Answers, y: Tensor) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Ways to read the answers as a mean and another number of the target's shape: both places, and that number."""
-    places = [(leaf, column) for leaf, x in enumerate(held.values) for column in _columns(x, y)]
-    if len(places) == 2:
-        for mean, other in (places, places[::-1]):
-            x = held.values[other[0]]
-            yield mean, other, (x if other[1] is None else x[..., other[1]]).reshape(y.shape)
+        yield Finding("loss_misaligned", text.format(*falls[0]), patient.place(), {"losses": falls[0]})
 
 
 def _columns(x: Tensor, y: Tensor) -> Sequence[int | None]:
@@ -350,45 +244,31 @@ def _with(x: Tensor, column: int | None, value: Tensor) -> Tensor:
 
 def endless(patient: Patient) -> Iterator[Finding]:
     """Enlarge answers, or weights: the loss must not fall ever faster."""
-    if len(patient.names) > 1:
-        return
-    held = answers(patient, patient.batches[0])
+    held = held_of(patient, patient.batches[0])
     if held is None:
         return
     for i in range(len(held.values)):
-        falls = [_at(held, [y * s if i == j else y for j, y in enumerate(held.values)]) for s in (1.0, *GROWS)]
+        falls = [held.value_at([y * s if i == j else y for j, y in enumerate(held.values)]) for s in GROWS]
         if _is_endless(falls):
-            path = list(held.given)[i][0]
-            yield Finding(
-                "loss_misaligned",
-                f"The loss falls ever faster as the output of {path} grows: {falls[0]:.3g}, and {falls[1]:.3g}, "
-                f"{falls[2]:.3g}, {falls[3]:.3g} at 10, 100 and 1000 times its size. A term that should keep it small "
-                "has the wrong sign.",
-                path,
-                {"losses": falls},
-            )
+            yield _endless(f"the output of {list(held.given)[i][0]} grows", falls, list(held.given)[i][0])
             return
     falls = []
-    for size in (1.0, *GROWS):
+    for size in GROWS:
         for p in held.task.parameters():
             p.data.mul_(size)
-        falls.append(_at(held, held.values))
+        falls.append(held.value_at(held.values))
         for p in held.task.parameters():
             p.data.div_(size)
     if _is_endless(falls):
-        yield Finding(
-            "loss_misaligned",
-            "The loss falls ever faster as the weights grow, with the same answers "
-            f"({', '.join(f'{x:.3g}' for x in falls)}): a "
-            "penalty of the weights has the wrong sign.",
-            type(patient.task).__name__,
-            {"losses": falls},
-        )
+        yield _endless("the weights grow, with the same answers", falls, type(patient.task).__name__)
 
 
-def _at(held: Answers, values: list[Tensor]) -> float:
-    with torch.no_grad():
-        return float(held.loss_at(values))
+def _endless(what: str, falls: list[float], where: str) -> Finding:
+    text = (
+        f"The loss falls ever faster as {what} ({', '.join(f'{x:.3g}' for x in falls)} at 1, 10, 100 and 1000 times the "
+        "size): a term that should keep it small has the wrong sign."
+    )
+    return Finding("loss_misaligned", text, where, {"losses": falls})
 
 
 def _is_endless(losses: list[float]) -> bool:
@@ -405,7 +285,7 @@ def metrics(patient: Patient) -> Iterator[Finding]:
     best = held.best()[1]
     if found.kind == "numbers":
         exact = [found.target.reshape(x.shape).to(x) if i == found.leaf else x for i, x in enumerate(best)]
-        best = exact if _at(held, exact) <= _at(held, best) else best
+        best = exact if held.value_at(exact) <= held.value_at(best) else best
     if not found.is_perfect(best[found.leaf]):
         return
     with torch.no_grad(), suppress(LookupError):
@@ -416,12 +296,9 @@ def metrics(patient: Patient) -> Iterator[Finding]:
         for name, value in perfect.items():
             wrong = _is_wrong(name, value, untrained.get(name, value), found)
             if wrong:
-                yield Finding(
-                    "metric_wrong",
-                    f"{name} of perfect answers is {value:.4g}{wrong}",
-                    f"{type(patient.task).__name__}.validation_step",
-                    {"metric": name, "perfect": value, "untrained": untrained.get(name)},
-                )
+                evidence = {"metric": name, "perfect": value, "untrained": untrained.get(name)}
+                text = f"{name} of perfect answers is {value:.4g}{wrong}"
+                yield Finding("metric_wrong", text, patient.place("val"), evidence)
                 return
 
 
@@ -439,42 +316,3 @@ def _is_wrong(name: str, value: float, untrained: float, read: Reading) -> str:
     if (words & BETTER and fits and value < untrained - 0.05) or worse:
         return f", and {untrained:.4g} for the untrained model: it should be better."
     return ""
-
-
-def quantiles(patient: Patient) -> Iterator[Finding]:
-    """The best constants of a loss of quantiles: as many targets must be below each as its quantile says."""
-    held = answers(patient, patient.batches[0]) if len(patient.names) == 1 else None
-    y = target_of(held) if held is not None else None
-    if held is None or y is None or not y.is_floating_point() or len(held.values) != 1 or y.numel() < 16:
-        return
-    x = held.values[0]
-    if x.ndim < 2 or x.shape[-1] < 2 or x.numel() != y.numel() * x.shape[-1]:
-        return
-    wanted = _levels(patient, x.shape[-1])
-    if wanted is None:
-        return
-    best = held.best(constant=True)[1][0].reshape(-1, x.shape[-1])
-    below = [float((y.flatten() < column).float().mean()) for column in best.T]
-    outer = [(q, share) for q, share in zip(wanted, below, strict=True) if abs(q - 0.5) > 0.15]
-    if outer and all(abs(share - q) > 0.25 for q, share in outer):
-        q, share = outer[0]
-        yield Finding(
-            "loss_misaligned",
-            f"The best constant for the quantile {q:g} has {share:.0%} of the targets below it: the sides of the loss "
-            "are exchanged.",
-            f"{type(patient.task).__name__}.training_step",
-            {"quantiles": wanted, "below": below},
-        )
-
-
-def _levels(patient: Patient, count: int) -> list[float] | None:
-    """The shares between 0 and 1, in rising order, that the task or its file holds, as many as there are answers."""
-    step = getattr(type(patient.task).training_step, "__globals__", {})
-    for place in (vars(patient.task), dict(patient.task.named_buffers()), step):
-        for value in place.values():
-            found = value.flatten().tolist() if isinstance(value, Tensor) and value.numel() == count else value
-            if not isinstance(found, (list, tuple)) or len(found) != count or not all(type(q) is float for q in found):
-                continue
-            if all(0 < a < b < 1 for a, b in itertools.pairwise(found)):
-                return list(found)
-    return None

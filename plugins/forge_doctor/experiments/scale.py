@@ -103,7 +103,6 @@ def rates(patient: Patient) -> Iterator[Finding]:
             said = short_fit(patient, served, factor)[1]
             found[factor] = [row.get("loss", math.nan) for row in said]
             if factor == 1.0:
-                patient.short = said
                 yield from _against(patient, said)
     if len(found) < 3:
         return
@@ -150,7 +149,7 @@ def _against(patient: Patient, said: list[dict[str, float]]) -> Iterator[Finding
                 "metric_against_loss",
                 f"As the loss falls from {mean(first, 'loss'):.4g} to {mean(last, 'loss'):.4g}, {name} goes from "
                 f"{before:.4g} to {after:.4g}: what is optimised makes it worse.",
-                f"{type(patient.task).__name__}.training_step",
+                patient.place(),
                 {"before": before, "after": after},
             )
             return

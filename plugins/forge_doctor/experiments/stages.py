@@ -43,7 +43,7 @@ def two_steps(patient: Patient) -> Iterator[Finding]:
                 "stages_differ",
                 f"For one batch, in evaluation mode, {differs[0]} gives other numbers in validation_step than in "
                 "training_step: the two prepare their inputs in different ways.",
-                f"{type(patient.task).__name__}.validation_step",
+                patient.place("val"),
                 {"layer": differs[0]},
             )
             return
@@ -53,7 +53,7 @@ def two_steps(patient: Patient) -> Iterator[Finding]:
                     "stages_differ",
                     f"For one batch, in evaluation mode, training_step gives {name} = {trains[name]:.4g}, and "
                     f"validation_step {validates[name]:.4g}, from the same answers: they compute it in different ways.",
-                    f"{type(patient.task).__name__}.validation_step",
+                    patient.place("val"),
                     {"train": trains[name], "val": validates[name]},
                 )
 
@@ -93,31 +93,9 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
                     f"{name} of {size} validation samples is {value:.4g} in one batch, and {mean:.4g} as the mean of a "
                     f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are "
                     "batched.",
-                    f"{type(patient.task).__name__}.validation_step",
+                    patient.place("val"),
                     {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
                 )
-
-
-def twice(patient: Patient) -> Iterator[Finding]:
-    """Validate two batches in both orders, on one task: what a batch says must not depend on the one before."""
-    if not patient.can_validate or len(patient.val_batches) < 2:
-        return
-    one, other = patient.val_batches[:2]
-    task = patient.clone().eval()
-    with torch.no_grad(), suppress(Exception):
-        first = numbers(patient.run(task, one, "val"))
-        patient.run(task, other, "val")
-        again = numbers(patient.run(task, one, "val"))
-        for name in first.keys() & again.keys():
-            if apart(first[name], again[name]) > 1e-4:
-                yield Finding(
-                    "state_between_batches",
-                    f"{name} of a validation batch is {first[name]:.6g}, and {again[name]:.6g} after another batch was "
-                    "validated, with the same weights: something is carried over.",
-                    f"{type(patient.task).__name__}.validation_step",
-                    {"first": first[name], "again": again[name]},
-                )
-                return
 
 
 def drawn(patient: Patient) -> Iterator[Finding]:
@@ -201,7 +179,7 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
                 "metric_blind",
                 f"{name} of the untrained model is {values[0]:g} already, its best: it compares something with itself, "
                 "or with what every answer fits.",
-                f"{type(patient.task).__name__}.validation_step",
+                patient.place("val"),
                 {"metric": name, "untrained": values[0]},
             )
 
@@ -281,6 +259,6 @@ def same_draws(patient: Patient) -> Iterator[Finding]:
             "reseeded",
             f"Every training step draws the same random numbers ({len(one)} draws, the first of shape "
             f"{tuple(one[0].shape)}), whatever the seed: a generator begins anew in each step.",
-            f"{type(patient.task).__name__}.training_step",
+            patient.place(),
             {"draws": len(one)},
         )

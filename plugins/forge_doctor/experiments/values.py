@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from forge_doctor.experiments.intervene import exchanged, says
+from forge_doctor.experiments.intervene import calls_of, exchanged, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
-from forge_doctor.probes.data import is_target, stacked
+from forge_doctor.probes.data import inputs_of_layers, is_target, stacked
 from forge_doctor.stored import indexed
 
 FEWEST = 30
@@ -77,43 +77,9 @@ def unseen(patient: Patient) -> Iterator[Finding]:
             )
 
 
-def constant(patient: Patient) -> Iterator[Finding]:
-    """Columns of train that never change though others do; columns that vary in one split alone."""
-    train, val = stacked(patient, patient.samples), stacked(patient, patient.val_samples)
-    for place, x in train.items():
-        if x.ndim != 2 or not x.is_floating_point() or not 2 <= x.shape[1] <= 512 or len(x) < FEWEST:
-            continue
-        still = (x == x[:1]).all(0)
-        if bool(still.all()) or not bool(still.any()):
-            continue
-        y = val.get(place)
-        moves = [
-            int(i)
-            for i in still.nonzero().flatten()
-            if y is not None and y.shape[1] == x.shape[1] and not bool((y[:, i] == x[0, i]).all())
-        ]
-        if moves:
-            yield Finding(
-                "split_statistics",
-                f"Columns {moves[:6]} of tensor {place} are constant in train and vary in val.",
-                "val",
-                {"columns": moves[:20]},
-            )
-        elif int(still.sum()) <= x.shape[1] // 2:
-            yield Finding(
-                "constant_column",
-                f"Columns {[int(i) for i in still.nonzero().flatten()[:6]]} of tensor {place}, of {x.shape[1]}, have "
-                "one value in all training samples.",
-                "train",
-                {"columns": int(still.sum())},
-            )
-
-
 def in_step(patient: Patient) -> Iterator[Finding]:
     """What the step itself makes: NaN or infinities in what layers give, where the batch has none."""
-    from forge_doctor.experiments.intervene import calls_of
-
-    for stage, batches in (("train", patient.batches), ("val", patient.val_batches if patient.can_validate else [])):
+    for stage, batches in patient.stages:
         for batch in batches:
             if any(x.is_floating_point() and not bool(x.isfinite().all()) for x in tensors(batch)):
                 continue
@@ -124,7 +90,7 @@ def in_step(patient: Patient) -> Iterator[Finding]:
                 yield Finding(
                     "bad_values",
                     f"{layer or ', '.join(lost)} gives NaN or an infinity in {stage}, for a batch without any.",
-                    layer or f"{type(patient.task).__name__}.{stage}",
+                    layer or patient.place(stage),
                     {"stage": stage},
                 )
                 return
@@ -136,9 +102,7 @@ def _is_bad(x: Tensor) -> bool:
 
 def layout(patient: Patient) -> Iterator[Finding]:
     """Pictures whose numbers are laid out as (height, width, channels) and read as (channels, height, width)."""
-    from forge_doctor.probes.data import _inputs_of_layers
-
-    for path, x in _inputs_of_layers(patient)[:1]:
+    for path, x in inputs_of_layers(patient)[:1]:
         if x.ndim != 4 or x.shape[1] not in (3, 4) or min(x.shape[2:]) < 8 or len(x) < 4:
             continue
         n, c, h, w = x.shape
@@ -188,92 +152,6 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
                     return
 
 
-def told_apart(patient: Patient) -> Iterator[Finding]:
-    """Whether a simple model tells the samples of val from those of train."""
-    from forge_doctor.probes.reference import MODELS, Table, crossed, table
-
-    train, val = table(patient, patient.samples), table(patient, patient.val_samples)
-    if train is None or val is None or train.x.shape[1] != val.x.shape[1]:
-        return
-    count = min(len(train), len(val))
-    if count < 60:
-        return
-    x, side = torch.cat([train.x[:count], val.x[:count]]), torch.zeros(2 * count, 2)
-    side[:count, 0] = side[count:, 1] = 1
-    for name, model in MODELS.items():
-        right = 0.5 + crossed(model, Table(x, side, True)) / 2
-        if right > 0.9:
-            yield Finding(
-                "split_statistics",
-                f"The inputs of val are not like those of train: {name} tells by a sample's inputs which split it is "
-                f"of, in {right:.0%} of the cases. Encodings, scales or preparation differ.",
-                "val",
-                {"right": right},
-                level="note",
-            )
-            return
-
-
-def spreads(patient: Patient) -> Iterator[Finding]:
-    """Columns that are squeezed beside the others, and single values far away from all others."""
-    for place, x in stacked(patient, patient.samples).items():
-        if (
-            x.ndim != 2
-            or not x.is_floating_point()
-            or not 3 <= x.shape[1] <= 512
-            or len(x) < 100
-            or is_target(patient, place)
-        ):
-            continue
-        quarter = x.float().quantile(0.9, 0) - x.float().quantile(0.1, 0)
-        spread = x.float().std(0)
-        many = torch.tensor([len(column.unique()) > 20 for column in x.T])
-        squeezed = [int(i) for i in (many & (quarter < 0.15 * spread)).nonzero().flatten()]
-        narrow = (
-            [int(i) for i in (many & (spread < 0.05 * spread[many].median())).nonzero().flatten()]
-            if bool(many.any())
-            else []
-        )
-        if squeezed:
-            worst = min(squeezed, key=lambda i: float(quarter[i] / spread[i]))
-            column = x[:, worst].float()
-            yield Finding(
-                "feature_scales",
-                f"Columns {squeezed[:6]} of tensor {place} are squeezed: 80 % of column {worst} lie within "
-                f"{float(quarter[worst]):.2g}, and it reaches from {float(column.min()):.4g} to "
-                f"{float(column.max()):.4g}. "
-                "Outliers or placeholders set its scale.",
-                f"train, tensor {place}",
-                {"columns": squeezed[:20]},
-                level="note",
-            )
-        elif narrow:
-            yield Finding(
-                "feature_scales",
-                f"Columns {narrow[:6]} of tensor {place} have deviations below a twentieth of the others' "
-                f"({float(spread[narrow[0]]):.2g} against {float(spread[many].median()):.2g}).",
-                f"train, tensor {place}",
-                {"columns": narrow[:20]},
-                level="note",
-            )
-
-
-def same_tensors(patient: Patient) -> Iterator[Finding]:
-    """Two tensors of a sample that are the same in all samples."""
-    held = stacked(patient, patient.samples[:200])
-    for a, x in held.items():
-        for b, y in held.items():
-            if a < b and x.shape == y.shape and x[0].numel() > 1 and len(x) >= 8 and torch.equal(x.float(), y.float()):
-                yield Finding(
-                    "same_tensors",
-                    f"Tensors {a} and {b} of a sample are the same in all of {len(x)} samples: two views, or a noisy "
-                    "input and its target, should differ.",
-                    "train",
-                    {"tensors": [a, b]},
-                )
-                return
-
-
 def coverage(patient: Patient) -> Iterator[Finding]:
     """How many of the samples an epoch draws."""
     loader = patient.train
@@ -298,9 +176,7 @@ def coverage(patient: Patient) -> Iterator[Finding]:
 
 def first_inputs(patient: Patient) -> Iterator[Finding]:
     """Columns that reach the first layer with one value for all samples of all batches, where others vary."""
-    from forge_doctor.probes.data import _inputs_of_layers
-
-    seen = _inputs_of_layers(patient)[:1]
+    seen = inputs_of_layers(patient)[:1]
     for path, x in seen:
         if x.ndim != 2 or not 2 <= x.shape[1] <= 512 or len(x) < 16:
             continue

@@ -161,7 +161,7 @@ def _note(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: An
     seen.append((path, args[0].detach()))
 
 
-def _inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
+def inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
     """The layers with a matrix that a step calls, and their inputs, in this order."""
     seen: list[tuple[str, Tensor]] = []
     task = patient.clone()
@@ -179,13 +179,13 @@ def _inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
 
 def _is_scaled_inside(patient: Patient) -> bool:
     """Whether the model scales its inputs before its first layer."""
-    seen = _inputs_of_layers(patient)
+    seen = inputs_of_layers(patient)
     return bool(seen) and float(seen[0][1].float().std()) < 5 and abs(float(seen[0][1].float().mean())) < 20
 
 
 def first_layer(patient: Patient) -> Iterator[Finding]:
     """Whole numbers that reach the first layer as they are."""
-    seen = _inputs_of_layers(patient)
+    seen = inputs_of_layers(patient)
     if not seen or not patient.samples or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
         return
     path, x = seen[0]

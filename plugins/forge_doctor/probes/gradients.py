@@ -63,22 +63,3 @@ def repeated(patient: Patient) -> Iterator[Finding]:
                 {"times": times},
             )
             return
-
-
-def decay(patient: Patient) -> Iterator[Finding]:
-    """Groups of which norms and biases decay and weight matrices do not."""
-    for entry in patient.trainer.optimizers.entries.values():
-        decays: dict[bool, set[float]] = {True: set(), False: set()}
-        for group in entry.optimizer.param_groups:
-            for p in group["params"]:
-                decays[p.ndim > 1].add(float(group.get("weight_decay") or 0))
-        if decays[True] == {0.0} and decays[False] and min(decays[False]) >= 1e-4:
-            found = max(decays[False])
-            yield Finding(
-                "weight_decay",
-                f"Norms and biases decay by {found:g} and weight matrices by 0: the groups are exchanged.",
-                "configure_optimizers",
-                {"weight_decay": found},
-                cure="Decay the matrices, and leave norms and biases alone.",
-            )
-            return

@@ -169,10 +169,10 @@ def _unreached(
         )
 
 
-def trained(patient: Patient) -> set[str]:
-    """The names of the parameters that optimizers have."""
-    mine = {id(p): name for name, p in patient.trainer.task.named_parameters()}
-    return {mine[id(p)] for p in patient.trainer.optimizers.parameters(None) if id(p) in mine}
+def trained(patient: Patient, name: str | None = None) -> set[str]:
+    """The names of the parameters that optimizers have, or the one of this name."""
+    mine = {id(p): path for path, p in patient.trainer.task.named_parameters()}
+    return {mine[id(p)] for p in patient.trainer.optimizers.parameters(name) if id(p) in mine}
 
 
 def leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -197,12 +197,7 @@ def nodes(loss: Tensor) -> Iterator[Any]:
 
 def purity(patient: Patient) -> Iterator[Finding]:
     """What a step does besides returning a loss."""
-    for stage, batch in (
-        ("train", patient.batches[0]),
-        ("val", patient.val_batches[0] if patient.can_validate else None),
-    ):
-        if batch is None:
-            continue
+    for stage, (batch, *_) in patient.stages:
         task = patient.clone() if stage == "train" else patient.clone().eval()
         traces = Traces(task, given := copy.deepcopy(batch), stage)
         with torch.set_grad_enabled(stage == "train"):

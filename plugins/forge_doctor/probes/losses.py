@@ -23,7 +23,6 @@ LOGARITHMS = ("nll_loss", "kl_div")
 PLUS_MINUS = ("soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss")
 RANGES = {"Relu": (0.0, float("inf")), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Softplus": (0.0, float("inf"))}
 RANGES["Softmax"] = (0.0, 1.0)
-POSITIVE = ("Softplus", "Relu", "Exp", "Sigmoid", "Softmax")
 ASYMMETRIC = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
 
 
@@ -127,61 +126,9 @@ def _look(call: LossCall) -> Iterator[Finding]:
         yield Finding("relu_before_loss", f"{call.name} gets the output of a ReLU: no logit is negative.", call.where)
     if call.name in (*LOGITS, *LOGARITHMS) and made == "LogSoftmax" and x.ndim == 2:
         yield from _wrong_log_softmax(call, x)
-    if call.name == "poisson_nll_loss" and call.given.get("log_input") and made in POSITIVE:
-        yield Finding(
-            "activation_before_loss",
-            f"poisson_nll_loss gets the output of {made.lower()}, but takes it for the logarithm of a rate.",
-            call.where,
-            cure="Pass log_input=False, or remove the activation.",
-        )
-    if call.name == "ctc_loss":
-        yield from _blank_among_labels(call)
     yield from _mixed_by_a_view(call, x)
     if isinstance(y, Tensor):
         yield from _look_at_target(call, x, y, made)
-
-
-def _blank_among_labels(call: LossCall) -> Iterator[Finding]:
-    targets, lengths, blank = call.given["targets"], call.given["target_lengths"], call.given["blank"]
-    if targets.ndim == 2:
-        lengths = torch.as_tensor(lengths).to(targets.device)
-        targets = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None]]
-    share = float((targets == blank).float().mean()) if targets.numel() else 0.0
-    if share > 0:
-        yield Finding(
-            "label_values",
-            f"{share:.0%} of the labels of ctc_loss are {blank}, which is its blank.",
-            call.where,
-            {"share": share, "blank": blank},
-            cure="Number labels from 1, or pass blank=index of the model's blank.",
-        )
-
-
-def copied_labels(patient: Patient) -> Iterator[Finding]:
-    """Labels that are ignored at some positions, and are the inputs at all others: there is nothing to fill in."""
-    calls = patient.outer_calls(patient.clone(), patient.batches[0])
-    given = [x for call in calls for x in tensors((call.args, call.kwargs))]
-    ids = [x for x in given if not x.is_floating_point() and x.ndim == 2]
-    for call in patient.watched.losses:
-        y = call.target
-        if call.name not in ("cross_entropy", "nll_loss") or not isinstance(y, Tensor) or y.is_floating_point():
-            continue
-        for x in [x for x in ids if x.numel() == y.numel() and x.data_ptr() != y.data_ptr()]:
-            counted = y.flatten() != call.given["ignore_index"]
-            same = x.flatten().to(y) == y.flatten()
-            share = float(counted.float().mean())
-            if bool(same.all()):  # the labels, which are handed to a model that computes its own loss
-                continue
-            if 0.05 < share < 0.98 and int(counted.sum()) >= 30 and float(same[counted].float().mean()) > 0.98:
-                yield Finding(
-                    "label_in_features",
-                    f"At the {share:.0%} of positions that count, the label is the input itself: the model learns to "
-                    "copy.",
-                    call.where,
-                    {"share": share},
-                    cure="Ignore the positions that are visible, and count those that were hidden.",
-                )
-                return
 
 
 def _mixed_by_a_view(call: LossCall, x: Tensor) -> Iterator[Finding]:
@@ -309,7 +256,7 @@ def reduction(patient: Patient) -> Iterator[Finding]:
         return
     ratio = b / a
     called = [call for call in patient.watched.losses if call.given.get("reduction") == "sum"]
-    where = called[0].where if called else f"{type(patient.task).__name__}.training_step"
+    where = called[0].where if called else patient.place()
     if abs(ratio - 2) < 0.005:
         yield Finding(
             "sum_reduction",
