@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from forge import registry
-from forge_doctor.doctor import AFTER, BEFORE, LAST
+from forge_doctor.doctor import AFTER, BEFORE, LAST, offered
 
 AREAS = {
     "gradients": ("influence", "graph", "gradients", "aliases"),
@@ -22,7 +22,7 @@ def by_area(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of probes by area, in the order of AREAS, then by the packages that offer others."""
     files = {name: probe.__module__.rpartition(".")[2] for name, probe in (BEFORE | AFTER | LAST).items()}
     found: dict[str, list[str]] = {area: [] for area in AREAS}
-    theirs = {name: registry.origin(entry) for name, entry in registry.installed("probe").items()}
+    theirs = {name: registry.origin(entry) for name, entry in offered().items()}
     for name in names:
         file = files.get(name, "learning")
         area = theirs.get(name) or next(area for area, inside in AREAS.items() if file in inside)

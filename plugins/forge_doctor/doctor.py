@@ -222,15 +222,16 @@ def doctor(
         examination.hooks, examination.original = gradient_hooks(task), task
         examination.validate_every = plan.get("validate_every")
         try:
-            _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
+            _run(examination, _copy(task), plugins, settings, plan.get("seed"))
             patient = examination.patient
             if patient is not None and not report.skipped.get("the run"):
                 patient.make = functools.partial(_copy, task)
                 examination.probe(LAST, deadline.part(LAST_SHARE))
-            why = _why_not(examination, budget)
-            if why:
-                report.skipped["learning one batch"] = why
-            elif patient is not None:
+            if patient is None or report.skipped.get("the run"):
+                report.skipped["learning one batch"] = "training ended with an error"
+            elif budget == 0:
+                report.skipped["learning one batch"] = "no updates on it were asked for"
+            else:
                 learn(patient, patient.make, plugins, settings, budget or ONE_BATCH, report, deadline, tell)
         finally:
             _sort(report, task.expected)
@@ -238,13 +239,6 @@ def doctor(
             if NO_TIME in report.skipped.values():
                 report.partial = "the time was over"
     return report
-
-
-def _why_not(examination: Examination, budget: int | None) -> str:
-    """Why the updates on one batch are left out; empty if they run."""
-    if examination.patient is None or "the run" in examination.report.skipped:
-        return "training ended with an error"
-    return "no updates on it were asked for" if budget == 0 else ""
 
 
 def _copy(task: TaskModule) -> TaskModule:
@@ -257,19 +251,12 @@ def _copy(task: TaskModule) -> TaskModule:
         ) from error
 
 
-def _run(
-    examination: Examination,
-    task: TaskModule,
-    train: Any,
-    plugins: Plugins,
-    settings: Any,
-    report: DoctorReport,
-    seed: int | None,
-) -> None:
+def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
     """A short run of the user's own stack, with the examination in it."""
+    report = examination.report
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        _fit(examination, task, train, plugins, settings, report, seed)
+        _fit(examination, task, plugins, settings, seed)
     known = {finding.name for finding in report.findings} | NOT_REPEATED
     for item in said:
         name, text = getattr(item.message, "finding", ""), str(item.message)
@@ -278,23 +265,16 @@ def _run(
             report.findings.append(Finding(name, text))
 
 
-def _fit(
-    examination: Examination,
-    task: TaskModule,
-    train: Any,
-    plugins: Plugins,
-    settings: Any,
-    report: DoctorReport,
-    seed: int | None,
-) -> None:
+def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
+    report, (train, val) = examination.report, examination.given
     try:
         trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
         examination.plugins = list(trainer.stack)
-        report.readiness = readiness(trainer.stack, examination.given[1] is not None, seed)
+        report.readiness = readiness(trainer.stack, val is not None, seed)
         for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
             trainer.stack.remove(plugin.name)
         trainer.stack.add(examination)
-        trainer.fit(task, train, examination.given[1])
+        trainer.fit(task, train, val)
     except ForgeError as error:
         report.skipped["the run"] = str(error).splitlines()[0]
         named = getattr(error, "finding", "") or "refused"
@@ -303,6 +283,14 @@ def _fit(
     except Exception as error:
         report.skipped["the run"] = f"{type(error).__name__}: {error}"
         report.findings.append(Finding("refused", f"Training ends in {type(error).__name__}: {error}"))
+
+
+def offered() -> dict[str, Any]:
+    """The probes of other packages by what they are called here: one that has the name of ours is named with its
+    package, and both run."""
+    ours = BEFORE | AFTER | LAST
+    found = registry.installed("probe").items()
+    return {f"{name} ({registry.origin(entry)})" if name in ours else name: entry for name, entry in found}
 
 
 class Examination(Plugin):
@@ -314,10 +302,10 @@ class Examination(Plugin):
         super().__init__()
         self.deadline = deadline or Deadline()
         self.name = "forge_doctor.examination"
-        theirs = {
-            name: functools.partial(registry.call, "probe", name, of=Finding) for name in registry.installed("probe")
+        self.first_probes = BEFORE | {
+            label: functools.partial(registry.call, "probe", entry.name, of=Finding)
+            for label, entry in offered().items()
         }
-        self.first_probes = BEFORE | theirs
         self.last_probes, self.updates = AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.original: TaskModule | None = None
@@ -401,10 +389,8 @@ class Examination(Plugin):
     @hookimpl
     def forge_inspect_grads(self, step: Any) -> None:
         if self.patient is not None and self.patient.track is not None:
-            have = {
-                name for name, p in step.trainer.task.named_parameters() if p.grad is not None and bool(p.grad.any())
-            }
-            track = self.patient.track
+            named, track = step.trainer.task.named_parameters(), self.patient.track
+            have = {name for name, p in named if p.grad is not None and bool(p.grad.any())}
             track.with_gradient = have if not self.patient.updates else track.with_gradient & have
         if self.patient is not None and any(plugin.name == "clip" for plugin in step.trainer.stack):
             gradients = [p.grad for p in step.parameters() if p.grad is not None]
@@ -447,20 +433,12 @@ class Examination(Plugin):
             with suppress(Exception):  # a step that takes no single samples
                 self.report.worst = worst_samples(patient)
         now = fingerprint_hidden(trainer)
-        changed = sorted(
-            {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
-        )
-        changed = [path for path in changed if path.startswith("task") and not is_a_librarys(trainer, path)]
+        paths = {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
+        changed = [path for path in sorted(paths) if path.startswith("task") and not is_a_librarys(trainer, path)]
         if changed:
-            self.report.findings.append(
-                Finding(
-                    "state_not_saved",
-                    f"{', '.join(changed[:4])} changes during training and is in no checkpoint: a resumed run begins "
-                    "with its first value.",
-                    changed[0],
-                    {"attributes": changed[:8]},
-                )
-            )
+            begins = "changes during training and is in no checkpoint: a resumed run begins with its first value."
+            text = f"{', '.join(changed[:4])} {begins}"
+            self.report.findings.append(Finding("state_not_saved", text, changed[0], {"attributes": changed[:8]}))
 
 
 class OutOfTime(Exception):
@@ -534,11 +512,8 @@ def _order_of_modules(patient: Patient) -> list[str]:
     for module in task.modules():
         if any(True for _ in module.parameters(recurse=False)) and module is not task:
             module.register_forward_pre_hook(lambda module, args: order.append(type(module).__name__))
-    with torch.no_grad():
-        try:
-            patient.run(task, patient.batches[0])
-        except Exception:  # the fit itself will say
-            return order
+    with torch.no_grad(), suppress(Exception):  # the fit itself will say
+        patient.run(task, patient.batches[0])
     return order
 
 

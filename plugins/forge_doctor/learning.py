@@ -308,9 +308,8 @@ class TrialLook(Plugin):
         groups = [group for entry in trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
         self.decays = any(group.get("weight_decay") for group in groups)
         self.edits = any(getattr(plugin, "forge_edit_grads", None) is not None for plugin in trainer.stack)
-        with no_trace(trainer.env.device):
-            with suppress(Exception):  # a step that does not run on free answers
-                self.floor, self.chance = levels(patient, self.batch)
+        with no_trace(trainer.env.device), suppress(Exception):  # a step that does not run on free answers
+            self.floor, self.chance = levels(patient, self.batch)
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:

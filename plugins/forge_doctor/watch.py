@@ -76,7 +76,39 @@ class Oddity:
     where: str
 
 
-class StepWatch(TorchFunctionMode):
+class CallWatch(TorchFunctionMode):
+    """Looks at each call of torch's functions, before it or after it; not at those that a look makes itself."""
+
+    _inside = False
+
+    def before(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What is returned here is given to `after`."""
+
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
+        pass
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        noted = self._look(self.before, func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        self._look(self.after, name, args, kwargs, result, noted)
+        return result
+
+    def _look(self, look: Any, *given: Any) -> Any:
+        """A look must not fail: values may be unreadable, as under vmap."""
+        self._inside = True
+        try:
+            return look(*given)
+        except Exception:
+            return None
+        finally:
+            self._inside = False
+
+
+class StepWatch(CallWatch):
     """Notes losses, broadcasts and dimensions while it is entered. `batch` is the number of samples."""
 
     def __init__(self, batch: int | None):
@@ -88,24 +120,10 @@ class StepWatch(TorchFunctionMode):
         "Scalars with a gradient that are added up, with their lines."
         self.dropped: list[Tensor] = []
         "Outputs of dropout."
-        self._inside = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._inside or torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        self._inside = True
-        try:
-            self._look(func, name, args, kwargs)
-        except Exception:  # a look must not fail: values may be unreadable, as under vmap
-            pass
-        finally:
-            self._inside = False
-        result = func(*args, **kwargs)
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
         if "dropout" in name and isinstance(result, Tensor) and result is not args[0]:
             self.dropped.append(result)
-        return result
 
     def settle(self) -> None:
         """Let go of every graph, and of what is not needed once the step is judged."""
@@ -113,7 +131,7 @@ class StepWatch(TorchFunctionMode):
         for noted in (self.dropped, self.terms):
             noted.clear()
 
-    def _look(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+    def before(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if any(
             isinstance(x, Tensor) and is_functorch_wrapped(x) for x in args
         ):  # under vmap or grad: values are unreadable

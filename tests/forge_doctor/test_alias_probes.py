@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_doctor.probes import aliases, data, graph, losses
+from forge_doctor.probes import aliases, data, graph
 from tests.support.patients import Healthy, found, loader, numbers, said
 
 
@@ -98,8 +98,6 @@ def test_an_average_needs_no_optimizer(copied: bool) -> None:
     [
         ("attribute_name", Misspelt, aliases.attributes, Healthy),
         ("shared_storage", TiedByData, aliases.shared_storage, Tied),
-        ("activation_before_loss", Counts, losses.inputs, CountsRightly),
-        ("label_values", Spells, losses.inputs, SpellsRightly),
     ],
 )
 def test_a_mistake_is_found_and_what_is_right_is_left_in_peace(

@@ -169,20 +169,6 @@ def test_a_policy_has_no_target() -> None:
     assert found(Policy(), reading.leads, data=(rows, None)) == {}
 
 
-class Tagger(Healthy):
-    real = staticmethod(torch.lt)
-
-    def training_step(self, batch: Any) -> Any:
-        x, y, lengths = batch
-        mask = self.real(torch.arange(6), lengths[:, None])
-        each = F.cross_entropy(self(x).movedim(2, 1), y, reduction="none")
-        return (each * mask).sum() / mask.sum()
-
-
-class TagsPadding(Tagger):
-    real = staticmethod(torch.ge)
-
-
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 

@@ -502,9 +502,13 @@ def test_rates_that_are_out_of_range(rate: float, names: set[str], monkeypatch: 
         (lambda y: y, lambda y: y, set()),
         (lambda y: y, lambda y: (y + 1) % 4, {"splits_disagree"}),
         (lambda y: torch.arange(len(y)) // 100, lambda y: y, {"labels_no_easier"}),
+        (lambda y: (torch.arange(len(y)) % 10 == 3).long(), lambda y: y, {"labels_no_easier"}),
+        (lambda y: (y == 1).long(), lambda y: (y == 1).long(), set()),
     ],
 )
-def test_what_is_learnt_holds_for_other_samples(in_train: Any, in_val: Any, names: set[str]) -> None:
+def test_what_is_learnt_holds_for_other_samples_and_says_more_than_one_answer_for_all(
+    in_train: Any, in_val: Any, names: set[str]
+) -> None:
     (x, y), (a, b) = numbers(400), numbers(64, seed=5)
     given = loader(x, in_train(y)), loader(a, in_val(b), shuffle=False)
     task = Quick()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
@@ -32,7 +31,7 @@ from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import own_functions, trained
-from forge_doctor.watch import where
+from forge_doctor.watch import CallWatch, where
 
 MOST_GROUPS = 24
 MOST_SLICES = 32
@@ -40,21 +39,14 @@ NEAR = 0.05
 """A slope and a gradient that differ by less, as a share, are the same."""
 
 
-class CutWatch(TorchFunctionMode):
+class CutWatch(CallWatch):
     """Notes the lines at which a value with a graph loses it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: dict[str, str] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        with suppress(Exception):
-            self._look(func, args, result)
-        return result
-
-    def _look(self, func: Any, args: Any, result: Any) -> None:
-        name = getattr(func, "__name__", "")
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
         given = [x for x in args if isinstance(x, Tensor)]
         had = any(x.requires_grad and x.grad_fn is not None for x in given)
         if not had or name in ("__get__", "backward", "size", "dim", "requires_grad_", "__repr__"):
@@ -308,8 +300,8 @@ def unread(patient: Patient) -> Iterator[Finding]:
     pairs = list(zip(held.values, other.values, strict=False))
     if pairs and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
         text = (
-            f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the model "
-            "does not read them."
+            f"What {listed(held.paths)} gives for a batch stays when all samples get the inputs of the first: the "
+            "model does not read them."
         )
         yield Finding("input_ignored", text, held.paths[-1], {"loss": held.loss})
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from forge.util.walk import walk
 from forge_doctor.experiments.answers import layer_calls
 from forge_doctor.patient import SEED, Patient, tensors
+from forge_doctor.watch import CallWatch
 
 Calls = dict[tuple[str, int], list[Tensor]]
 """The tensors that each call of a layer returned."""
@@ -121,18 +121,16 @@ DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "ran
 DRAWS |= {"uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "poisson", "cauchy_"}
 
 
-class RandomDraws(TorchFunctionMode):
+class RandomDraws(CallWatch):
     """Notes what is drawn at random, but for dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in DRAWS and isinstance(result, Tensor):
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
+        if name in DRAWS and isinstance(result, Tensor):
             self.drawn.append(result.detach().clone())
-        return result
 
 
 def draws(patient: Patient, stage: str, batch: Any, seed: int = SEED, task: Any = None) -> list[Tensor]:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
 from forge_doctor.stored import count_of, read
-from forge_doctor.watch import where
+from forge_doctor.watch import CallWatch, where
 
 ARITHMETIC = {"add", "add_", "sub", "sub_", "mul", "mul_", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 ARITHMETIC |= {"__mul__", "__rmul__", "__imul__", "__rsub__", "neg", "__neg__", "pow", "__pow__"}
@@ -31,34 +30,21 @@ FRACTION = 0.02
 """The share of numbers with a fraction from which a cast is told."""
 
 
-class LossyWatch(TorchFunctionMode):
+class LossyWatch(CallWatch):
     """Notes lines at which values are lost. `rows` is the number of samples of a batch."""
 
     def __init__(self, rows: int | None = None):
         super().__init__()
         self.rows = rows
         self.found: dict[tuple[str, str], str] = {}
-        self._inside = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self._inside or torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        self._inside = True
-        before = (
-            args[0].detach().clone() if name in ARITHMETIC and name.endswith(("_", "__")) and _is_whole(args) else None
-        )
-        result = func(*args, **kwargs)
-        try:
-            self._look(func, name, args if before is None else (before, *args[1:]), kwargs, result)
-        except Exception:  # a look must not fail
-            pass
-        finally:
-            self._inside = False
-        return result
+    def before(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """In-place arithmetic changes what it is given, which is kept."""
+        changes = name in ARITHMETIC and name.endswith(("_", "__")) and _is_whole(args)
+        return func, (args[0].detach().clone(), *args[1:]) if changes else args
 
-    def _look(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
+        func, args = noted
         if name in ARITHMETIC and _is_whole(args) and isinstance(result, Tensor) and result.dtype in WHOLE:
             wide = func(*(x.to(torch.int64) if isinstance(x, Tensor) else x for x in args), **kwargs)
             lost = float((wide != result.to(torch.int64)).float().mean()) if wide.numel() else 0.0

@@ -40,8 +40,8 @@ def bounds(patient: Patient) -> Iterator[Finding]:
     if floor > HIGH * constant and constant - floor > 0 and _is_bounded(held, best, floor):
         yield Finding(
             "loss_floor",
-            f"Whatever {', '.join(held.paths[-2:])} gives, the loss stays above {floor:.3g}; one answer for all samples "
-            f"reaches {constant:.3g}. Between the answers and the loss stand {_ways(held)}: they keep the "
+            f"Whatever {', '.join(held.paths[-2:])} gives, the loss stays above {floor:.3g}; one answer for all "
+            f"samples reaches {constant:.3g}. Between the answers and the loss stand {_ways(held)}: they keep the "
             "answers from where the loss is low.",
             held.paths[-1],
             {"lowest": floor, "constant": constant, "untrained": held.loss},

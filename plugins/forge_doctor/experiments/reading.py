@@ -220,8 +220,8 @@ def errors(patient: Patient) -> Iterator[Finding]:
     falls = [row for row in rows if row[0] > row[1] > row[2]]
     if falls and not rises:
         text = (
-            "The loss is {:.4g} where the answers are the targets, {:.4g} where they are one deviation away, and {:.4g} "
-            "at three: it rewards errors."
+            "The loss is {:.4g} where the answers are the targets, {:.4g} where they are one deviation away, and "
+            "{:.4g} at three: it rewards errors."
         )
         yield Finding("loss_misaligned", text.format(*falls[0]), patient.place(), {"losses": falls[0]})
 
@@ -265,8 +265,8 @@ def endless(patient: Patient) -> Iterator[Finding]:
 
 def _endless(what: str, falls: list[float], where: str) -> Finding:
     text = (
-        f"The loss falls ever faster as {what} ({', '.join(f'{x:.3g}' for x in falls)} at 1, 10, 100 and 1000 times the "
-        "size): a term that should keep it small has the wrong sign."
+        f"The loss falls ever faster as {what} ({', '.join(f'{x:.3g}' for x in falls)} at 1, 10, 100 and 1000 times "
+        "the size): a term that should keep it small has the wrong sign."
     )
     return Finding("loss_misaligned", text, where, {"losses": falls})
 

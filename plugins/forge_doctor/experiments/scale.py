@@ -16,6 +16,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.runs.directions import mode_of
 from forge.torch_internals import pytree
+from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, first, like
@@ -212,14 +213,14 @@ def generalises(patient: Patient) -> Iterator[Finding]:
         before = [_validated(patient, _begun(patient), batches) for batches in (kept, patient.val_batches)]
         after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
         gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
-        if gains[0] < 0.01 and patient.is_supervised:
-            yield Finding(
-                "labels_no_easier",
+        alike = _constant(patient, task, kept[:8]) if patient.is_supervised else None
+        if patient.is_supervised and (gains[0] < 0.01 or (alike is not None and alike[0] > alike[1])):
+            best = "" if alike is None else f"; one answer for all of these samples reaches {alike[1]:.4g}"
+            text = (
                 f"{LONG} updates on other batches of train take the loss of held-out ones from {before[0]:.4g} to "
-                f"{after[0]:.4g}: nothing that holds for them was learnt.",
-                "train",
-                {"before": before[0], "after": after[0]},
+                f"{after[0]:.4g}{best}: nothing else that holds for them was learnt."
             )
+            yield Finding("labels_no_easier", text, "train", {"before": before[0], "after": after[0]})
         elif gains[0] > 0.15 and gains[1] < 0.1 * gains[0]:
             yield Finding(
                 "splits_disagree",
@@ -229,6 +230,16 @@ def generalises(patient: Patient) -> Iterator[Finding]:
                 "val",
                 {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
             )
+
+
+def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[float, float] | None:
+    """The training loss of some batches together, in evaluation mode, and the lowest of one answer for all samples."""
+    with suppress(Exception):  # batches that cannot be put together
+        whole = pytree.tree_map(lambda *given: torch.cat(given) if isinstance(given[0], Tensor) else given[0], *batches)
+        held = answers(patient, whole)
+        reached = float(patient.loss(task.eval(), whole).detach())
+        return (reached, held.best(constant=True)[0]) if held is not None else None
+    return None
 
 
 def _moved(patient: Patient, batch: Any) -> Any:

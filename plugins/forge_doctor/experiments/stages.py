@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
@@ -19,7 +18,7 @@ from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, are_samples
 from forge_doctor.probes.graph import modes_noted, on_in_validation
-from forge_doctor.watch import where
+from forge_doctor.watch import CallWatch, where
 
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
@@ -123,18 +122,16 @@ def drawn(patient: Patient) -> Iterator[Finding]:
         )
 
 
-class DropoutWatch(TorchFunctionMode):
+class DropoutWatch(CallWatch):
     """Remembers the line of the first dropout that is on."""
 
     line = ""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if "dropout" in getattr(func, "__name__", "") and not self.line:
-            rate = given.get("p", args[1] if len(args) > 1 else 0.5)
-            if rate and given.get("training", args[2] if len(args) > 2 else True):
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
+        if "dropout" in name and not self.line:
+            rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            if rate and kwargs.get("training", args[2] if len(args) > 2 else True):
                 self.line = where()
-        return func(*args, **given)
 
 
 def evaluated_twice(patient: Patient) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
-from torch.overrides import TorchFunctionMode
 
 from forge.contract.run import Run
 from forge.contract.task import TaskModule
@@ -22,7 +21,7 @@ from forge.torch_internals import BatchNorm
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, named
 from forge_doctor.probes.graph import DROPOUTS
-from forge_doctor.watch import where
+from forge_doctor.watch import CallWatch, where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000
 """Steps of a schedule that are rehearsed; a shorter run is a trial."""
@@ -30,19 +29,16 @@ ONE_SAMPLES_VALUES = 256
 """Values per channel that batch normalisation of one sample needs."""
 
 
-class ActivationWatch(TorchFunctionMode):
+class ActivationWatch(CallWatch):
     """Collects the outputs of activations, in the order of their calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outputs: list[tuple[str, str, Tensor]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
         if name in ("relu", "relu_", "sigmoid", "tanh", "sigmoid_", "tanh_") and isinstance(result, Tensor):
             self.outputs.append((name.rstrip("_"), where(), result))
-        return result
 
 
 def activations(patient: Patient) -> Iterator[Finding]:
