@@ -106,16 +106,10 @@ FINDINGS = {
     "values_unseen": ("warning", "Encode all splits by one table, and split so that each class is in train."),
     "constant_column": ("note", "Remove the columns, or look at how they are read."),
     "pairs_broken": ("error", "Draw once, and apply the same turn to the input and to its target."),
-    "step_raises_loss": (
-        "warning",
-        "Look at the sign of the loss, at gradient hooks, and at the optimizer's step.",
-    ),
+    "step_raises_loss": ("warning", "Look at the sign of the loss, at gradient hooks, and at the optimizer's step."),
     "metric_against_loss": ("warning", "Look at the sign and the direction of the loss: it rewards the wrong thing."),
     "values_lost": ("warning", "Compute in a type that holds the values."),
-    "depends_on_company": (
-        "warning",
-        "Mask padding, offset indices by sample, keep batch statistics out.",
-    ),
+    "depends_on_company": ("warning", "Mask padding, offset indices by sample, keep batch statistics out."),
     "pixels_scrambled": ("warning", "Move the channels by permute(2, 0, 1); view and reshape do not move them."),
     "stale_statistics": ("warning", "Copy the buffers of the trained module with its weights, or train the layer."),
     "weights_stand_still": ("warning", "Give the optimizer the weights that the model uses, at a rate above 0."),

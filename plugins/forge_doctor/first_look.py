@@ -29,18 +29,7 @@ from forge_doctor.experiments import equivariance, influence, lossy, reachable, 
 from forge_doctor.findings import Finding
 from forge_doctor.outside import reaches_outside, step_reaches_outside
 from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows, tensors
-from forge_doctor.probes import (
-    aliases,
-    class_labels,
-    data,
-    gradients,
-    graph,
-    losses,
-    measures,
-    motion,
-    serving,
-    start,
-)
+from forge_doctor.probes import aliases, class_labels, data, gradients, graph, losses, measures, motion, serving, start
 from forge_doctor.stalled import StallWatch
 from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
 

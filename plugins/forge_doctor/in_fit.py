@@ -37,11 +37,8 @@ def class_targets(patient: Patient) -> Iterator[Finding]:
             continue
         what = _two_classes(y, labels) or _rows_of_classes(y, labels)
         if what:
-            yield Finding(
-                "class_ids_in_regression",
-                f"{call.name} gets {what} as targets: they are labels of classes.",
-                call.where,
-            )
+            text = f"{call.name} gets {what} as targets: they are labels of classes."
+            yield Finding("class_ids_in_regression", text, call.where)
 
 
 def _is_whole(x: Tensor) -> bool:
@@ -85,13 +82,11 @@ class FiniteWatch:
     def found(self, stage: str) -> Iterator[Finding]:
         bad = {place: int(flag) for place, flag in self.flags.items() if bool(flag)}
         for place, count in bad.items():
-            yield Finding(
-                "bad_values",
+            text = (
                 f"Tensor {place} of {count} {'batch' if count == 1 else 'batches'} of {stage} holds NaN or infinite "
-                "values, and so do the results of the step.",
-                stage,
-                {"batches": count},
+                "values, and so do the results of the step."
             )
+            yield Finding("bad_values", text, stage, {"batches": count})
 
 
 class Holdings:
@@ -126,11 +121,9 @@ class Holdings:
             grows = all(before < after for before, after in itertools.pairwise(counts))
             if grows and (graphs[-1] or each > LEAK):
                 with_graph = ", with the graphs of their updates" if graphs[-1] else ""
-                yield Finding(
-                    "memory_grows",
+                text = (
                     f"{type(task).__name__}.{where} holds {counts[-1]} tensors after {LOOKS[-1]} updates and "
                     f"{counts[0]} after {LOOKS[0]}{with_graph}: every update leaves {each:.3g} bytes more, or their "
-                    "graph.",
-                    where,
-                    {"tensors": list(counts), "bytes": list(sizes)},
+                    "graph."
                 )
+                yield Finding("memory_grows", text, where, {"tensors": list(counts), "bytes": list(sizes)})

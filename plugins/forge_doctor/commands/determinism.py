@@ -47,7 +47,7 @@ CAUSES = {
     ],
     "rng before": [
         "Code that seeds or draws random numbers a different number of times before the forward pass: the data in this "
-        "process, a validation, a plugin.",
+        "process, a validation, a plugin."
     ],
     "output": FORWARD,
     "loss": FORWARD,

@@ -53,13 +53,11 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
     found = _differing(base, turned, size, slice(None), last=True, change=lambda x: x.flip(0))
     if found and not draws(patient, stage, batch):  # noise of a fixed seed belongs to places
         path, worst = found[0]
-        yield Finding(
-            "batch_dependence",
+        text = (
             f"What {path} gives for a sample changes by {worst:.2g} of its deviation when the order of the samples in "
-            "the batch is reversed, in evaluation mode: it depends on the sample's place in the batch.",
-            path,
-            {"difference": worst},
+            "the batch is reversed, in evaluation mode: it depends on the sample's place in the batch."
         )
+        yield Finding("batch_dependence", text, path, {"difference": worst})
         return
     for kept, other in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
         after = calls_of(patient, with_rows_changed(batch, size, other), stage, every=True)[0]

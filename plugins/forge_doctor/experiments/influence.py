@@ -76,13 +76,11 @@ def weights(patient: Patient) -> Iterator[Finding]:
         part = [group for group in groups if group.gradient and not group.agrees]
         at = _cuts(watch)
         if cut:
-            yield Finding(
-                "no_gradient",
+            text = (
                 f"The loss depends on {listed([group.name for group in cut])}, but no gradient arrives: moving these "
-                f"weights changes the loss (slope {max(g.slope for g in cut):.2g}), and their gradient is 0{at}.",
-                cut[0].name,
-                {"groups": [group.name for group in cut][:8]},
+                f"weights changes the loss (slope {max(g.slope for g in cut):.2g}), and their gradient is 0{at}."
             )
+            yield Finding("no_gradient", text, cut[0].name, {"groups": [group.name for group in cut][:8]})
         elif part and not _has_own_functions(patient):
             worst = max(part, key=lambda group: group.off)
             yield Finding(

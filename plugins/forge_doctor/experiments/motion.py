@@ -46,13 +46,11 @@ def still(patient: Patient) -> Iterator[Finding]:
         if torch.equal(first[name], last[name])
     ]
     if stuck and len(stuck) < len(known):
-        yield Finding(
-            "weights_stand_still",
+        text = (
             f"{len(stuck)} weights get a gradient and are in an optimizer, and no update moves them: "
-            f"{listed(sorted(stuck))}.",
-            sorted(stuck)[0],
-            {"weights": sorted(stuck)[:8]},
+            f"{listed(sorted(stuck))}."
         )
+        yield Finding("weights_stand_still", text, sorted(stuck)[0], {"weights": sorted(stuck)[:8]})
 
 
 def averages(patient: Patient) -> Iterator[Finding]:
@@ -74,21 +72,17 @@ def averages(patient: Patient) -> Iterator[Finding]:
     moving = {name: rate for name, rate in rates.items() if rate > 0}
     if moving and min(moving.values()) > CLOSE and _moved_always(track, list(moving)):
         name, rate = min(moving.items(), key=lambda item: item[1])
-        yield Finding(
-            "average_too_close",
+        text = (
             f"{name} goes {rate:.0%} of the way to the weights that are trained in every update: it is a copy of them "
-            "rather than an average of the past.",
-            name,
-            {"share": rate},
+            "rather than an average of the past."
         )
+        yield Finding("average_too_close", text, name, {"share": rate})
     elif rates and not moving and len(rates) >= 2:
-        yield Finding(
-            "average_stands_still",
+        text = (
             f"{len(rates)} weights that are in no optimizer have the names and shapes of trained ones and never move: "
-            f"{listed(sorted(rates))}. If they are to follow the trained ones, nothing updates them.",
-            sorted(rates)[0],
-            {"weights": sorted(rates)[:8]},
+            f"{listed(sorted(rates))}. If they are to follow the trained ones, nothing updates them."
         )
+        yield Finding("average_stands_still", text, sorted(rates)[0], {"weights": sorted(rates)[:8]})
 
 
 def _twin(name: str, known: set[str], weights: dict[str, Tensor]) -> str | None:
@@ -160,13 +154,11 @@ def collapsed(patient: Patient, task: Any, batch: Any) -> Iterator[Finding]:
         flat = x.float().flatten(1)
         among, all_of_it = float(flat.std(0).mean()), float(flat.pow(2).mean().sqrt())
         if among < 1e-3 * all_of_it:
-            yield Finding(
-                "collapsed",
+            text = (
                 f"After updates on one batch {path} gives all {size} samples one answer: they differ by {among:.2g}, "
-                f"of {all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer.",
-                path,
-                {"between samples": among, "size": all_of_it},
+                f"of {all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer."
             )
+            yield Finding("collapsed", text, path, {"between samples": among, "size": all_of_it})
 
 
 def _is_worse(name: str, before: float, after: float) -> bool:

@@ -33,32 +33,25 @@ def follow(patient: Patient) -> Iterator[Finding]:
             for place, turn, kind in _judged(served[0], other, patient.label_position):
                 kept[kind].append((place, turn))
     if len(kept["map"]) >= 3:
-        yield Finding(
-            "pairs_broken",
+        text = (
             f"A picture that is {kept['map'][0][1]} when it is read again keeps its target as it was: input and "
-            f"target no longer belong together (in {len(kept['map'])} readings).",
-            "train",
-            {"readings": len(kept["map"])},
+            f"target no longer belong together (in {len(kept['map'])} readings)."
         )
+        yield Finding("pairs_broken", text, "train", {"readings": len(kept["map"])})
     elif len(kept["numbers"]) >= 3:
-        yield Finding(
-            "pairs_broken",
+        text = (
             f"A picture that is {kept['numbers'][0][1]} when it is read again keeps its numbers, which may be places "
-            "in it: boxes, points and directions must be turned with the picture.",
-            "train",
-            {"readings": len(kept["numbers"])},
-            level="note",
+            "in it: boxes, points and directions must be turned with the picture."
         )
+        yield Finding("pairs_broken", text, "train", {"readings": len(kept["numbers"])}, level="note")
     for (place, turn), seen in Counter(kept["class"]).items():
         pair = _exchanged(patient, place, TURNS[turn]) if seen >= 3 else None
         if pair is not None:
-            yield Finding(
-                "augmentation_changes_label",
+            text = (
                 f"Training pictures are {turn} at random and keep their labels, but in val a picture of class "
-                f"{pair[0]} that is {turn} is nearest to class {pair[1]}, and the reverse.",
-                "train",
-                {"classes": list(pair), "turn": turn},
+                f"{pair[0]} that is {turn} is nearest to class {pair[1]}, and the reverse."
             )
+            yield Finding("augmentation_changes_label", text, "train", {"classes": list(pair), "turn": turn})
             return
 
 
@@ -126,10 +119,8 @@ def fixed(patient: Patient) -> Iterator[Finding]:
         ):
             changed.append(i)
     if len(changed) >= 2:
-        yield Finding(
-            "random_validation_data",
+        text = (
             f"Samples of val are others each time they are read ({len(changed)} of {SAMPLES} that were read twice): "
-            "validations of the same weights differ.",
-            "val",
-            {"samples": changed[:8]},
+            "validations of the same weights differ."
         )
+        yield Finding("random_validation_data", text, "val", {"samples": changed[:8]})

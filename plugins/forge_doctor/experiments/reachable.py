@@ -48,13 +48,11 @@ def bounds(patient: Patient) -> Iterator[Finding]:
         )
     nothing = held.value_at([torch.zeros_like(x) for x in held.values])
     if held.loss > FAR * max(constant, nothing) + 10 and nothing > 1e-3:
-        yield Finding(
-            "initial_loss",
+        text = (
             f"The first loss is {held.loss:.4g}; answers of 0 give {nothing:.4g}, and one answer for all samples "
-            f"reaches {constant:.4g}: the untrained model is confidently wrong.",
-            held.paths[-1],
-            {"loss": held.loss, "zeros": nothing, "constant": constant},
+            f"reaches {constant:.4g}: the untrained model is confidently wrong."
         )
+        yield Finding("initial_loss", text, held.paths[-1], {"loss": held.loss, "zeros": nothing, "constant": constant})
 
 
 def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:

@@ -116,21 +116,17 @@ def rates(patient: Patient) -> Iterator[Finding]:
     evidence = {"start": start, "at the rate": at[1.0], "at a hundredth": at[0.01], "at a hundred times": at[100.0]}
     planned = patient.trainer.planned_updates or 1000
     if fall[1.0] < 0.0 and fall[0.01] > 0.05:
-        yield Finding(
-            "learning_rate_high",
+        text = (
             f"{UPDATES} updates take the loss from {start:.4g} to {at[1.0]:.4g}; at a hundredth of the rate to "
-            f"{at[0.01]:.4g}.",
-            "configure_optimizers",
-            evidence,
+            f"{at[0.01]:.4g}."
         )
+        yield Finding("learning_rate_high", text, "configure_optimizers", evidence)
     elif fall[1.0] * planned / UPDATES < 0.1 and fall[1.0] < 0.01 and fall[100.0] > 0.1:
-        yield Finding(
-            "learning_rate_low",
+        text = (
             f"{UPDATES} updates take the loss from {start:.4g} to {at[1.0]:.4g}, which is little even over {planned} "
-            f"updates; at a hundred times the rate to {at[100.0]:.4g}.",
-            "configure_optimizers",
-            evidence,
+            f"updates; at a hundred times the rate to {at[100.0]:.4g}."
         )
+        yield Finding("learning_rate_low", text, "configure_optimizers", evidence)
 
 
 def _against(patient: Patient, said: list[dict[str, float]]) -> Iterator[Finding]:
@@ -146,13 +142,11 @@ def _against(patient: Patient, said: list[dict[str, float]]) -> Iterator[Finding
         before, after = mean(first, name), mean(last, name)
         worse = before - after if mode == "max" else after - before
         if worse > 0.2 * max(abs(before), 1e-6):
-            yield Finding(
-                "metric_against_loss",
+            text = (
                 f"As the loss falls from {mean(first, 'loss'):.4g} to {mean(last, 'loss'):.4g}, {name} goes from "
-                f"{before:.4g} to {after:.4g}: what is optimised makes it worse.",
-                patient.place(),
-                {"before": before, "after": after},
+                f"{before:.4g} to {after:.4g}: what is optimised makes it worse."
             )
+            yield Finding("metric_against_loss", text, patient.place(), {"before": before, "after": after})
             return
 
 

@@ -38,13 +38,11 @@ def two_steps(patient: Patient) -> Iterator[Finding]:
         common = [key for key in mine if key in theirs]
         differs = next((key for key in common if not _alike(mine[key], theirs[key])), None)
         if differs is not None:
-            yield Finding(
-                "stages_differ",
+            text = (
                 f"For one batch, in evaluation mode, {differs[0]} gives other numbers in validation_step than in "
-                "training_step: the two prepare their inputs in different ways.",
-                patient.place("val"),
-                {"layer": differs[0]},
+                "training_step: the two prepare their inputs in different ways."
             )
+            yield Finding("stages_differ", text, patient.place("val"), {"layer": differs[0]})
             return
         for name in trains.keys() & validates.keys():
             if apart(trains[name], validates[name]) > OFF:
@@ -172,13 +170,11 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
         mode, values = mode_of(name), [row.get(name, float("nan")) for row in said]
         best = all(value in (1.0, 100.0) for value in values) if mode == "max" else all(v == 0 for v in values)
         if mode is not None and best:
-            yield Finding(
-                "metric_blind",
+            text = (
                 f"{name} of the untrained model is {values[0]:g} already, its best: it compares something with itself, "
-                "or with what every answer fits.",
-                patient.place("val"),
-                {"metric": name, "untrained": values[0]},
+                "or with what every answer fits."
             )
+            yield Finding("metric_blind", text, patient.place("val"), {"metric": name, "untrained": values[0]})
 
 
 def stale(patient: Patient) -> Iterator[Finding]:
@@ -208,13 +204,11 @@ def stale(patient: Patient) -> Iterator[Finding]:
         and not _is_frozen(patient, path.rpartition(".")[0])
     ]
     if moved and still and any(path.rpartition(".")[2] in KINDS for path in moved):
-        yield Finding(
-            "stale_statistics",
+        text = (
             f"Validation uses {still[0]}, which no update has changed, though the statistics of other layers "
-            f"({sorted(moved)[0]}) moved: {len(still)} buffers stay as they were made.",
-            still[0],
-            {"buffers": still[:8]},
+            f"({sorted(moved)[0]}) moved: {len(still)} buffers stay as they were made."
         )
+        yield Finding("stale_statistics", text, still[0], {"buffers": still[:8]})
 
 
 def _follows(patient: Patient, path: str) -> bool:
@@ -252,10 +246,8 @@ def same_draws(patient: Patient) -> Iterator[Finding]:
         and len(one) == len(other)
         and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(one, other, strict=True))
     ):
-        yield Finding(
-            "reseeded",
+        text = (
             f"Every training step draws the same random numbers ({len(one)} draws, the first of shape "
-            f"{tuple(one[0].shape)}), whatever the seed: a generator begins anew in each step.",
-            patient.place(),
-            {"draws": len(one)},
+            f"{tuple(one[0].shape)}), whatever the seed: a generator begins anew in each step."
         )
+        yield Finding("reseeded", text, patient.place(), {"draws": len(one)})

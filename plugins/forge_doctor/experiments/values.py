@@ -68,13 +68,11 @@ def unseen(patient: Patient) -> Iterator[Finding]:
         new = asked[~torch.isin(asked, known)]
         share = float(torch.isin(y, new).float().mean())
         if len(known) <= MOST_KINDS and len(new) and share > 0.02:
-            yield Finding(
-                "values_unseen",
+            text = (
                 f"{share:.0%} of the labels of val, tensor {place}, never occur in train: {new.tolist()[:6]}; those of "
-                f"train run from {int(known.min())} to {int(known.max())}.",
-                "val",
-                {"share": share, "new": new.tolist()[:20]},
+                f"train run from {int(known.min())} to {int(known.max())}."
             )
+            yield Finding("values_unseen", text, "val", {"share": share, "new": new.tolist()[:20]})
 
 
 def in_step(patient: Patient) -> Iterator[Finding]:
@@ -87,12 +85,8 @@ def in_step(patient: Patient) -> Iterator[Finding]:
             layer = next((path for (path, _), out in calls.items() if any(_is_bad(x) for x in out)), None)
             lost = [name for name, value in said.items() if value != value]
             if layer or lost:
-                yield Finding(
-                    "bad_values",
-                    f"{layer or ', '.join(lost)} gives NaN or an infinity in {stage}, for a batch without any.",
-                    layer or patient.place(stage),
-                    {"stage": stage},
-                )
+                text = f"{layer or ', '.join(lost)} gives NaN or an infinity in {stage}, for a batch without any."
+                yield Finding("bad_values", text, layer or patient.place(stage), {"stage": stage})
                 return
 
 
@@ -109,13 +103,11 @@ def layout(patient: Patient) -> Iterator[Finding]:
         other = x.contiguous().reshape(n, h, w, c).permute(0, 3, 1, 2)
         mine, theirs = _smoothness(x), _smoothness(other)
         if theirs > 0.5 and mine < 0.4 * theirs:
-            yield Finding(
-                "pixels_scrambled",
+            text = (
                 f"The pictures that reach {path} look scrambled: neighbouring pixels correlate by {mine:.2f}, and by "
-                f"{theirs:.2f} if the same numbers are read as (height, width, channels).",
-                path,
-                {"as given": mine, "as height, width, channels": theirs},
+                f"{theirs:.2f} if the same numbers are read as (height, width, channels)."
             )
+            yield Finding("pixels_scrambled", text, path, {"as given": mine, "as height, width, channels": theirs})
 
 
 def _smoothness(x: Tensor) -> float:
@@ -183,10 +175,8 @@ def first_inputs(patient: Patient) -> Iterator[Finding]:
         still = (x == x[:1]).all(0)
         if bool(still.any()) and not bool(still.all()):
             columns = still.nonzero().flatten().tolist()
-            yield Finding(
-                "constant_column",
+            text = (
                 f"{path}, the first layer, gets one value ({float(x[0, columns[0]]):.4g}) in column {columns[0]} of "
-                f"{x.shape[1]} for all {len(x)} samples of a batch ({len(columns)} such columns).",
-                path,
-                {"columns": columns[:20]},
+                f"{x.shape[1]} for all {len(x)} samples of a batch ({len(columns)} such columns)."
             )
+            yield Finding("constant_column", text, path, {"columns": columns[:20]})

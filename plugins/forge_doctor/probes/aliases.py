@@ -15,11 +15,8 @@ def attributes(patient: Patient) -> Iterator[Finding]:
     for name, p in (patient.original or patient.task).named_parameters():
         wrong = [key for key in vars(p) if get_close_matches(key, ["requires_grad"], 1, 0.85)]
         if wrong:
-            yield Finding(
-                "attribute_name",
-                f"{name} has an attribute {wrong[0]!r}, which torch never reads: did you mean requires_grad?",
-                name,
-            )
+            text = f"{name} has an attribute {wrong[0]!r}, which torch never reads: did you mean requires_grad?"
+            yield Finding("attribute_name", text, name)
             return
 
 
@@ -32,11 +29,10 @@ def shared_storage(patient: Patient) -> Iterator[Finding]:
         if name not in names or not p.numel() or not p.data_ptr():
             continue
         if place in seen:
-            yield Finding(
-                "shared_storage",
+            text = (
                 f"{seen[place]} and {name} are two parameters in one memory: the optimizer updates it twice, by two "
-                "gradients.",
-                name,
+                "gradients."
             )
+            yield Finding("shared_storage", text, name)
             return
         seen[place] = name

@@ -23,24 +23,20 @@ def labels(patient: Patient) -> Iterator[Finding]:
     counts = torch.bincount(used[used >= 0], minlength=outputs)
     absent = [i for i in range(outputs) if not counts[i]]
     if absent and outputs <= 200 and len(used) >= 40 * outputs:
-        yield Finding(
-            "missing_class",
+        text = (
             f"{outputs} outputs, but {len(absent)} of the classes never occur in {len(used)} training labels: "
-            f"{', '.join(map(str, absent[:6]))}. Labels run from {int(used.min())} to {int(used.max())}.",
-            call.where,
-            {"absent": absent[:20], "counts": counts.tolist()[:50]},
+            f"{', '.join(map(str, absent[:6]))}. Labels run from {int(used.min())} to {int(used.max())}."
         )
+        yield Finding("missing_class", text, call.where, {"absent": absent[:20], "counts": counts.tolist()[:50]})
     share = float(counts.max()) / max(1, len(used))
     weighted = call.given.get("weight") is not None or call.given.get("pos_weight") is not None
     weighted = weighted or "Weighted" in sampler_of(patient)
     if share >= 0.95 and not weighted and len(used) >= 100:
-        yield Finding(
-            "imbalance",
+        text = (
             f"{share:.1%} of the training labels are class {int(counts.argmax())}: always answering it scores "
-            f"{share:.1%}.",
-            "train",
-            {"share": share, "counts": counts.tolist()[:20]},
+            f"{share:.1%}."
         )
+        yield Finding("imbalance", text, "train", {"share": share, "counts": counts.tolist()[:20]})
     if int((counts > 0).sum()) > 1:
         yield from _order(used, counts)
 
@@ -50,13 +46,11 @@ def _order(labels: Tensor, counts: Tensor) -> Iterator[Finding]:
     share = (counts / counts.sum()).pow(2).sum()
     expected = float((1 - share) * (len(labels) - 1))
     if expected > 20 and changes < 0.15 * expected:
-        yield Finding(
-            "not_shuffled",
+        text = (
             f"Neighbouring training samples have one label: {changes} changes in {len(labels)} samples, where a "
-            f"shuffled order has about {expected:.0f}.",
-            "train",
-            {"changes": changes, "expected": expected},
+            f"shuffled order has about {expected:.0f}."
         )
+        yield Finding("not_shuffled", text, "train", {"changes": changes, "expected": expected})
 
 
 def order(patient: Patient) -> Iterator[Finding]:

@@ -51,12 +51,8 @@ def copies(patient: Patient) -> Iterator[Finding]:
     if shared < 3 * again + 0.02:
         yield from _copies_of_a_class(patient, val, counts)
         return
-    yield Finding(
-        "val_is_train" if shared > 0.5 else "leakage",
-        f"{shared:.0%} of {len(val)} validation samples are training samples.",
-        "val",
-        {"share": shared, "samples": both},
-    )
+    text = f"{shared:.0%} of {len(val)} validation samples are training samples."
+    yield Finding("val_is_train" if shared > 0.5 else "leakage", text, "val", {"share": shared, "samples": both})
 
 
 def _is_drawn(patient: Patient) -> bool:
@@ -77,13 +73,11 @@ def _copies_of_a_class(patient: Patient, val: list[bytes], train: Counter[bytes]
         return
     most, least = max(shares, key=lambda c: shares[c]), min(shares, key=lambda c: shares[c])
     if shares[most] >= 0.5 and shares[least] <= 0.05:
-        yield Finding(
-            "leakage",
+        text = (
             f"{shares[most]:.0%} of the validation samples of class {most} are training samples, and "
-            f"{shares[least]:.0%} of class {least}: the class was multiplied before the split.",
-            "val",
-            {"shares": shares, "different": different},
+            f"{shares[least]:.0%} of class {least}: the class was multiplied before the split."
         )
+        yield Finding("leakage", text, "val", {"shares": shares, "different": different})
 
 
 def _is_rich(patient: Patient, different: int) -> bool:
@@ -147,13 +141,11 @@ def targets(patient: Patient) -> Iterator[Finding]:
             y = call.target.detach().float()
             spread = float(y.std()) if y.numel() > 1 else 0.0
             if spread > 50 or abs(float(y.mean())) > max(200 * spread, 20):
-                yield Finding(
-                    "target_scale",
+                text = (
                     f"Targets of {call.name} have mean {float(y.mean()):.4g} and deviation {spread:.4g}; an untrained "
-                    "network predicts about 0.",
-                    call.where,
-                    {"mean": float(y.mean()), "deviation": spread},
+                    "network predicts about 0."
                 )
+                yield Finding("target_scale", text, call.where, {"mean": float(y.mean()), "deviation": spread})
                 return
 
 
@@ -249,13 +241,11 @@ def splits(patient: Patient) -> Iterator[Finding]:
         if not math.isfinite(shift + factor):  # one NaN would say that all differ
             continue
         if (certain and shift > most / 4) or not 1 / most <= factor <= most:
-            yield Finding(
-                "split_statistics",
+            text = (
                 f"{'Targets' if as_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
-                f"deviations, deviations by a factor of {factor:.3g}.",
-                "val",
-                {"shift": shift, "factor": factor},
+                f"deviations, deviations by a factor of {factor:.3g}."
             )
+            yield Finding("split_statistics", text, "val", {"shift": shift, "factor": factor})
             return
 
 
@@ -274,12 +264,8 @@ def dropped(patient: Patient) -> Iterator[Finding]:
         count = len(sampler) if sampler is not None and hasattr(sampler, "__len__") else len(dataset)
         left = count % size
         if count and left / count > 0.1:
-            yield Finding(
-                "dropped_data",
-                f"drop_last leaves out {left} of {count} samples of {stage} every time, at a batch size of {size}.",
-                stage,
-                {"dropped": left, "samples": count},
-            )
+            text = f"drop_last leaves out {left} of {count} samples of {stage} every time, at a batch size of {size}."
+            yield Finding("dropped_data", text, stage, {"dropped": left, "samples": count})
 
 
 def generator(patient: Patient) -> Iterator[Finding]:
@@ -295,12 +281,11 @@ def generator(patient: Patient) -> Iterator[Finding]:
         loader = again()
         served.append(_hashes(_some(loader)))
     if served[0] and served[0] != served[1]:
-        yield Finding(
-            "unseeded",
+        text = (
             "Two loaders that are made with the same seed serve different batches: something draws from a generator "
-            "that nothing seeds.",
-            "train",
+            "that nothing seeds."
         )
+        yield Finding("unseeded", text, "train")
 
 
 def _some(loader: Any) -> list[Sample]:

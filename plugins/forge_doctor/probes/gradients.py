@@ -32,12 +32,8 @@ def hooks(patient: Patient) -> Iterator[Finding]:
     meant = all(shrunk[name] == 0 for name in little) and len(little) < len(parameters(task))
     if little and not meant:
         worst = max(shrunk[name] for name in little)
-        yield Finding(
-            "gradient_hook",
-            f"Hooks leave {worst:.2g} of the gradients, or less, of {len(little)} parameters: {named(little)}.",
-            little[0],
-            {"left": worst, "parameters": little[:8]},
-        )
+        text = f"Hooks leave {worst:.2g} of the gradients, or less, of {len(little)} parameters: {named(little)}."
+        yield Finding("gradient_hook", text, little[0], {"left": worst, "parameters": little[:8]})
 
 
 def _through(found: list[Any], gradient: Tensor) -> Tensor:
@@ -56,10 +52,6 @@ def repeated(patient: Patient) -> Iterator[Finding]:
         counts = Counter(id(child) for child in inner if any(p.requires_grad for p in child.parameters()))
         if counts and max(counts.values()) > 1:
             times = max(counts.values())
-            yield Finding(
-                "repeated_module",
-                f"{path} holds one module {times} times: its {len(inner)} layers share one set of weights.",
-                path,
-                {"times": times},
-            )
+            text = f"{path} holds one module {times} times: its {len(inner)} layers share one set of weights."
+            yield Finding("repeated_module", text, path, {"times": times})
             return

@@ -81,13 +81,11 @@ class Graphs:
         if self.hidden:
             shapes = [str(tuple(leaf.shape)) for leaf in self.hidden.values()]
             kind = type(self.task).__name__
-            yield Finding(
-                "unregistered_parameters",
+            text = (
                 f"The loss depends on {len(self.hidden)} parameters that {kind}.named_parameters() does not have, of "
-                f"shapes {named(shapes)}: no optimizer, device move or checkpoint sees them.",
-                kind,
-                {"parameters": len(self.hidden), "shapes": shapes[:8]},
+                f"shapes {named(shapes)}: no optimizer, device move or checkpoint sees them."
             )
+            yield Finding("unregistered_parameters", text, kind, {"parameters": len(self.hidden), "shapes": shapes[:8]})
 
     def unreached(self, trained: set[str]) -> Iterator[Finding]:
         """Parameters that optimizers have and no loss reaches."""
@@ -107,12 +105,8 @@ class Graphs:
         reached = [name for name, p in parameters(self.task).items() if id(p) in self.reached]
         outside = [name for name in reached if name not in trained]
         if outside:
-            yield Finding(
-                "not_in_optimizer",
-                f"{len(outside)} trainable parameters get a gradient but are in no optimizer: {named(outside)}.",
-                outside[0],
-                {"parameters": outside[:8]},
-            )
+            text = f"{len(outside)} trainable parameters get a gradient but are in no optimizer: {named(outside)}."
+            yield Finding("not_in_optimizer", text, outside[0], {"parameters": outside[:8]})
 
 
 def _is_of_a_package(task: nn.Module, name: str) -> bool:
@@ -144,13 +138,11 @@ def _unreached(
     lost = [name for name in ran if name not in cut]
     idle = [name for name in missing if name.rpartition(".")[0] not in called and name in trained]
     if cut:
-        yield Finding(
-            "no_gradient",
+        text = (
             f"{len(cut)} parameters that the optimizer has are used without a gradient: {named(cut)}. Their modules "
-            "run under torch.no_grad().",
-            cut[0],
-            {"parameters": cut[:8]},
+            "run under torch.no_grad()."
         )
+        yield Finding("no_gradient", text, cut[0], {"parameters": cut[:8]})
     if lost:
         yield Finding(
             "no_gradient",
@@ -161,12 +153,8 @@ def _unreached(
         )
     if idle:
         spare = all(_is_of_a_package(task, name) or _is_one_of_several(task, name, called) for name in idle)
-        yield Finding(
-            "unused_module" if spare else "unused_parameters",
-            f"{len(idle)} trainable parameters are never used: {named(idle)}.",
-            idle[0],
-            {"parameters": idle[:8]},
-        )
+        text = f"{len(idle)} trainable parameters are never used: {named(idle)}."
+        yield Finding("unused_module" if spare else "unused_parameters", text, idle[0], {"parameters": idle[:8]})
 
 
 def trained(patient: Patient, name: str | None = None) -> set[str]:
@@ -230,29 +218,22 @@ class Traces:
     def found(self) -> Iterator[Finding]:
         where, rows = self.where, self.rows
         if self.calls_backward:
-            yield Finding(
-                "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
-            )
+            text = "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
+            yield Finding("backward_in_step", text, where)
         changed = [
             path or "the task"
             for path, mode in self.modes.items()
             if self._modes.get(path, mode) != mode and _is_trained(self.task, path)  # a teacher may be set to eval()
         ]
         if changed:
-            yield Finding(
-                "mode_changed",
-                f"{where} changes the mode of {len(changed)} modules, of {named(changed)}, for all later steps.",
-                where,
-                {"modules": changed[:8]},
-            )
+            text = f"{where} changes the mode of {len(changed)} modules, of {named(changed)}, for all later steps."
+            yield Finding("mode_changed", text, where, {"modules": changed[:8]})
         if rows:
-            yield Finding(
-                "batch_changed",
+            text = (
                 f"{where} changes its batch in place: tensor {rows[0]} of the batch is another afterwards. A dataset "
-                "in memory is changed with it.",
-                where,
-                {"tensors": rows},
+                "in memory is changed with it."
             )
+            yield Finding("batch_changed", text, where, {"tensors": rows})
 
 
 def _version(x: Tensor) -> int:
@@ -312,24 +293,16 @@ def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str
 def wrong_modes(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
     wrong = [path for path, is_off in off.items() if is_off and _is_trained(task, path)]
     if wrong:
-        yield Finding(
-            "trained_in_eval_mode",
-            f"{len(wrong)} modules run in evaluation mode while training: {named(wrong)}.",
-            wrong[0],
-            {"modules": wrong[:8]},
-        )
+        text = f"{len(wrong)} modules run in evaluation mode while training: {named(wrong)}."
+        yield Finding("trained_in_eval_mode", text, wrong[0], {"modules": wrong[:8]})
 
 
 def on_in_validation(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
     """Layers that ran in training mode, and do something else there."""
     wrong = [path for path, is_off in off.items() if not is_off and _has_two_modes(task.get_submodule(path))]
     if wrong:
-        yield Finding(
-            "validated_in_train_mode",
-            f"{len(wrong)} modules run in training mode while validating: {named(wrong)}.",
-            wrong[0],
-            {"modules": wrong[:8]},
-        )
+        text = f"{len(wrong)} modules run in training mode while validating: {named(wrong)}."
+        yield Finding("validated_in_train_mode", text, wrong[0], {"modules": wrong[:8]})
 
 
 def _has_two_modes(module: nn.Module) -> bool:
@@ -364,13 +337,11 @@ def finite_differences(patient: Patient) -> Iterator[Finding]:
         result = _compare(kind, given, place) if place is not None else None
         if result is not None:
             expected, found = result
-            yield Finding(
-                "wrong_gradient",
+            text = (
                 f"{kind.__name__}.backward gives {expected:.4g} in a random direction, and differences of its forward "
-                f"give {found:.4g}.",
-                kind.__name__,
-                {"backward": expected, "differences": found},
+                f"give {found:.4g}."
             )
+            yield Finding("wrong_gradient", text, kind.__name__, {"backward": expected, "differences": found})
 
 
 def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:

@@ -47,13 +47,11 @@ def options(patient: Patient) -> Iterator[Finding]:
     for call in patient.watched.losses:
         smoothing = float(call.given.get("label_smoothing") or 0.0)
         if smoothing > 0.5:
-            yield Finding(
-                "label_smoothing",
+            text = (
                 f"{call.name} has label_smoothing={smoothing:g}: the right class gets {1 - smoothing:.0%} of the "
-                "target, and all classes share the rest.",
-                call.where,
-                {"label_smoothing": smoothing},
+                "target, and all classes share the rest."
             )
+            yield Finding("label_smoothing", text, call.where, {"label_smoothing": smoothing})
             return
         yield from _competing(call)
 
@@ -66,13 +64,11 @@ def _competing(call: LossCall) -> Iterator[Finding]:
     several = float((y.float().sum(1) > 1.5).float().mean())
     is_shared = x.shape == y.shape and bool(((x.detach().float().sum(1) - 1).abs() < 1e-3).all())
     if is_shared and several > 0.2:
-        yield Finding(
-            "competing_labels",
+        text = (
             f"{several:.0%} of the samples have more than one label, but a softmax makes their probabilities sum to 1: "
-            "the labels compete.",
-            call.where,
-            {"several": several},
+            "the labels compete."
         )
+        yield Finding("competing_labels", text, call.where, {"several": several})
 
 
 def _of_half(patient: Patient) -> list[Oddity]:
@@ -114,12 +110,8 @@ def _look(call: LossCall) -> Iterator[Finding]:
             "activation_before_loss", f"{call.name} gets the output of {made.lower()}, and applies its own.", call.where
         )
     elif call.name in LOGARITHMS and made in ("Softmax", "Sigmoid"):
-        yield Finding(
-            "activation_before_loss",
-            f"{call.name} gets the output of {made.lower()}, but wants logarithms of probabilities.",
-            call.where,
-            cure="Use log_softmax in place of softmax.",
-        )
+        text = f"{call.name} gets the output of {made.lower()}, but wants logarithms of probabilities."
+        yield Finding("activation_before_loss", text, call.where, cure="Use log_softmax in place of softmax.")
     elif call.name == "binary_cross_entropy" and [*itertools.islice(origins(x), 2)] == ["Sigmoid", "Sigmoid"]:
         yield Finding("activation_before_loss", f"{call.name} gets the sigmoid of a sigmoid.", call.where)
     elif call.name in (*LOGITS, "nll_loss") and made == "Relu":
@@ -151,11 +143,8 @@ def _mixed_by_a_view(call: LossCall, x: Tensor) -> Iterator[Finding]:
 
 def _wrong_log_softmax(call: LossCall, x: Tensor) -> Iterator[Finding]:
     if len(x) > 1 and x.shape[1] > 1 and bool(((x.detach().float().exp().sum(0) - 1).abs() < 1e-3).all()):
-        yield Finding(
-            "wrong_dimension",
-            f"{call.name} gets log_softmax over dimension 0, the batch: columns sum to 1, rows do not.",
-            call.where,
-        )
+        text = f"{call.name} gets log_softmax over dimension 0, the batch: columns sum to 1, rows do not."
+        yield Finding("wrong_dimension", text, call.where)
 
 
 def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator[Finding]:
@@ -165,14 +154,12 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
         sums = y.detach().float().sum(1)
         off = float(((sums - 1).abs() > 1e-2).float().mean())
         if off > 0.02:
-            yield Finding(
-                "competing_labels",
+            text = (
                 f"{off:.0%} of the targets of cross_entropy, which are probabilities of classes, do not sum to 1 (but "
                 f"to {float(sums.min()):.3g} to {float(sums.max()):.3g}): several labels of one sample compete in one "
-                "softmax.",
-                call.where,
-                {"share": off},
+                "softmax."
             )
+            yield Finding("competing_labels", text, call.where, {"share": off})
     if call.name in PLUS_MINUS and y.numel() and bool(((y == 0) | (y == 1)).all()) and bool((y == 0).any()):
         yield Finding("label_values", f"{call.name} gets labels of 0 and 1; it wants -1 and 1.", call.where)
     if call.name in REGRESSION and made in RANGES and y.numel():
@@ -187,13 +174,11 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
                 {"outside": round(outside, 4), "lowest": float(y.min()), "highest": float(y.max())},
             )
     if call.name in REGRESSION and _are_class_ids(y):
-        yield Finding(
-            "class_ids_in_regression",
+        text = (
             f"{call.name} gets the whole numbers 0 to {int(y.max())} as targets: these look like class labels, whose "
-            "distances mean nothing.",
-            call.where,
-            {"values": int(y.max()) + 1},
+            "distances mean nothing."
         )
+        yield Finding("class_ids_in_regression", text, call.where, {"values": int(y.max()) + 1})
 
 
 def _is_of_the_same(x: Tensor, y: Tensor) -> bool:
@@ -229,13 +214,11 @@ def weights(patient: Patient) -> Iterator[Finding]:
         if isinstance(positive, Tensor) and isinstance(y, Tensor):
             share, factor = float(y.mean()), float(positive.float().mean())
             if (share < 0.35 and factor < 0.7) or (share > 0.65 and factor > 1.5):
-                yield Finding(
-                    "weights_reversed",
+                text = (
                     f"pos_weight is {factor:.3g}, but {share:.0%} of the labels are positive: the more frequent side "
-                    "gets more weight.",
-                    call.where,
-                    {"positive": share, "pos_weight": factor},
+                    "gets more weight."
                 )
+                yield Finding("weights_reversed", text, call.where, {"positive": share, "pos_weight": factor})
 
 
 def _short(x: Tensor) -> str:
@@ -258,14 +241,11 @@ def reduction(patient: Patient) -> Iterator[Finding]:
     called = [call for call in patient.watched.losses if call.given.get("reduction") == "sum"]
     where = called[0].where if called else patient.place()
     if abs(ratio - 2) < 0.005:
-        yield Finding(
-            "sum_reduction",
+        text = (
             f"The loss of the same samples twice is {ratio:.2f} times as large: it is a sum over the batch, so the "
-            "learning rate grows with the batch size.",
-            where,
-            {"once": a, "twice": b},
-            level=_level_of_sum(patient, size),
+            "learning rate grows with the batch size."
         )
+        yield Finding("sum_reduction", text, where, {"once": a, "twice": b}, level=_level_of_sum(patient, size))
     elif len(terms_a) == len(terms_b) > 1:
         ratios = [y / x for (x, _), (y, _) in zip(terms_a, terms_b, strict=True) if abs(x) > 1e-6]
         sums, means = [r for r in ratios if abs(r - 2) < 0.05], [r for r in ratios if abs(r - 1) < 0.05]
@@ -290,13 +270,8 @@ def summed(patient: Patient) -> Iterator[Finding]:
         if call.given.get("reduction") == "sum" and is_whole and size and len(patient.watched.losses) == 1:
             made = float(getattr(F, call.name)(**call.given).detach())
             if patient.losses and abs(made - patient.losses[0]) <= 1e-5 * abs(made):
-                yield Finding(
-                    "sum_reduction",
-                    f"{call.name} sums over the batch, so the learning rate grows with the batch size.",
-                    call.where,
-                    {"loss": made},
-                    level=_level_of_sum(patient, size),
-                )
+                text = f"{call.name} sums over the batch, so the learning rate grows with the batch size."
+                yield Finding("sum_reduction", text, call.where, {"loss": made}, level=_level_of_sum(patient, size))
 
 
 def _level_of_sum(patient: Patient, size: int) -> str:

@@ -54,13 +54,8 @@ def _judge(patient: Patient, where: str, monitor: str, mode: str) -> Iterator[Fi
     right = mode_of(monitor) or patient.directions.get(monitor)
     if right is not None and mode in ("min", "max") and mode != right:
         better = "larger" if mode == "max" else "smaller"
-        yield Finding(
-            "wrong_mode",
-            f"{where} watches {monitor} with mode={mode}: it takes a {better} one for the better one.",
-            where,
-            {"monitor": monitor, "mode": mode},
-            cure=f"Set mode={right}.",
-        )
+        text = f"{where} watches {monitor} with mode={mode}: it takes a {better} one for the better one."
+        yield Finding("wrong_mode", text, where, {"monitor": monitor, "mode": mode}, cure=f"Set mode={right}.")
 
 
 def _configs(plugin: Any) -> Iterator[tuple[str, Any]]:

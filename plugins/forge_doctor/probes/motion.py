@@ -28,27 +28,16 @@ def rates(patient: Patient) -> Iterator[Finding]:
         return
     typical = median(largest)
     if typical > 0.5 and not patient.shrinks:
-        yield Finding(
-            "learning_rate_high",
-            f"One update changes half of the matrices by {typical:.2g} times their size or more.",
-            "configure_optimizers",
-            {"ratio": typical},
-        )
+        text = f"One update changes half of the matrices by {typical:.2g} times their size or more."
+        yield Finding("learning_rate_high", text, "configure_optimizers", {"ratio": typical})
     elif max(largest) * patient.headroom < 2e-6 and ratios and (max(largest) > 0 or _are_at_rest(patient)):
-        yield Finding(
-            "learning_rate_low",
-            f"No update changes a matrix by more than {max(largest):.2g} of its size in {patient.updates} updates.",
-            "configure_optimizers",
-            {"ratio": max(largest)},
-        )
+        text = f"No update changes a matrix by more than {max(largest):.2g} of its size in {patient.updates} updates."
+        yield Finding("learning_rate_low", text, "configure_optimizers", {"ratio": max(largest)})
     for entry in patient.trainer.optimizers.entries.values():
         still = [group for group in entry.optimizer.param_groups if float(group.get("initial_lr", group["lr"])) == 0]
         if still and len(still) < len(entry.optimizer.param_groups):
-            yield Finding(
-                "learning_rate_low",
-                f"{len(still)} of {len(entry.optimizer.param_groups)} parameter groups have a learning rate of 0.",
-                "configure_optimizers",
-            )
+            text = f"{len(still)} of {len(entry.optimizer.param_groups)} parameter groups have a learning rate of 0."
+            yield Finding("learning_rate_low", text, "configure_optimizers")
 
 
 def _are_at_rest(patient: Patient) -> bool:
@@ -81,21 +70,17 @@ def gradients(patient: Patient) -> Iterator[Finding]:
     start, end = [value for _, value in found[:third]], [value for _, value in found[-third:]]
     low, high = median(start), median(end)
     if low < 1e-6 * high and high > 0:  # a layer scale of 1e-5 learns all the same
-        yield Finding(
-            "vanishing_gradient",
+        text = (
             f"Gradients shrink on their way back: relative to its weights {found[0][0]} gets {low:.2g}, "
-            f"{found[-1][0]} {high:.2g}.",
-            found[0][0],
-            {"first": low, "last": high},
+            f"{found[-1][0]} {high:.2g}."
         )
+        yield Finding("vanishing_gradient", text, found[0][0], {"first": low, "last": high})
     elif low > 1e4 * max(high, 1e-30) or max(value for _, value in found) > 1e4:
-        yield Finding(
-            "exploding_gradient",
+        text = (
             f"Gradients grow on their way back: relative to its weights {found[0][0]} gets {low:.2g}, "
-            f"{found[-1][0]} {high:.2g}.",
-            found[0][0],
-            {"first": low, "last": high},
+            f"{found[-1][0]} {high:.2g}."
         )
+        yield Finding("exploding_gradient", text, found[0][0], {"first": low, "last": high})
 
 
 def clipping(patient: Patient) -> Iterator[Finding]:
@@ -109,12 +94,8 @@ def clipping(patient: Patient) -> Iterator[Finding]:
         patient.loss(task, patient.batches[0]).backward()
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters(task).values() if p.grad is not None]))
         if norm > 1000 * float(limit):
-            yield Finding(
-                "clips_always",
-                f"Gradients have a norm of {norm:.3g}, and clip.max_norm is {float(limit):g}.",
-                "clip.max_norm",
-                {"norm": norm, "max_norm": float(limit)},
-            )
+            text = f"Gradients have a norm of {norm:.3g}, and clip.max_norm is {float(limit):g}."
+            yield Finding("clips_always", text, "clip.max_norm", {"norm": norm, "max_norm": float(limit)})
     yield from _idle_clip(patient, limit, value)
 
 
@@ -127,37 +108,29 @@ def _idle_clip(patient: Patient, limit: float | None, value: float | None) -> It
     name, bound = ("max_norm", limit) if limit is not None else ("max_value", value)
     lowest = min((float(given) for given in (limit, value) if given is not None), default=0.0)
     if len(patient.norms) >= FEWEST_NORMS and norm > HARDLY and lowest > NEVER * norm:
-        yield Finding(
-            "clips_never",
+        text = (
             f"The largest norm of {len(patient.norms)} gradients is {norm:.3g}, and clip.{name} is {bound:g}: the clip "
-            "never acts.",
-            f"clip.{name}",
-            {"norm": norm, name: bound, "updates": len(patient.norms)},
+            "never acts."
         )
+        yield Finding("clips_never", text, f"clip.{name}", {"norm": norm, name: bound, "updates": len(patient.norms)})
 
 
 def kept(patient: Patient) -> Iterator[Finding]:
     """Tensors that outlive their update with their graph."""
     if patient.graphs_kept >= 3:
-        yield Finding(
-            "graphs_kept",
+        text = (
             f"{patient.graphs_kept} tensors of earlier updates are alive with their graphs: memory grows with every "
-            "update.",
-            type(patient.task).__name__,
-            {"tensors": patient.graphs_kept},
+            "update."
         )
+        yield Finding("graphs_kept", text, type(patient.task).__name__, {"tensors": patient.graphs_kept})
 
 
 def losses(patient: Patient) -> Iterator[Finding]:
     """Losses that leave all bounds within a few updates."""
     found = patient.losses
     if len(found) > 3 and (any(loss != loss for loss in found) or found[-1] > 10 * abs(found[0]) + 10):
-        yield Finding(
-            "diverges",
-            f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates.",
-            type(patient.task).__name__,
-            {"losses": found[:10]},
-        )
+        text = f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates."
+        yield Finding("diverges", text, type(patient.task).__name__, {"losses": found[:10]})
 
 
 def memory(patient: Patient) -> Iterator[Finding]:
@@ -167,12 +140,8 @@ def memory(patient: Patient) -> Iterator[Finding]:
     late = patient.memory[len(patient.memory) // 2 :]
     growth = [after - before for before, after in itertools.pairwise(late)]
     if len(growth) >= 4 and min(growth) > LEAK:
-        yield Finding(
-            "memory_grows",
-            f"Every update leaves {median(growth) / 2**20:.3g} MiB more on the accelerator.",
-            type(patient.task).__name__,
-            {"bytes": late},
-        )
+        text = f"Every update leaves {median(growth) / 2**20:.3g} MiB more on the accelerator."
+        yield Finding("memory_grows", text, type(patient.task).__name__, {"bytes": late})
 
 
 def waits(patient: Patient) -> Iterator[Finding]:
@@ -182,9 +151,5 @@ def waits(patient: Patient) -> Iterator[Finding]:
         return
     wait, step = median(wait for wait, _ in later), median(step for _, step in later)
     if wait > 2 * step and wait > SLOW:
-        yield Finding(
-            "slow_loader",
-            f"An update waits {1e3 * wait:.3g} ms for its batch and takes {1e3 * step:.3g} ms.",
-            "train",
-            {"waits": wait, "takes": step},
-        )
+        text = f"An update waits {1e3 * wait:.3g} ms for its batch and takes {1e3 * step:.3g} ms."
+        yield Finding("slow_loader", text, "train", {"waits": wait, "takes": step})

@@ -72,13 +72,11 @@ def _compared(
             difference = _difference(x, y)
             if not difference <= ALLOWED[way]:
                 name = ".".join(part for part in (call.path, path) if part) or type(task).__name__
-                yield Finding(
-                    "results_differ",
+                text = (
                     f"{words[0].upper()}{words[1:]} {name} gives outputs that differ by {difference:.2g} of their "
-                    f"deviation; the modules before it agree.",
-                    name,
-                    {"difference": difference, "allowed": ALLOWED[way]},
+                    f"deviation; the modules before it agree."
                 )
+                yield Finding("results_differ", text, name, {"difference": difference, "allowed": ALLOWED[way]})
                 return
 
 

@@ -16,17 +16,7 @@ from forge_doctor.experiments.pairs import alike
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 from forge_doctor.probes.data import stacked
-from forge_doctor.stored import (
-    Array,
-    arrays,
-    copied,
-    count_of,
-    differs,
-    indexed,
-    put_back,
-    read,
-    whole,
-)
+from forge_doctor.stored import Array, arrays, copied, count_of, differs, indexed, put_back, read, whole
 
 
 def noise(patient: Patient) -> Iterator[Finding]:
@@ -35,13 +25,11 @@ def noise(patient: Patient) -> Iterator[Finding]:
     for a, x in found.items():
         for b, y in found.items():
             if a < b and x.shape == y.shape and len(x) >= 8 and x[0].numel() >= 8 and _is_one_noise(x, y):
-                yield Finding(
-                    "repeated_noise",
+                text = (
                     f"Tensors {a} and {b} of a sample differ by the same noise in all of {len(x)} samples: a model "
-                    "learns to subtract it.",
-                    "train",
-                    {"samples": len(x), "tensors": [a, b]},
+                    "learns to subtract it."
                 )
+                yield Finding("repeated_noise", text, "train", {"samples": len(x), "tensors": [a, b]})
                 return
 
 
@@ -83,13 +71,11 @@ def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
         for store in touched[0]:
             rows = [places.get(store, []) for places in touched]
             if all(len(places) == 1 for places in rows) and len({places[0] for places in rows}) == 3:
-                yield Finding(
-                    "dataset_changed",
+                text = (
                     f"Reading a sample again changes it in the dataset: row {rows[1][0]} of {store} is another after "
-                    "the second reading, so every epoch trains on other data.",
-                    name,
-                    {"array": store, "rows": [places[0] for places in rows]},
+                    "the second reading, so every epoch trains on other data."
                 )
+                yield Finding("dataset_changed", text, name, {"array": store, "rows": [places[0] for places in rows]})
                 return
 
 
@@ -141,13 +127,11 @@ def reseeded(patient: Patient) -> Iterator[Finding]:
             states.append(_generator_states())
         same = [name for name, state in states[0].items() if state == states[1][name]]
         if same:
-            yield Finding(
-                "reseeded",
+            text = (
                 f"{what} sets the seed of {' and '.join(same)}: each time it begins with the same random numbers, and "
-                "so does what comes after it.",
-                "train" if "sample" in what else what,
-                {"generators": same},
+                "so does what comes after it."
             )
+            yield Finding("reseeded", text, "train" if "sample" in what else what, {"generators": same})
             return
 
 

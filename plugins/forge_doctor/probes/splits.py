@@ -144,13 +144,11 @@ def shifted(patient: Patient) -> Iterator[Finding]:
         skills |= {shift: _best(_moved(rows, shift)) for shift in (-1, 1)}
         best = max((-1, 1), key=lambda shift: skills[shift])
         if skills[best] > 0.25 and not _is_lag(_moved(rows, best), best):
-            yield Finding(
-                "labels_shifted",
+            text = (
                 f"Labels are shifted by one row: a simple model explains {max(0, skills[0]):.0%} of the targets from "
-                f"their own rows, and {skills[best]:.0%} from the row {'before' if best > 0 else 'after'} them.",
-                name,
-                {"own": skills[0], "before": skills[1], "after": skills[-1]},
+                f"their own rows, and {skills[best]:.0%} from the row {'before' if best > 0 else 'after'} them."
             )
+            yield Finding("labels_shifted", text, name, {"own": skills[0], "before": skills[1], "after": skills[-1]})
             return
 
 

@@ -70,22 +70,16 @@ def idle_units(rounds: list[list[tuple[str, str, Tensor]]]) -> Iterator[Finding]
         ends = torch.cat([_ends(kind, output) for output in outputs])
         share = float(ends.float().mean())
         if share > 0.8:
-            yield Finding(
-                "saturated",
-                f"{share:.0%} of the outputs of {kind} are at its ends, before training begins.",
-                line,
-                {"share": share},
-            )
+            text = f"{share:.0%} of the outputs of {kind} are at its ends, before training begins."
+            yield Finding("saturated", text, line, {"share": share})
             return
     units = torch.cat(dead) if dead else torch.zeros(0)
     if units.numel() >= 4 and float(units.mean()) > 0.5:
-        yield Finding(
-            "dead_units",
+        text = (
             f"{float(units.mean()):.0%} of {units.numel()} units behind ReLUs are 0 for every input of {len(rounds)} "
-            "batches, before training begins.",
-            first_line,
-            {"share": float(units.mean()), "units": units.numel()},
+            "batches, before training begins."
         )
+        yield Finding("dead_units", text, first_line, {"share": float(units.mean()), "units": units.numel()})
 
 
 def _by_unit(output: Tensor) -> Tensor:
@@ -106,12 +100,8 @@ def layers(patient: Patient) -> Iterator[Finding]:
         if isinstance(module, BatchNorm) and _is_fixed(module):
             momentum = _momentum(module)
             kept = "hardly change" if momentum < 1 else "are those of the last batch alone"
-            yield Finding(
-                "batch_norm_momentum",
-                f"{path} has momentum={momentum:g}: the statistics that evaluation uses {kept}.",
-                path,
-                {"momentum": momentum},
-            )
+            text = f"{path} has momentum={momentum:g}: the statistics that evaluation uses {kept}."
+            yield Finding("batch_norm_momentum", text, path, {"momentum": momentum})
 
 
 def _momentum(norm: Any) -> float:
@@ -147,13 +137,11 @@ def normalised_samples(patient: Patient) -> Iterator[Finding]:
     if few and len(patient.batches) > 1 and max(size or 4 for size in sizes) < 4:
         path = min(few, key=lambda name: few[name][0][1])
         rows, values = few[path][0]
-        yield Finding(
-            "batch_norm_small_batch",
+        text = (
             f"{path} normalises batches of {rows} sample{'s' * (rows > 1)}, {values} values per channel: evaluation, "
-            "which uses averages over many batches, computes something else.",
-            path,
-            {"samples": rows, "values": values, "layers": len(few)},
+            "which uses averages over many batches, computes something else."
         )
+        yield Finding("batch_norm_small_batch", text, path, {"samples": rows, "values": values, "layers": len(few)})
 
 
 def _is_few(rows: int, values: int) -> bool:
@@ -243,27 +231,18 @@ def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
         return
     idle = next(i for i, rate in enumerate(rates) if rate > 1e-4 * peak)
     if idle > max(3, 0.05 * steps):
-        yield Finding(
-            "schedule_zero", f"{kind} gives a rate of 0 in the first {idle} of {steps} steps.", kind, evidence
-        )
+        text = "schedule_zero", f"{kind} gives a rate of 0 in the first {idle} of {steps} steps.", kind, evidence
+        yield Finding("schedule_zero", text, kind, evidence)
         return
     spent = next((i for i in range(steps) if max(rates[i:]) < 0.01 * peak), steps)
     if spent < 0.35 * steps:
-        yield Finding(
-            "schedule_spent",
-            f"{kind} is below 1 % of its peak after {spent} of {steps} steps: the rest of the run hardly trains.",
-            kind,
-            {**evidence, "spent": spent},
-        )
+        text = f"{kind} is below 1 % of its peak after {spent} of {steps} steps: the rest of the run hardly trains."
+        yield Finding("schedule_spent", text, kind, {**evidence, "spent": spent})
         return
     restarts = max((b - a for a, b in itertools.pairwise(rates)), default=0.0) > 0.5 * peak  # at once, so it is meant
     if not cycles and not restarts and _rises(rates, peak) > 0:
-        yield Finding(
-            "schedule_rises",
-            f"{kind} falls and rises again {_rises(rates, peak)} times in {steps} steps.",
-            kind,
-            evidence,
-        )
+        text = f"{kind} falls and rises again {_rises(rates, peak)} times in {steps} steps."
+        yield Finding("schedule_rises", text, kind, evidence)
     elif rates.index(peak) >= 0.9 * steps and rates[0] < 0.9 * peak:
         yield Finding(
             "schedule_still", f"{kind} still rises at the end of {steps} steps: the peak is never used.", kind, evidence
@@ -321,10 +300,8 @@ def equal_rows(patient: Patient) -> Iterator[Finding]:
     ]
     moved = [name for name in equal if name in patient.moved]
     if moved:
-        yield Finding(
-            "equal_rows",
+        text = (
             f"All rows of {named(moved)} are equal, and still are after {patient.updates} updates: their units compute "
-            "one thing.",
-            moved[0],
-            {"parameters": moved[:8]},
+            "one thing."
         )
+        yield Finding("equal_rows", text, moved[0], {"parameters": moved[:8]})

@@ -43,13 +43,11 @@ def workers(patient: Patient) -> Iterator[Finding]:
     first, second = _readings(loader)
     same = [name for name, state in first.drawn.items() if second.drawn.get(name) == state]
     if same and first.varies and second.varies:
-        yield Finding(
-            "workers_repeat_noise",
+        text = (
             f"Two workers draw the same random numbers from {' and '.join(same)}: each of {loader.num_workers} workers "
-            "has a copy of it, and the copies begin alike.",
-            same[0],
-            {"workers": loader.num_workers, "generators": same},
+            "has a copy of it, and the copies begin alike."
         )
+        yield Finding("workers_repeat_noise", text, same[0], {"workers": loader.num_workers, "generators": same})
 
 
 def _inner(loader: Any) -> DataLoader[Any] | None:

@@ -137,11 +137,7 @@ def walk(
 
 
 def _steps(
-    run: PlannedRun,
-    report: ReadyReport,
-    end: float,
-    keep_going: bool,
-    tell: Callable[[RoadStep, bool], None],
+    run: PlannedRun, report: ReadyReport, end: float, keep_going: bool, tell: Callable[[RoadStep, bool], None]
 ) -> None:
     ended = ""
     for number, (name, title, work) in enumerate(STEPS, 1):
