@@ -109,7 +109,7 @@ class HardFocus(Numbers):
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
-    assert "loss_misaligned" in found(task(), reading.leads, data=given() if given else None)
+    assert "loss_misaligned" in found(task(), reading.leads, reading.errors, data=given() if given else None)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ class Traces:
     def found(self) -> Iterator[Finding]:
         where, rows = self.where, self.rows
         if self.calls_backward:
-            text = "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
+            text = f"{where} calls backward(): gradients are there before the Trainer's own."
             yield Finding("backward_in_step", text, where)
         changed = [
             path or "the task"

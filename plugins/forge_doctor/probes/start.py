@@ -231,7 +231,7 @@ def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
         return
     idle = next(i for i, rate in enumerate(rates) if rate > 1e-4 * peak)
     if idle > max(3, 0.05 * steps):
-        text = "schedule_zero", f"{kind} gives a rate of 0 in the first {idle} of {steps} steps.", kind, evidence
+        text = f"{kind} gives a rate of 0 in the first {idle} of {steps} steps."
         yield Finding("schedule_zero", text, kind, evidence)
         return
     spent = next((i for i in range(steps) if max(rates[i:]) < 0.01 * peak), steps)
@@ -244,9 +244,8 @@ def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
         text = f"{kind} falls and rises again {_rises(rates, peak)} times in {steps} steps."
         yield Finding("schedule_rises", text, kind, evidence)
     elif rates.index(peak) >= 0.9 * steps and rates[0] < 0.9 * peak:
-        yield Finding(
-            "schedule_still", f"{kind} still rises at the end of {steps} steps: the peak is never used.", kind, evidence
-        )
+        text = f"{kind} still rises at the end of {steps} steps: the peak is never used."
+        yield Finding("schedule_still", text, kind, evidence)
     elif (peak - min(rates)) < 0.02 * peak and steps >= 10:
         yield Finding("schedule_still", f"{kind} changes the rate by less than 2 % in {steps} steps.", kind, evidence)
 
