@@ -109,7 +109,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "samples that an epoch draws": values.coverage,
     "hand-written gradients": graph.finite_differences,
     "weights of classes": losses.weights,
-    "padding in the loss": losses.padding,
+    "padding in the loss": equivariance.padding,
     "hooks on gradients": gradients.hooks,
     "repeated modules": gradients.repeated,
     "options of losses": losses.options,

@@ -51,7 +51,7 @@ SAMPLES = 2000
 
 
 FIRST_STEP = (
-    *(losses.inputs, losses.summed, losses.weights, losses.padding, start.layers, start.optimizer),
+    *(losses.inputs, losses.summed, losses.weights, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
     *(aliases.attributes, aliases.shared_storage),
     *(losses.options, gradients.repeated, measures.modes, measures.validation),
@@ -64,6 +64,7 @@ STEP_AGAIN = (
     *(
         lossy.steps,
         equivariance.samples,
+        equivariance.padding,
         influence.weights,
         influence.unread,
         influence.inputs,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_doctor.experiments import equivariance
 from forge_doctor.probes import losses
 from tests.support.patients import Healthy, found, loader, numbers, splits
 from tests.support.probes_kit import task_with
@@ -95,7 +96,7 @@ class Tagger(Healthy):
 def test_padding_in_the_loss(ignored: int, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tagger, "ignored", ignored)
     served = loader(padded_words(), padded_words())
-    assert set(found(Tagger(), losses.padding, data=(served, served))) == names
+    assert set(found(Tagger(), equivariance.padding, data=(served, served))) == names
 
 
 class Distils(Healthy):

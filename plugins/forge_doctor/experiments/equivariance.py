@@ -21,14 +21,19 @@ from forge_doctor.experiments.intervene import (
     named,
     numbers,
     parts,
+    replaced,
+    says,
     with_rows_changed,
 )
+from forge_doctor.experiments.reading import target_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, are_samples
 
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
 MOST_STEPS = 512
+COUNTS = 0.05
+"""The share by which more padding changes a loss that counts it."""
 
 
 def samples(patient: Patient) -> Iterator[Finding]:
@@ -203,3 +208,40 @@ def state(patient: Patient) -> Iterator[Finding]:
                 "with the same weights: something is carried over."
             )
             yield Finding("state_between_batches", text, patient.place(stage), {"of": [s[name] for s in said[::2]]})
+
+
+def padding(patient: Patient) -> Iterator[Finding]:
+    """Pad sequences of several lengths to twice their length: a loss by position must stay."""
+    batch, held = patient.batches[0], held_of(patient, patient.batches[0])
+    size, target = batch_size(batch), target_of(held) if held is not None else None
+    rows = [x for x in parts(batch).values() if x.ndim >= 2 and len(x) == size and x.shape[1] >= 4]
+    ends = next((ends for x in rows if (ends := _ends(x)) is not None), None)
+    wide = [x for x in rows if ends is not None and x.shape[:2] == ends.shape]
+    if ends is None or not (len(wide) == 1 or any(x is target for x in wide)):
+        return
+    fills = [x[ends][:1] for x in wide]
+    if not all(torch.equal(x[ends], fill.expand_as(x[ends])) for x, fill in zip(wide, fills, strict=True)):
+        return  # what stands there is no padding
+    longer = {id(x): torch.cat([x, fill.unsqueeze(0).expand_as(x)], 1) for x, fill in zip(wide, fills, strict=True)}
+    averages = any("running" in path for path, _ in patient.task.named_buffers())  # training may average over padding
+    for training in (False, True)[: 2 - averages]:
+        given = (batch, SEED), (batch, SEED + 1), (replaced(batch, longer), SEED)
+        said = [says(patient, x, "train", training=training, seed=seed).get("loss", math.nan) for x, seed in given]
+        if said[0] == said[1] and apart(said[0], said[2]) > COUNTS:
+            text = (
+                f"The loss of a batch, of which {float(ends.float().mean()):.0%} are padding, is {said[0]:.4g}, and "
+                f"{said[2]:.4g} if it is padded to twice its length: padded positions count."
+            )
+            yield Finding("padding_in_loss", text, patient.place(), {"loss": said[0], "padded": said[2]})
+            return
+
+
+def _ends(rows: Tensor) -> Tensor | None:
+    """Where rows of whole numbers end with one number, in runs of different lengths; None if they do not."""
+    if rows.is_floating_point() or rows.ndim != 2 or rows.dtype == torch.bool:
+        return None
+    last = rows[:, -1].mode().values
+    ends = (rows.flip(1) == last).long().cumprod(1).flip(1).bool()
+    runs = ends.sum(1)
+    several = int((runs > 1).sum()) >= 0.4 * len(rows) and len(runs.unique()) >= 3 and int(runs.min()) < rows.shape[1]
+    return ends if several and int((rows == last).sum() - runs.sum()) <= 0.05 * int(runs.sum()) else None

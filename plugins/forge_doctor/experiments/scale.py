@@ -18,6 +18,7 @@ from forge.runs.directions import mode_of
 from forge.torch_internals import pytree
 from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import numbers
+from forge_doctor.experiments.reading import read
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, first, like
 from forge_doctor.trial import Variation, fit
@@ -207,7 +208,8 @@ def generalises(patient: Patient) -> Iterator[Finding]:
         before = [_validated(patient, _begun(patient), batches) for batches in (kept, patient.val_batches)]
         after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
         gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
-        alike = _constant(patient, task, kept[:8]) if patient.is_supervised else None
+        predicts = read(patient, patient.batches[0]) is not None  # otherwise answers are more than predictions
+        alike = _constant(patient, task, kept[:8]) if predicts else None
         if patient.is_supervised and (gains[0] < 0.01 or (alike is not None and alike[0] > alike[1])):
             best = "" if alike is None else f"; one answer for all of these samples reaches {alike[1]:.4g}"
             text = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, tensors, with_rows
+from forge_doctor.patient import Patient, with_rows
 from forge_doctor.probes.graph import leaves
 from forge_doctor.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
 
@@ -288,66 +288,3 @@ def _loss_and_terms(patient: Patient, batch: Any) -> tuple[float, list[tuple[flo
     with watch:
         loss = patient.loss(patient.clone(), batch)
     return float(loss.detach()), [(float(x.detach()), line) for x, line in watch.terms]
-
-
-def padding(patient: Patient) -> Iterator[Finding]:
-    """Padded positions that count in the loss."""
-    for batch in patient.batches[:1]:
-        for labels in tensors(batch):
-            if labels.is_floating_point() or labels.ndim != 2 or labels.shape[1] < 4:
-                continue
-            value = padding_value(labels)
-            others = [x for x in tensors(batch) if x is not labels and x.ndim >= 2 and x.shape[:2] == labels.shape[:2]]
-            if value is None or not any(_ends_alike(x, labels, value) for x in others):
-                continue
-            for call in patient.watched.losses:
-                y = call.target
-                if (
-                    call.name in ("cross_entropy", "nll_loss")
-                    and isinstance(y, Tensor)
-                    and not y.is_floating_point()
-                    and call.given.get("reduction") != "none"
-                    and call.given.get("ignore_index") != value
-                    and _has_runs_of(y, labels, value)
-                ):
-                    share = float((y == value).float().mean())
-                    yield Finding(
-                        "padding_in_loss",
-                        f"{share:.0%} of the labels of {call.name} are {value}, at the ends of rows of different "
-                        "lengths: this looks like padding, and it is not ignored.",
-                        call.where,
-                        {"share": share, "value": value},
-                        cure=f"Pass ignore_index={value}, or mask the padded positions out of the mean.",
-                    )
-                    return
-
-
-def _ends_alike(x: Tensor, labels: Tensor, value: int) -> bool:
-    """Whether another tensor ends with runs of one value where the labels do: the inputs are padded there, too."""
-    flat = x.flatten(2)[..., 0] if x.ndim > 2 else x
-    ends = (labels.flip(1) == value).long().cumprod(1).flip(1).bool()
-    last = flat[:, -1:].mode(0).values
-    mine = (flat == last).flip(1).long().cumprod(1).flip(1).bool()
-    return bool(ends.any()) and float((mine == ends).float().mean()) > 0.97
-
-
-def padding_value(rows: Tensor) -> int | None:
-    """The number with which rows of different lengths end, if there is one."""
-    last = rows[:, -1]
-    value, count = last.unique(return_counts=True)
-    best = int(value[count.argmax()])
-    runs = (rows.flip(1) == best).long().cumprod(1).sum(1)
-    padded = runs[runs > 1]
-    if len(padded) < 0.4 * len(rows) or len(runs.unique()) < 3 or bool((runs == rows.shape[1]).all()):
-        return None
-    inside = (rows == best).sum() - runs.sum()
-    return best if float(inside) <= 0.05 * float(runs.sum()) else None
-
-
-def _has_runs_of(y: Tensor, labels: Tensor, value: int) -> bool:
-    """Whether a target holds this value wherever rows end with it, be it moved by one position."""
-    ends = (labels.flip(1) == value).long().cumprod(1).flip(1).bool()
-    for places in (ends, ends[:, 1:]):
-        if y.numel() == places.numel() and bool(places.any()):
-            return float((y.reshape(places.shape)[places] == value).float().mean()) > 0.95
-    return False
