@@ -331,6 +331,16 @@ def slices(patient: Patient) -> Iterator[Finding]:
     if not base:
         return
     last = list(base)[-1]
+
+    def matters(x: Tensor, dim: int, i: int) -> bool:
+        def change(x: Tensor) -> Tensor:
+            x.select(dim, i).copy_(x.select(dim, i).roll(1, 0).clone())
+            return x
+
+        after, now = calls_of(patient, exchanged(batch, x, change), stage)
+        pairs = zip(base[last], after.get(last, []), strict=False)
+        return not _same(said, now) or any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+
     for path, x in parts(batch).items():
         if x.ndim < 2 or len(x) != size or x.dtype == torch.bool:
             continue
@@ -340,7 +350,7 @@ def slices(patient: Patient) -> Iterator[Finding]:
                 continue
             varied = [i for i in range(count) if _varies(x.select(dim, i))]
             with suppress(Exception):
-                read = [i for i in varied if _matters(patient, batch, stage, x, dim, i, base[last], last, said)]
+                read = [i for i in varied if matters(x, dim, i)]
                 if 0 < len(read) < len(varied) and len(varied) >= 3:
                     deaf = [i for i in varied if i not in read]
                     alone = len(read) == 1 and len(varied) >= 4
@@ -353,24 +363,3 @@ def slices(patient: Patient) -> Iterator[Finding]:
                         {"dimension": dim, "read": read[:16], "ignored": deaf[:16]},
                     )
                     return
-
-
-def _matters(
-    patient: Patient,
-    batch: Any,
-    stage: str,
-    x: Tensor,
-    dim: int,
-    i: int,
-    base: list[Tensor],
-    last: tuple[str, int],
-    said: dict[str, float],
-) -> bool:
-    def change(x: Tensor) -> Tensor:
-        x.select(dim, i).copy_(x.select(dim, i).roll(1, 0).clone())
-        return x
-
-    after, now = calls_of(patient, exchanged(batch, x, change), stage)
-    if not _same(said, now):
-        return True
-    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(base, after.get(last, []), strict=False))

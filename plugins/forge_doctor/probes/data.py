@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections import Counter
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.rng import seed_all
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, tensors
+from forge_doctor.patient import Patient, first, tensors
 from forge_doctor.watch import REGRESSION
 
 Sample = tuple[Tensor, ...]
@@ -149,16 +149,12 @@ def targets(patient: Patient) -> Iterator[Finding]:
                 return
 
 
-def _note(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: Any) -> None:
-    seen.append((path, args[0].detach()))
-
-
 def inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
     """The layers with a matrix that a step calls, and their inputs, in this order."""
     seen: list[tuple[str, Tensor]] = []
     task = patient.clone()
     handles = [
-        module.register_forward_pre_hook(functools.partial(_note, seen, path))
+        module.register_forward_pre_hook(lambda _, args, path=path: seen.append((path, args[0].detach())))
         for path, module in task.named_modules()
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
     ]
@@ -193,8 +189,7 @@ def first_layer(patient: Patient) -> Iterator[Finding]:
 
 def _normalises(patient: Patient) -> bool:
     """Whether the first layer that is called with inputs normalises them."""
-    first = next((name for name in patient.order if name), "")
-    return "Norm" in first
+    return "Norm" in next((name for name in patient.order if name), "")
 
 
 def stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
@@ -255,8 +250,7 @@ def sampler_of(patient: Patient) -> str:
 
 def dropped(patient: Patient) -> Iterator[Finding]:
     """Samples that drop_last leaves out."""
-    val = next(iter(patient.val.values()), None) if isinstance(patient.val, dict) else patient.val
-    for stage, loader in (("train", patient.train), ("val", val)):
+    for stage, loader in patient.loaders.items():
         dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
         if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
             continue
@@ -270,25 +264,13 @@ def dropped(patient: Patient) -> Iterator[Finding]:
 
 def generator(patient: Patient) -> Iterator[Finding]:
     """Serve a few samples twice with the same seeds: generators of the dataset's own differ."""
-    from forge.rng import seed_all
-
-    again = patient.rebuild
-    if again is None:
-        return
     served: list[Any] = []
-    for _ in range(2):
+    for _ in range(2 if patient.rebuild is not None else 0):
         seed_all(1)
-        loader = again()
-        served.append(_hashes(_some(loader)))
-    if served[0] and served[0] != served[1]:
+        served.append(_hashes([tuple(tensors(batch)) for batch in first(patient.rebuild(), 2)]))
+    if served and served[0] and served[0] != served[1]:
         text = (
             "Two loaders that are made with the same seed serve different batches: something draws from a generator "
             "that nothing seeds."
         )
         yield Finding("unseeded", text, "train")
-
-
-def _some(loader: Any) -> list[Sample]:
-    from forge_doctor.patient import first
-
-    return [tuple(tensors(batch)) for batch in first(loader, 2)]

@@ -89,10 +89,30 @@ class Graphs:
 
     def unreached(self, trained: set[str]) -> Iterator[Finding]:
         """Parameters that optimizers have and no loss reaches."""
-        missing = [
-            name for name, p in parameters(self.task).items() if id(p) not in self.reached and not self._lends(name)
-        ]
-        yield from _unreached(self.task, missing, self.called, self.without, trained)
+        mine = {name: name.rpartition(".")[0] for name in parameters(self.task) if name in trained}
+        missing = {
+            name: path
+            for name, path in mine.items()
+            if id(self.task.get_parameter(name)) not in self.reached and not self._lends(name)
+        }
+        cut = [name for name, path in missing.items() if path in self.called and path in self.without]
+        lost = [name for name, path in missing.items() if path in self.called and path not in self.without]
+        idle = [name for name, path in missing.items() if path not in self.called]
+        if cut:
+            text = (
+                f"{len(cut)} parameters that the optimizer has are used without a gradient: {named(cut)}. Their "
+                "modules run under torch.no_grad()."
+            )
+            yield Finding("no_gradient", text, cut[0], {"parameters": cut[:8]})
+        if lost:
+            text = f"{len(lost)} parameters take part in forward, and no loss reaches them: {named(lost)}."
+            level = "note" if all(_is_of_a_package(self.task, name) for name in lost) else "warning"
+            yield Finding("no_gradient", text, lost[0], {"parameters": lost[:8]}, level=level)
+        if idle:
+            spare = [_is_of_a_package(self.task, n) or _is_one_of_several(self.task, n, self.called) for n in idle]
+            kind = "unused_module" if all(spare) else "unused_parameters"
+            text = f"{len(idle)} trainable parameters are never used: {named(idle)}."
+            yield Finding(kind, text, idle[0], {"parameters": idle[:8]})
 
     def _lends(self, name: str) -> bool:
         """Whether the module around a parameter never runs, and another of its parameters is used: a tied weight."""
@@ -127,34 +147,6 @@ def _is_one_of_several(task: nn.Module, name: str, called: Collection[str]) -> b
         if name and isinstance(task.get_submodule(around), nn.ModuleList):
             return any(path.startswith(f"{around}.") for path in called)
     return False
-
-
-def _unreached(
-    task: nn.Module, missing: list[str], called: Collection[str], without: set[str], trained: set[str]
-) -> Iterator[Finding]:
-    """Sort parameters without a gradient by whether their module ran, and with a graph."""
-    ran = [name for name in missing if name.rpartition(".")[0] in called and name in trained]
-    cut = [name for name in ran if name.rpartition(".")[0] in without]
-    lost = [name for name in ran if name not in cut]
-    idle = [name for name in missing if name.rpartition(".")[0] not in called and name in trained]
-    if cut:
-        text = (
-            f"{len(cut)} parameters that the optimizer has are used without a gradient: {named(cut)}. Their modules "
-            "run under torch.no_grad()."
-        )
-        yield Finding("no_gradient", text, cut[0], {"parameters": cut[:8]})
-    if lost:
-        yield Finding(
-            "no_gradient",
-            f"{len(lost)} parameters take part in forward, and no loss reaches them: {named(lost)}.",
-            lost[0],
-            {"parameters": lost[:8]},
-            level="note" if all(_is_of_a_package(task, name) for name in lost) else "warning",
-        )
-    if idle:
-        spare = all(_is_of_a_package(task, name) or _is_one_of_several(task, name, called) for name in idle)
-        text = f"{len(idle)} trainable parameters are never used: {named(idle)}."
-        yield Finding("unused_module" if spare else "unused_parameters", text, idle[0], {"parameters": idle[:8]})
 
 
 def trained(patient: Patient, name: str | None = None) -> set[str]:

@@ -98,14 +98,10 @@ def layers(patient: Patient) -> Iterator[Finding]:
         if isinstance(module, DROPOUTS) and module.p > 0.8:
             yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
         if isinstance(module, BatchNorm) and _is_fixed(module):
-            momentum = _momentum(module)
+            momentum = float(getattr(module, "momentum", None) or 0)
             kept = "hardly change" if momentum < 1 else "are those of the last batch alone"
             text = f"{path} has momentum={momentum:g}: the statistics that evaluation uses {kept}."
             yield Finding("batch_norm_momentum", text, path, {"momentum": momentum})
-
-
-def _momentum(norm: Any) -> float:
-    return float(norm.momentum or 0)
 
 
 def _is_fixed(norm: Any) -> bool:
