@@ -44,11 +44,10 @@ def alone(patient: Patient) -> Iterator[Finding]:
         if worst > NEAR:
             first = next((k[0] for k in together if (_apart(together[k], [s[k] for s in singles]) or 0) > NEAR), key[0])
             text = (
-                f"What {key[0] or 'the task'} says of a sample differs by {worst:.2g} of its deviation between a "
-                f"batch of {SAMPLES} and a "
-                "batch of it alone, in evaluation mode; the first layer at which it does is "
-                f"{first or 'the task itself'}. Padding, indices "
-                "into the batch, or statistics over it reach the answers."
+                f"What {key[0] or 'the task'} says of a sample differs by {worst:.2g} of its deviation between a batch "
+                f"of {SAMPLES} and a batch of it alone, in evaluation mode; the first layer at which it does is "
+                f"{first or 'the task itself'}. Padding, indices into the batch, or statistics over it reach the "
+                "answers."
             )
             yield Finding("depends_on_company", text, first, {"difference": worst})
         return

@@ -182,11 +182,7 @@ def stale(patient: Patient) -> Iterator[Finding]:
     if not patient.can_validate or not patient.buffers_before:
         return
     now = {path: b.detach() for path, b in patient.task.named_buffers() if b.is_floating_point()}
-    moved = {
-        path
-        for path, b in now.items()
-        if path in patient.buffers_before and not torch.equal(b, patient.buffers_before[path])
-    }
+    moved = {path for path, b in now.items() if not torch.equal(b, patient.buffers_before.get(path, b))}
     used: set[str] = set()
     task = patient.clone().eval()
     for path, module in task.named_modules():

@@ -154,7 +154,7 @@ def inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
     seen: list[tuple[str, Tensor]] = []
     task = patient.clone()
     handles = [
-        module.register_forward_pre_hook(lambda _, args, path=path: seen.append((path, args[0].detach())))
+        module.register_forward_pre_hook(lambda module, args, path=path: seen.append((str(path), args[0].detach())))
         for path, module in task.named_modules()
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
     ]
@@ -265,9 +265,9 @@ def dropped(patient: Patient) -> Iterator[Finding]:
 def generator(patient: Patient) -> Iterator[Finding]:
     """Serve a few samples twice with the same seeds: generators of the dataset's own differ."""
     served: list[Any] = []
-    for _ in range(2 if patient.rebuild is not None else 0):
+    for make in [patient.rebuild] * 2 if patient.rebuild is not None else []:
         seed_all(1)
-        served.append(_hashes([tuple(tensors(batch)) for batch in first(patient.rebuild(), 2)]))
+        served.append(_hashes([tuple(tensors(batch)) for batch in first(make(), 2)]))
     if served and served[0] and served[0] != served[1]:
         text = (
             "Two loaders that are made with the same seed serve different batches: something draws from a generator "
