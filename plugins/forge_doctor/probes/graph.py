@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forge.torch_internals import BatchNorm
 from forge.util.walk import is_librarys
 from forge_doctor.findings import Finding
-from forge_doctor.patient import NotApplicable, Patient, named, parameters, tensors
+from forge_doctor.patient import SEED, NotApplicable, Patient, named, parameters, tensors
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -181,7 +181,7 @@ def purity(patient: Patient) -> Iterator[Finding]:
         task = patient.clone() if stage == "train" else patient.clone().eval()
         traces = Traces(task, given := copy.deepcopy(batch), stage)
         with torch.set_grad_enabled(stage == "train"):
-            patient.run(task, given, stage)
+            patient.run(task, given, stage, seed=SEED + 1)  # earlier steps may have changed the batch by the same draws
         traces.look_again()
         yield from traces.found()
 
