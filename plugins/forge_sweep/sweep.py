@@ -5,30 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forge.config import Recipe, load_recipe
+from forge.engine.repeat import check_jobs
 from forge.errors import ForgeError, Interrupted, did_you_mean
 from forge.runs.wording import counted
 from forge.runs.wording import number as number_text
+from forge.util.children import in_jobs, signals_to
 from forge.util.files import atomic_write, make_folder
 from forge.util.text import short_path
 from forge_sweep.runners import InProcess, OwnProcess, TrialResult, TrialRunner
 from forge_sweep.space import parse_spaces
-from forge_sweep.study import SweepPlan, SweepStudy, TrialClaim, TrialRow, devices_for
+from forge_sweep.study import SweepPlan, SweepStudy, TrialClaim, TrialRow
 from forge_sweep.sweep_page import SweepSummary, TrialLine, sweep_page
 
 logger = logging.getLogger("forge")
 
 FOLDER = Path("runs/sweeps")
 BEST, REPORT, PLAN = "best.yaml", "report.html", "sweep.json"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,7 @@ def run_sweep(
     tell: Callable[[TrialRow], None] = lambda row: None,
 ) -> SweepResult:
     """Run a sweep, or continue it. `tell` is called with each trial that ended."""
-    if jobs < 1:
-        raise ForgeError(f"--jobs is {jobs}; it must be at least 1.")
+    check_jobs(jobs)
     if jobs > 1 and isinstance(target.runner, InProcess):
         raise ForgeError("Trials in this process run one at a time. Name a recipe, or FILE.py:Task, for several jobs.")
     limit = plan.limit(trials)
@@ -134,8 +133,9 @@ def run_sweep(
     home = open_folder(folder, target, plan)
     study = SweepStudy(home, plan, storage)
     crew = Crew(study, target, home, limit, seeded, tell)
-    with stopping(crew):
-        crew.work(jobs)
+    # in this process the Trainer handles signals itself
+    with nullcontext() if isinstance(target.runner, InProcess) else signals_to(crew.stop):
+        in_jobs(crew.work, jobs)
     result = crew.publish()
     if crew.problem is not None:
         raise crew.problem
@@ -170,25 +170,14 @@ class Crew:
         "An error that would end every trial, or one of the sweep itself."
         self._mutex = threading.Lock()
 
-    def work(self, jobs: int) -> None:
-        devices = devices_for(jobs)
-        if jobs == 1:
-            self._work(devices[0])
-            return
-        threads = [threading.Thread(target=self._work, args=[device], daemon=True) for device in devices]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():  # signals are handled between two waits
-                thread.join(0.2)
-
     def stop(self, *_: Any) -> None:
         """End after the trials that run, which save and end now."""
         if not self.stopped:
             self.stopped = True
             self.target.runner.stop()
 
-    def _work(self, device: str | None) -> None:
+    def work(self, device: str | None) -> None:
+        """Run trials on a device, one after the other, until there are enough."""
         try:
             while not self.stopped and self.problem is None:
                 claim = self.study.claim(self.limit)
@@ -290,17 +279,3 @@ def open_folder(folder: str | Path | None, target: SweepTarget, plan: SweepPlan)
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-@contextmanager
-def stopping(crew: Crew) -> Iterator[None]:
-    """Pass signals on to trials in processes of their own; in this process the Trainer handles them itself."""
-    if isinstance(crew.target.runner, InProcess) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, crew.stop) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
