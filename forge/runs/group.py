@@ -70,8 +70,9 @@ class RunGroup(RunFolder):
     @cached_property
     def card(self) -> dict[str, Any]:
         """The card of its first run, with the group's command."""
-        first = self.runs[0].card if self.runs else {}
-        return {**first, **({"command": self.record.get("command")} if self.record.get("command") else {})}
+        found = dict(self.runs[0].card) if self.runs else {}
+        found |= {"seed": merged([{"seed": run.card.get("seed")} for run in self.runs]).get("seed")} if found else {}
+        return found | ({"command": self.record.get("command")} if self.record.get("command") else {})
 
     @cached_property
     def end(self) -> dict[str, Any]:
