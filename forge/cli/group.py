@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     jobs = 1 if args.jobs is None else args.jobs
     repeat.check_jobs(jobs)
     asked = args.seeds is not None or args.folds is not None
-    runs = members(_seeds(args.seeds), args.folds) if asked else RunGroup(args.run_dir).members
+    runs = members(parse_seeds(args.seeds), args.folds) if asked else RunGroup(args.run_dir).members
     if not runs:
         raise ForgeError(f"{args.run_dir} names no runs: add --seeds or --folds.")
     recipe = target.load(args, loader=read_recipe)
@@ -89,7 +89,8 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _seeds(given: str | None) -> list[int]:
+def parse_seeds(given: str | None) -> list[int]:
+    """Read the value of --seeds."""
     try:
         seeds = [int(word) for word in given.split(",")] if given is not None else []
     except ValueError:

@@ -54,6 +54,8 @@ class SweepPlan:
     sampler: str = "tpe"
     prune: bool = False
     seed: int = 0
+    seeds: tuple[int, ...] = ()
+    "Each trial is trained once with each of these; its result is their mean."
 
     def __post_init__(self) -> None:
         for name, value, known in (("mode", self.mode, ("max", "min")), ("sampler", self.sampler, SAMPLERS)):
