@@ -81,7 +81,8 @@ def repeat(
             return
         recipe = load_recipe(what, [*overrides, *as_overrides(values)], add, remove, task=task, data=data)
         trainer = Trainer(recipe=recipe, run_dir=folder, resume="auto")
-        model, splits = recipe.make_task(), recipe.make_data()
+        model = recipe.make_task()
+        splits = recipe.make_data(model)
         trainer.fit(model, splits.train, splits.val)
 
     if in_code:

@@ -62,7 +62,8 @@ class Panel:
         log_y = steep and (self.key == "grad_norm" or "loss" in self.key)
         alone = list(self.series) == [self.key]
         rename = {self.key: self.title} if alone else {}  # no legend needed
-        series, bands = ({rename.get(name, name): of[name] for name in of} for of in (self.series, self.bands))
+        series = {rename.get(name, name): points for name, points in self.series.items()}
+        bands = {rename.get(name, name): band for name, band in self.bands.items()}
         looks = [self.looks[name] for name in self.series] if self.looks else []
         if len(set(looks)) < len(looks):  # too many to distinguish this way
             looks = []

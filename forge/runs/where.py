@@ -44,7 +44,8 @@ def holds(value: Any, sign: str, wanted: str) -> bool:
     if isinstance(value, list) and not any(isinstance(part, (list, dict)) for part in value):
         return any(holds(part, sign, wanted) for part in value) or (sign == "=" and value_text(value) == wanted)
     try:
-        return COMPARE[sign](float(value), float(wanted))
+        number: Any = value
+        return COMPARE[sign](float(number), float(wanted))
     except (TypeError, ValueError):
         same = value_text(value) == wanted or (value is None and wanted in ("null", "none"))
         return same if sign == "=" else not same if sign == "!=" else False

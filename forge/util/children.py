@@ -25,13 +25,13 @@ class Children:
     """Processes that are started, waited for, and asked to save and end."""
 
     def __init__(self) -> None:
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[subprocess.Popen[Any]] = set()
         self.stopped = False
 
     @contextmanager
     def start(
         self, words: Sequence[str], device: str | None, environment: Mapping[str, str] | None = None, **options: Any
-    ) -> Iterator[subprocess.Popen[bytes]]:
+    ) -> Iterator[subprocess.Popen[Any]]:
         """Run `python WORDS` while the block lasts, at its end wait for it; `device` is what it sees of CUDA."""
         seen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         child = subprocess.Popen(
