@@ -71,7 +71,8 @@ def test_a_confusion_matrix_has_its_own_size(tmp_path: Path) -> None:
         shown.goto((tmp_path / "page.html").as_uri())
         box = shown.locator("figure img").bounding_box()
         assert round(box["width"]) == confusion().shape[2] > drawing.CARD
-        size = shown.locator(".pictures figcaption").evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
+        caption = shown.locator(".pictures figcaption")
+        size = caption.evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
         assert size >= 14
 
 
