@@ -199,6 +199,12 @@ def splits() -> tuple[Any, Any]:
     return make_batches(4), make_batches(2, seed=1)
 
 
+def by_name() -> None:
+    subprocess.Popen = forked.Popen
+    options: dict[str, Any] = {"overrides": ["trainer.max_updates=2"], "remove": ["first_look", "tensorboard"]}
+    forge.repeat("quickstart", seeds=[4, 5], jobs=2, run_dir="g", **options)
+
+
 class TestInPython:
     def test_a_function_is_called_for_each_seed(self, tmp_path: Path) -> None:
         group = forge.repeat(train, seeds=[0, 1, 2], run_dir=tmp_path / "g")
@@ -239,6 +245,13 @@ class TestInPython:
             forge.repeat(odd, seeds=[0, 1, 2], run_dir=tmp_path)
         assert forge.repeat(odd, seeds=[0, 1, 2], run_dir=tmp_path, resume="auto").status == "finished"
         assert seen == [0, 1, 1, 2]
+
+    def test_a_recipe_by_name_has_a_process_for_each_run(self) -> None:
+        done = forked.call(by_name)
+        assert done.returncode == 0, done.stderr
+        assert [run.card["seed"] for run in RunGroup("g").runs] == [4, 5]
+        assert RunGroup("g").status == "finished"
+        assert len(set(weights("g").values())) == 2
 
     def test_what_makes_no_group_is_refused(self) -> None:
         with pytest.raises(ForgeError, match="seeds, or folds"):
