@@ -66,6 +66,7 @@ GROUPS = {
         "mlflow": "MLflow logging",
         "monitor": "gradient, weight and activation statistics",
         "throughput": "throughput, MFU and memory",
+        "system": "GPU, CPU, memory and disk",
         "profiler": "profiling",
         "ledger": "cost of each plugin",
     },

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forge.contract.step import Step
     from forge.contract.task import TaskModule
     from forge.distributed.positions import positions
+    from forge.engine.repeat import repeat
     from forge.engine.trainer import FitResult, Trainer
     from forge.errors import (
         CheckpointError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
     from forge.rng import seed
+    from forge.runs.group import RunGroup
     from forge.runs.trained_task import load
 
 
@@ -61,6 +63,7 @@ _HOME = {
     "Plugin": "forge.contract.plugin",
     "RecipeError": "forge.errors",
     "Run": "forge.contract.run",
+    "RunGroup": "forge.runs.group",
     "StackError": "forge.errors",
     "Step": "forge.contract.step",
     "TaskError": "forge.errors",
@@ -73,6 +76,7 @@ _HOME = {
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
     "positions": "forge.distributed.positions",
+    "repeat": "forge.engine.repeat",
     "seed": "forge.rng",
 }
 
@@ -92,6 +96,7 @@ __all__ = [
     "Plugin",
     "RecipeError",
     "Run",
+    "RunGroup",
     "StackError",
     "Step",
     "TaskError",
@@ -105,6 +110,7 @@ __all__ = [
     "load_weights",
     "on",
     "positions",
+    "repeat",
     "seed",
     "testing",
     "tuning",

@@ -32,6 +32,7 @@ WORDS = {
     "progress": "the counters of a run",
     "remat": "a phase of forge_build_model",
     "schedule": "of learning rates",
+    "system": "of files, and of a machine",
     "tensorboard": "a library, and RUN/tensorboard",
     "throughput": "samples in a second",
     "validate_first": "a setting of the Trainer",

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from forge.cli import ranks, target
+from forge.cli import group, ranks, target
 from forge.cli.evaluate import explain_misfit
 from forge.config.recipe import DEFAULT
 from forge.errors import ForgeError, Interrupted
 from forge.util import show
+from forge.util.children import die_with_parent
 
 if TYPE_CHECKING:
     from forge.data import Splits
@@ -33,6 +34,8 @@ examples:
   forge fit my_task.py:MyTask --recipe fast task.lr=1e-3
   forge fit my_task.py:MyTask --smoke
   forge fit my_recipe.yaml --run-dir runs/first --resume
+  forge fit quickstart --seeds 0,1,2
+  forge fit quickstart --seeds 0,1,2 --resume
   forge fit quickstart -p PLUGIN PLUGIN.OPTION=VALUE -p no:PLUGIN
   forge fit quickstart --nproc 2 -p STRATEGY --max-restarts 1
 """
@@ -45,8 +48,8 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue --run-dir, or the newest run of the same job (recipe, task, options), from its newest valid "
-        "checkpoint; without one, start new",
+        help="continue --run-dir (or the folder named after it), or the newest run of the same job (recipe, task, "
+        "options), from its newest valid checkpoint; without one, start new",
     )
     parser.add_argument("--smoke", action="store_true", help="run two batches of train, val and test, and keep nothing")
     parser.add_argument(
@@ -56,11 +59,16 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
+    group.add_arguments(parser)
     ranks.add_arguments(parser)
     return parser
 
 
 def run(args: Namespace) -> int:
+    die_with_parent()
+    group.take_folder(args)
+    if group.is_asked(args):
+        return group.run(args)
     recipe = target.load(args, to_train=True)
     if args.smoke:
         _refuse_kept(args)

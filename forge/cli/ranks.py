@@ -26,6 +26,13 @@ COMMAND = "FORGE_COMMAND"
 """The environment variable with the user's command, which workers write into the run card instead of their own."""
 
 
+def is_worker() -> bool:
+    """Whether torchrun or srun says that this process is one of several."""
+    from forge.distributed.rank_info import RankInfo
+
+    return RankInfo.read().world > 1
+
+
 def rank() -> int:
     """Return the rank of this process; 0 for a single process."""
     if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" not in os.environ:

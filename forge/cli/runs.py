@@ -1,4 +1,4 @@
-"""`forge runs`: list runs with their results; `forge runs compare`: show what differs between some."""
+"""`forge runs`: list runs with their results; show what differs between some; give them tags and notes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,51 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.errors import ForgeError, did_you_mean
-from forge.runs import compare, wording
+from forge.runs import compare, notes, wording
 from forge.runs.directions import mode_of
-from forge.runs.find import RUNS, label, locate, runs_in
-from forge.runs.folder import RunFolder
+from forge.runs.find import RUNS, label, locate, rows_in
+from forge.runs.folder import RunFolder, is_group
+from forge.runs.group import RunGroup
+from forge.runs.spread import Spread
+from forge.runs.summary import group_summary
+from forge.runs.where import chosen
 from forge.util import show
 
 EXAMPLES = """\
-RUN is a run folder, a folder of runs (its newest), or a unique part of a run's name.
+RUN is a run folder, a folder of runs (its newest), or a unique part of a run's name. Runs of one command (--seeds,
+--folds) are one row: mean ± standard deviation of those that are finished. A condition compares an option or a metric:
+=, !=, <, <=, > or >=.
 
 examples:
   forge runs                                      every run under runs/, newest first
+  forge runs --all                                the single runs of groups too
+  forge runs runs/quickstart/GROUP                one group: mean, deviation, interval, the worst, and its runs
   forge runs runs/quickstart --sort val/accuracy  the runs of one recipe, the best first
+  forge runs --tag baseline --where task.lr=0.1 --where 'val/loss<0.3'
   forge runs compare RUN_A RUN_B                  differences in recipe, result and environment
+  forge runs tag RUN baseline paper               add tags; untag removes them
+  forge runs note RUN "the rate was too high"     set a note; without a text, print it
   forge runs --json | jq '.[0].metrics'           for programs
 """
 STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
 SHORTER = "shorter"
-DISPENSABLE = ("resume", "recipe", "task", "duration", "started", SHORTER, "updates")
+DISPENSABLE = ("resume", "tags", "recipe", "task", "duration", "started", SHORTER, "updates")
 """Columns dropped on a narrow terminal, in this order; at `SHORTER` runs lose the name of their group."""
 MOST_METRICS = 6
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("runs", "List runs with their results, or compare some (compare RUN RUN ...).", EXAMPLES)
+    parser = show.new_parser("runs", "List runs with their results, compare some, or give them tags.", EXAMPLES)
     parser.add_argument(
-        "words", metavar="FOLDER | compare RUN RUN ...", nargs="*", help=f"folder to list (default: {RUNS})"
+        "words",
+        metavar="FOLDER | compare RUN RUN ... | tag RUN TAG ... | note RUN TEXT",
+        nargs="*",
+        help=f"folder to list (default: {RUNS})",
+    )
+    parser.add_argument("--all", action="store_true", help="list the single runs of groups too")
+    parser.add_argument("--tag", metavar="TAG", action="append", default=[], help="only runs with this tag; repeatable")
+    parser.add_argument(
+        "--where", metavar="CONDITION", action="append", default=[], help="only runs for which it holds; repeatable"
     )
     parser.add_argument("--sort", metavar="METRIC", help="list the best value first, as in --sort val/accuracy")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -51,38 +70,65 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     match args.words:
+        case [("compare" | "tag" | "untag" | "note") as word, *_] if args.sort or args.tag or args.where or args.all:
+            raise ForgeError(f"--sort, --tag, --where and --all are for the list of runs, not for forge runs {word}.")
         case ["compare", one, other, *more]:
-            if args.sort:
-                raise ForgeError("--sort is for the list of runs: forge runs --sort METRIC")
             return _compare([locate(name) for name in (one, other, *more)], args.json)
         case ["compare", *_]:
             raise ForgeError("forge runs compare takes two runs or more. Write: forge runs compare RUN RUN")
+        case [("tag" | "untag") as word, name, _, *_]:
+            return _tag(locate(name), word, args.words[2:])
+        case ["note", name, *text]:
+            return _note(locate(name), text)
+        case [("tag" | "untag" | "note") as word, *_]:
+            raise ForgeError(f"Write: forge runs {word} RUN {'TEXT' if word == 'note' else 'TAG ...'}")
         case [] | [_]:
-            return _list(args.words[0] if args.words else RUNS, args.sort, args.json)
+            return _list(args.words[0] if args.words else RUNS, args)
         case several:
             raise ForgeError(
                 f"forge runs lists one folder, and got {', '.join(several)}. To compare: forge runs compare"
             )
 
 
+def _tag(run: RunFolder, word: str, tags: Sequence[str]) -> int:
+    left = notes.tag(run, tags) if word == "tag" else notes.untag(run, tags)
+    show.console().print(Text(f"{label(run)}: {', '.join(left) or 'no tags'}"), soft_wrap=True)
+    return 0
+
+
+def _note(run: RunFolder, words: Sequence[str]) -> int:
+    if words:
+        notes.note(run, " ".join(words))
+    show.console().print(Text(f"{label(run)}: {RunFolder(run.path).note or 'no note'}"), soft_wrap=True)
+    return 0
+
+
 # -- the list ---------------------------------------------------------------------------------------------------------
 
 
-def _list(folder: str, metric: str | None, as_json: bool) -> int:
+def _list(folder: str, args: Namespace) -> int:
     if not Path(folder).is_dir() and folder != RUNS:
         known = [str(path) for path in Path(RUNS).glob("*") if path.is_dir()]
         raise ForgeError(f"No folder {folder!r}.{did_you_mean(folder, known)}")
-    runs = runs_in(folder)
-    if metric:
-        runs = _sorted(runs, metric)
-    if as_json:
+    runs = chosen(rows_in(folder), args.tag, args.where)
+    if args.sort:
+        runs = _sorted(runs, args.sort)
+    if args.json:
         print(json.dumps([run_as_json(run) for run in runs], indent=2, allow_nan=False))
         return 0
     if not runs:
-        show.message(f"No runs in {folder} yet: train with forge fit quickstart.", "dim")
+        asked = args.tag or args.where
+        none = "No run has all of these." if asked else f"No runs in {folder} yet: train with forge fit quickstart."
+        show.message(none, "dim")
         return 0
     console = show.console()
-    console.print(_table(runs, metric, console))
+    if is_group(Path(folder)) and isinstance(runs[0], RunGroup):
+        console.print(group_summary(runs[0]), soft_wrap=True)
+        console.print()
+        runs = runs[0].runs
+    elif args.all:
+        runs = [run for row in runs for run in (row, *(row.runs if isinstance(row, RunGroup) else ()))]
+    console.print(_table(runs, args.sort, console))
     if console.is_terminal:
         console.print(
             "\nforge runs compare RUN RUN shows the differences; forge report RUN writes a page.", style="dim"
@@ -113,10 +159,13 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
         "run": label,
         "recipe": lambda run: run.recipe,
         "task": lambda run: run.task,
-        "status": lambda run: Text(run.status, STYLES.get(run.status, "")),
+        "status": lambda run: Text(
+            run.progress if isinstance(run, RunGroup) else run.status, STYLES.get(run.status, "")
+        ),
         "updates": _updates,
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
+        **({"tags": lambda run: ", ".join(run.tags)} if any(run.tags for run in runs) else {}),
         **({"resume": lambda run: (run.resume or "").partition(":")[0]} if any(run.resume for run in runs) else {}),
         **{
             name: lambda run, name=name: wording.number(run.final[name]) if name in run.final else ""
@@ -162,7 +211,7 @@ def _best(run: RunFolder) -> str:
 
 
 def run_as_json(run: RunFolder) -> dict[str, Any]:
-    return {
+    found = {
         "path": str(run.path),
         "name": run.name,
         "recipe": run.recipe or None,
@@ -174,10 +223,26 @@ def run_as_json(run: RunFolder) -> dict[str, Any]:
         "epochs": run.epochs,
         "started": run.card.get("started"),
         "seconds": round(run.seconds, 3),
-        "metrics": {name: value if math.isfinite(value) else None for name, value in run.final.items()},
+        "metrics": {name: _number(value) for name, value in run.final.items()},
         "best": vars(run.best) if run.best else None,
         "resume": run.resume,
+        "tags": run.tags,
+        "note": run.note or None,
     }
+    if not isinstance(run, RunGroup):
+        return found
+    spreads = {name: value for name, value in run.final.items() if isinstance(value, Spread)}
+    over_runs = {name: _spread_as_json(value) for name, value in spreads.items()}
+    return {**found, "spread": over_runs, "runs": [run_as_json(each) for each in run.runs]}
+
+
+def _spread_as_json(value: Spread) -> dict[str, Any]:
+    worst = None if value.worst is None else {"run": value.worst[0], "value": _number(value.worst[1])}
+    return {"std": _number(value.std), "interval": value.interval, "n": value.n, "worst": worst}
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 # -- compare ----------------------------------------------------------------------------------------------------------

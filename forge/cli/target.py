@@ -101,7 +101,7 @@ def load_seeded(args: Namespace) -> Recipe:
     return recipe.with_trainer({"seed": 0}) if recipe.trainer.get("seed") is None else recipe
 
 
-def load(args: Namespace, to_train: bool = False) -> Recipe:
+def load(args: Namespace, to_train: bool = False, loader: Callable[..., Recipe] = load_recipe) -> Recipe:
     """Load the recipe that the arguments describe, with the user's own task and data in it."""
     add = [name for name in args.plugins if not name.startswith("no:")]
     remove = [name.removeprefix("no:") for name in args.plugins if name.startswith("no:")]
@@ -117,10 +117,10 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
         if not _is_python(args.data):
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
         data = function(args.data)
-    recipe = load_recipe(name, args.overrides, add, remove, stack=stack, task=task, data=data)
+    recipe = loader(name, args.overrides, add, remove, stack=stack, task=task, data=data)
     if to_train and task is not None and not {"max_epochs", "max_updates", "max_time"} & recipe.trainer.keys():
         overrides = [*args.overrides, f"trainer.max_epochs={EPOCHS}"]
-        recipe = load_recipe(name, overrides, add, remove, stack=stack, task=task, data=data)
+        recipe = loader(name, overrides, add, remove, stack=stack, task=task, data=data)
         recipe.origin["trainer.max_epochs"] = DEFAULT
     return recipe
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge import registry
-from forge.report.svg import COLORS, DASHES, Chart, Look, Point
+from forge.report.svg import COLORS, DASHES, Band, Chart, Look, Point
 from forge.runs.folder import RunFolder
+from forge.runs.group import RunGroup
 
 STAGES = ("train", "val", "test")
 TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
@@ -18,7 +19,7 @@ FIRST = ("loss", "accuracy")
 LAST = ("lr", "grad_norm")
 DECLARED = ": "
 """Stands between section and title of a chart that a plugin declares."""
-MOST_SERIES = 14
+MOST_SERIES = 2 * COLORS
 MOST_RUNS = COLORS
 """With more runs, each stage has a chart of its own, in which colour and dashes tell runs apart."""
 MOST_CHARTS = 80
@@ -35,6 +36,8 @@ class Panel:
     "Whether it shows what a plugin logs about itself and declares no chart of, which is folded away."
     looks: dict[str, Look] = field(default_factory=dict)
     "With several runs: the colour of the run, and the dashes of its stage; with many, both of the run."
+    bands: dict[str, Band] = field(default_factory=dict)
+    "Of groups: one standard deviation around the mean."
     line: str = ""
     "With many runs: the stage or part that all its curves show."
 
@@ -52,16 +55,19 @@ class Panel:
             return 2, LAST.index(self.key), ""
         return (4 if self.is_aside else 3 if DECLARED in self.key else 1), 0, self.key
 
-    def draw(self) -> str:
+    def chart(self) -> Chart:
+        """Return the chart, for a page that writes its title and its legend."""
         values = [y for points in self.series.values() for _, y in points if math.isfinite(y)]
         steep = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
         log_y = steep and (self.key == "grad_norm" or "loss" in self.key)
         alone = list(self.series) == [self.key]
-        series = {self.title: self.series[self.key]} if alone else self.series  # no legend needed
+        rename = {self.key: self.title} if alone else {}  # no legend needed
+        series = {rename.get(name, name): points for name, points in self.series.items()}
+        bands = {rename.get(name, name): band for name, band in self.bands.items()}
         looks = [self.looks[name] for name in self.series] if self.looks else []
         if len(set(looks)) < len(looks):  # too many to distinguish this way
             looks = []
-        return Chart(series, self.title, "update", "", WIDTH, HEIGHT, log_y, looks).draw(styled=False)
+        return Chart(series, self.title, "update", "", WIDTH, HEIGHT, log_y, looks, bands, on_page=True)
 
 
 def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
@@ -70,22 +76,26 @@ def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
     for number, (label, run) in enumerate(runs.items()):
         plugins, charts = _plugins(run), _charts(run)
         drawn: Counter[str] = Counter()
+        bands = {name: band for name, (_, band) in run.curves.items()} if isinstance(run, RunGroup) else {}
         for name, points in run.series.items():
-            if name.startswith("test/") and len(points) == 1:
+            if (name.startswith("test/") and len(points) == 1) or _is_twice(name, run.series):
                 continue
             key, line, is_aside = place(name, plugins, charts)
             points = on_grid(points) if line == "train" else points
+            kept = {x for x, _ in points}
+            band = [at for at in bands.get(name, ()) if at[0] in kept]
             if len(runs) > MOST_RUNS:
                 panel = found.setdefault(f"{key}, {line}", Panel(key, is_aside=is_aside, line=line))
                 panel.series[label] = points
+                panel.bands[label] = band
                 panel.looks[label] = number % COLORS, number // COLORS % len(DASHES)
                 continue
             panel = found.setdefault(key, Panel(key, is_aside=is_aside))
             if len(runs) == 1:
-                panel.series[line] = points
+                panel.series[line], panel.bands[line] = points, band
                 continue
             curve = f"{label} {line}".removesuffix(f" {key}")
-            panel.series[curve] = points
+            panel.series[curve], panel.bands[curve] = points, band
             dashes = STAGES.index(line) if line in STAGES else drawn[key]
             panel.looks[curve] = number % COLORS, dashes % len(DASHES)
             drawn[key] += 1
@@ -122,6 +132,12 @@ def on_grid(points: Sequence[Point]) -> Sequence[Point]:
     return [(x, y) for x, y in points if x % steps[0] == 0 or (x, y) == points[-1]]
 
 
+def _is_twice(name: str, series: Mapping[str, Sequence[Point]]) -> bool:
+    """Whether a mean of epochs has no other points than the metric itself, as where an epoch is one log."""
+    log = series.get(name.removesuffix("_epoch"), ())
+    return name.endswith("_epoch") and set(series[name]) <= set(log)
+
+
 def _parts(panel: Panel) -> list[Panel]:
     """Split a chart with too many curves to distinguish."""
     names = list(panel.series)
@@ -130,7 +146,14 @@ def _parts(panel: Panel) -> list[Panel]:
         return [panel]
     chunks = [names[i : i + most] for i in range(0, len(names), most)]
     return [
-        Panel(panel.key, {name: panel.series[name] for name in chunk}, panel.is_aside, panel.looks, panel.line)
+        Panel(
+            panel.key,
+            {name: panel.series[name] for name in chunk},
+            panel.is_aside,
+            panel.looks,
+            {name: panel.bands[name] for name in chunk},
+            panel.line,
+        )
         for chunk in chunks
     ]
 

@@ -15,15 +15,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from forge.report import images
-from forge.report.charts import MOST_CHARTS, panels
+from forge.report.charts import MOST_CHARTS, Panel, panels
 from forge.report.markdown import as_html
-from forge.report.svg import STYLE
+from forge.report.svg import COLORS, DASHES, STYLE
 from forge.runs import compare, wording
 from forge.runs.attempts import attempts_of, omitted, shown
 from forge.runs.folder import RunFolder, as_dict
+from forge.runs.group import RunGroup
+from forge.runs.summary import group_rows
 from forge.util.text import format_bytes, short_path
 from forge.version import __version__
 
+TOGGLES = "".join(
+    f".chart:has(.keys>:nth-child({i + 1})>input:not(:checked)) .s{i}{{display:none}}"
+    for i in range(COLORS * len(DASHES))
+)
+"""A key of a legend that is unchecked hides its curve: the page has no script."""
 MOST_TEXTS = 10
 MOST_COLUMNS = 4
 """With more runs, each is a row of one table: its hyperparameters, then its results."""
@@ -34,10 +41,12 @@ def page(runs: Sequence[RunFolder]) -> str:
     several = len(runs) > 1
     labels = [(chr(ord("A") + i) if i < 26 else str(i + 1)) if several else "" for i in range(len(runs))]
     every = panels(dict(zip(labels, runs, strict=True)))
-    drawn = [(panel.is_aside, Markup(panel.draw())) for panel in every[:MOST_CHARTS]]
+    drawn = [(panel.is_aside, drawing(panel)) for panel in every[:MOST_CHARTS]]
     return template(Path(__file__).with_name("page.html")).render(
-        title=f"{len(runs)} runs" if several else title_of(runs[0]),
-        chart_style=Markup(STYLE),
+        title=f"{len(runs)} {'rows' if any(isinstance(run, RunGroup) for run in runs) else 'runs'}"
+        if several
+        else title_of(runs[0]),
+        chart_style=Markup(STYLE + TOGGLES),
         runs=[describe(run, label) for run, label in zip(runs, labels, strict=True)],
         comparison=comparison(runs, labels) if several else None,
         own_charts=[chart for is_aside, chart in drawn if not is_aside],
@@ -46,6 +55,13 @@ def page(runs: Sequence[RunFolder]) -> str:
         version=__version__,
         now=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def drawing(panel: Panel) -> dict[str, Any]:
+    """Return a chart for the template: its title, the keys of its legend, and the curves."""
+    chart = panel.chart()
+    entries = [(name, Markup(look)) for name, look in chart.entries()]
+    return {"title": panel.title, "entries": entries, "svg": Markup(chart.draw(styled=False))}
 
 
 def template(file: Path) -> Template:
@@ -70,7 +86,8 @@ def describe(run: RunFolder, label: str) -> dict[str, Any]:
         "status": run.status,
         "outcome": outcome(run),
         "tiles": tiles(run),
-        "metrics": metrics_rows(run),
+        "metrics": group_rows(run) if isinstance(run, RunGroup) else metrics_rows(run),
+        "runs": [describe(each, each.path.name) for each in run.runs] if isinstance(run, RunGroup) else [],
         "pictures": found,
         "pictures_note": note,
         "texts": texts(run),
@@ -89,6 +106,9 @@ def describe(run: RunFolder, label: str) -> dict[str, Any]:
 
 def outcome(run: RunFolder) -> str:
     """Say in one sentence how the run went."""
+    if isinstance(run, RunGroup):
+        done = f"{wording.counted(run.epochs, 'epoch')}, {wording.counted(run.updates, 'update')}"
+        return f"{len(run.members)} runs of {done} each, {wording.duration(run.seconds)} in all: {run.progress}."
     updates = wording.counted(run.updates, "update")
     if run.planned and run.planned != run.updates:
         updates = f"{run.updates:,} of {wording.counted(run.planned, 'update')}"
@@ -174,7 +194,9 @@ def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
         "task": f"{task.get('class')}({_options(task.get('options'))})" if task else None,
         "parameters": f"{count:,}" if type(count := task.get("parameters")) is int else "",
         "optimizer": ", ".join(map(str, as_dict(card.get("optimizers")).values())),
-        "seed": card.get("seed"),
+        "seed": wording.value_text(card.get("seed")) if card.get("seed") is not None else None,
+        "tags": ", ".join(run.tags),
+        "note": run.note,
         "device": card.get("device"),
         "ranks": card.get("world"),
         "kept as saved": wording.kept_options(card.get("kept_options")),
@@ -210,7 +232,14 @@ def comparison(runs: Sequence[RunFolder], labels: Sequence[str]) -> dict[str, An
     return {
         "many": many,
         "runs": [
-            [label, r.name, r.status, f"{r.updates:,}", wording.duration(r.seconds), wording.moment(r.started)]
+            [
+                label,
+                r.name,
+                r.progress if isinstance(r, RunGroup) else r.status,
+                f"{r.updates:,}",
+                wording.duration(r.seconds),
+                wording.moment(r.started),
+            ]
             for label, r in zip(labels, runs, strict=True)
         ],
         "result": result,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 from forge.report.ticks import SMALLEST, log_ticks, nice_ticks, tick_text
 
@@ -12,20 +13,33 @@ Point = tuple[float, float]
 Look = tuple[int, int]
 """The number of a colour, and of a dash pattern (0: solid)."""
 
-COLORS = 7
-"""Okabe and Ito's colours, which colour-blind readers can distinguish; further series repeat them, dashed."""
+Band = Sequence[tuple[float, float, float]]
+"""(x, low, high) of a group of runs around its mean."""
+
+COLORS = 8
+"""Colours that colour-blind readers can tell apart too: a test simulates what they see. Further series repeat them,
+dashed."""
 DASHES = ("", "6 4", "2 4", "9 3 2 3")
 STYLE = """
 .forge-chart{background:#fff;color:#1f2933;font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
-max-width:100%;height:auto;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;--c4:#b98300;--c5:#3f9bd6;--c6:#6b7280}
-@media (prefers-color-scheme:dark){.forge-chart{background:#171a1f;color:#e4e7eb;--c0:#4aa8e0;--c1:#f0803c;--c2:#2bc79a;
---c3:#e59cc6;--c4:#f0b93a;--c5:#8cd0ff;--c6:#a7afba}}
+max-width:100%;height:auto}
+.forge-chart,.keys{--c0:#0b4fb3;--c1:#b5330a;--c2:#12b877;--c3:#cd94c6;--c4:#e79400;--c5:#8f8cf5;--c6:#6f3b62;
+--c7:#101010}
+@media (prefers-color-scheme:dark){.forge-chart{background:#171a1f;color:#e4e7eb}
+.forge-chart,.keys{--c0:#3f8ffb;--c1:#e0452c;--c2:#35e08f;--c3:#d9b3ff;--c4:#ffb02e;--c5:#a05aa8;--c6:#c04a63;
+--c7:#e6f5f2}}
 .forge-chart text{fill:currentColor;stroke:none}
 .forge-chart .tick{opacity:.7}
 .forge-chart .title{font-size:14px;font-weight:600}
 .forge-chart .grid{stroke:currentColor;stroke-opacity:.13;fill:none}
 .forge-chart .axis{stroke:currentColor;stroke-opacity:.5;fill:none}
-.forge-chart .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
+.forge-chart .band{stroke:none;opacity:.2}
+.curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
+.forge-chart .at rect{fill:transparent}
+.forge-chart .at g{visibility:hidden;pointer-events:none}
+.forge-chart .at:hover g{visibility:visible}
+.forge-chart .at .tip{fill:#fff;stroke:currentColor;stroke-opacity:.3}
+@media (prefers-color-scheme:dark){.forge-chart .at .tip{fill:#171a1f}}
 .forge-chart .lost{stroke:#d64545;stroke-width:1.6;fill:none}
 """.replace("\n", "")
 LETTER = 6.4
@@ -35,6 +49,8 @@ MOST_POINTS = 2000
 MOST_DOTS = 40
 """Up to this many points have a dot, with a tooltip of the value."""
 MOST_LOST = 40
+MOST_COLUMNS = 40
+"""Places at which a page tells the values of all curves, to who points there."""
 
 
 def line_chart(
@@ -67,11 +83,17 @@ class Chart:
         height: int,
         log_y: bool,
         looks: Sequence[Look] = (),
+        bands: Mapping[str, Band] | None = None,
+        on_page: bool = False,
     ):
+        """`bands` are drawn behind the curves of their names. On a page, title and legend stand beside the chart
+        (`entries`), and the values are told where one points."""
+        self.bands, self.on_page = bands or {}, on_page
         self.looks = looks or [(i, i // COLORS) for i in range(len(series))]
         self.series, self.title, self.width, self.height = series, title, width, height
         self.x_label, self.y_label = x_label, y_label
-        shown = [point for points in series.values() for point in points if _is_finite(point)]
+        edges = [(x, y) for band in self.bands.values() for x, low, high in band for y in (low, high)]
+        shown = [point for points in (*series.values(), edges) for point in points if _is_finite(point)]
         self.log_y = log_y and any(y > 0 for _, y in shown)
         if self.log_y:
             shown = [(x, y) for x, y in shown if y > 0]
@@ -85,10 +107,11 @@ class Chart:
             self.y_ticks = log_ticks(10 ** max(self.bottom_y, -300), 10 ** min(self.top_y, 300))
         else:
             self.y_ticks = nice_ticks(self.bottom_y, self.top_y, max(4, height // 45))
-        self.legend = list(self._legend())
+        self.legend = [] if on_page else list(self._legend())
+        titled = bool(title) and not on_page
         if self.legend:  # many curves must not leave less room for themselves
             self.height = height = height + 18 * max(0, self.legend[-1][1] - 1)
-        self.top = 14.0 + 22 * bool(title) + (18 * (1 + self.legend[-1][1]) if self.legend else 0) + 14 * bool(y_label)
+        self.top = 14.0 + 22 * titled + (18 * (1 + self.legend[-1][1]) if self.legend else 0) + 14 * bool(y_label)
         self.floor = height - (40.0 if x_label else 26.0)
         longest = max((len(tick_text(tick)) for tick in self.y_ticks), default=1)
         self.left, self.right = 14 + LETTER * (longest + 1), width - 18.0
@@ -122,13 +145,67 @@ class Chart:
             f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}">'
         )
         parts = [head, *[f"<style>{STYLE}</style>"] * styled, *self._words(), *self._axes()]
-        for i, points in enumerate(self.series.values()):
-            parts += self._curve(i, points)
-        return "\n".join([*parts, *self._lost(), "</svg>"]) + "\n"
+        for i, (label, points) in enumerate(self.series.items()):
+            drawn = "".join([*self._band(i, self.bands.get(label, ())), *self._curve(i, points)])
+            parts.append(f'<g class="s{i}">{drawn}</g>' if self.on_page else drawn)
+        told = self._columns() if self.on_page and not self.empty else ()
+        return "\n".join([*parts, *self._lost(), *told, "</svg>"]) + "\n"
+
+    def entries(self) -> list[tuple[str, str]]:
+        """Return the legend of a chart on a page: each curve's name, and how it looks."""
+        if len(self.series) == 1 and next(iter(self.series)) in (self.title, self.y_label):
+            return []
+        return [(name, _stroke(look)) for name, look in zip(self.series, self.looks, strict=True)]
+
+    def _band(self, index: int, band: Band) -> Iterator[str]:
+        edges = [at for at in band if self._is_shown((at[0], at[1])) and self._is_shown((at[0], at[2]))]
+        if len(edges) > 1:
+            edges = (
+                [edges[i * (len(edges) - 1) // (MOST_POINTS - 1)] for i in range(MOST_POINTS)]
+                if (len(edges) > MOST_POINTS)
+                else edges
+            )
+            around = [(x, high) for x, _, high in edges] + [(x, low) for x, low, _ in reversed(edges)]
+            path = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in around)
+            yield f'<path class="band" fill="var(--c{self.looks[index][0] % COLORS})" d="M{path}Z"/>'
+
+    def _columns(self) -> Iterator[str]:
+        """Yield strips of the chart, each with the values of all curves, which a browser shows where one points."""
+        known = [dict(point for point in points if self._is_shown(point)) for points in self.series.values()]
+        every = sorted({x for points in known for x in points})
+        places = (
+            [every[i * len(every) // MOST_COLUMNS] for i in range(MOST_COLUMNS)] if len(every) > MOST_COLUMNS else every
+        )
+        edges = [self.left, *((self.x(a) + self.x(b)) / 2 for a, b in pairwise(places)), self.right]
+        spread = [{x: (high - low) / 2 for x, low, high in self.bands.get(name, ())} for name in self.series]
+        for place, (start, end) in zip(places, pairwise(edges), strict=True):
+            told = [
+                (i, f"{name} {_value(points[place])}{f' ± {_value(off[place])}' if place in off else ''}")
+                for i, (name, points, off) in enumerate(zip(map(_short, self.series), known, spread, strict=True))
+                if place in points
+            ]
+            head = f"{self.x_label or 'at'} {place:.10g}"
+            width = 22 + LETTER * max(len(head), *(len(text) + 2 for _, text in told))
+            at = self.x(place)
+            left = min(max(at + 8 if at + 8 + width <= self.width else at - 8 - width, 0), max(0, self.width - width))
+            lines = [f'<text x="{left + 9:.0f}" y="{self.top + 17:.0f}">{_text(head)}</text>']
+            for row, (i, text) in enumerate(told, 1):
+                y = self.top + 17 + 16 * row
+                lines.append(
+                    f'<g class="s{i}"><circle cx="{left + 13:.0f}" cy="{y - 4:.0f}" r="4" '
+                    f'fill="var(--c{self.looks[i][0] % COLORS})"/><text x="{left + 22:.0f}" y="{y:.0f}">{_text(text)}'
+                    "</text></g>"
+                )
+            yield (
+                f'<g class="at"><rect x="{start:.1f}" y="{self.top:.0f}" width="{max(0.1, end - start):.1f}" '
+                f'height="{self.floor - self.top:.0f}"/><g><path class="axis" d="M{at:.1f} {self.top:.0f}V'
+                f'{self.floor:.0f}"/><rect class="tip" x="{left:.0f}" y="{self.top:.0f}" width="{width:.0f}" '
+                f'height="{16 * len(told) + 26}" rx="5"/>{"".join(lines)}</g></g>'
+            )
 
     def _words(self) -> Iterator[str]:
         top = 14.0
-        if self.title:
+        if self.title and not self.on_page:
             room = int((self.width - 28) / (LETTER * 1.25))
             yield f'<text class="title" x="14" y="24">{_text(_short(self.title, room))}</text>'
             top += 22
@@ -173,8 +250,8 @@ class Chart:
         for run in runs:
             for x, y in run if few or len(run) == 1 else ():
                 at = f'cx="{self.x(x):.2f}" cy="{self.y(y):.2f}" r="{3.2 if len(run) == 1 else 2.4}"'
-                value = f"{name}: {y:.6g} at {x:.10g}"
-                yield f'<circle fill="var(--c{self.looks[index][0] % COLORS})" {at}><title>{value}</title></circle>'
+                value = "" if self.on_page else f"<title>{name}: {y:.6g} at {x:.10g}</title>"
+                yield f'<circle fill="var(--c{self.looks[index][0] % COLORS})" {at}>{value}</circle>'
 
     def _runs(self, points: Sequence[Point]) -> Iterator[list[Point]]:
         """Yield stretches without a gap."""
@@ -236,6 +313,10 @@ def _stroke(look: Look) -> str:
     color, dashes = look
     dash = DASHES[dashes % len(DASHES)]
     return f'stroke="var(--c{color % COLORS})"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+
+def _value(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def _exact(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from forge.runs.attempts import attempts_of, changed_setup, commands
 from forge.runs.directions import best_of, metric_rank, mode_of
 from forge.runs.folder import RunFolder, as_dict, recipe_section
+from forge.runs.group import RunGroup, merged, spreads
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")
@@ -36,6 +37,8 @@ def differing(runs: Sequence[RunFolder], read: Callable[[RunFolder], dict[str, A
 
 def settings(run: RunFolder) -> dict[str, Any]:
     """Return the recipe with all defaults: the card has every option of task, trainer and plugins."""
+    if isinstance(run, RunGroup):
+        return merged([settings(each) for each in run.runs])
     card = run.card
     task = as_dict(card.get("task"))
     found = {"recipe": card.get("recipe"), "task": task.get("class"), **_flat(as_dict(task.get("options")), "task")}
@@ -73,7 +76,15 @@ def metrics_of(run: RunFolder) -> list[str]:
 
 
 def bests(run: RunFolder) -> dict[str, tuple[int, float]]:
-    """Return the best (update, value) in validation or test of every metric with a known direction."""
+    """Return the best (update, value) in validation or test of every metric with a known direction; of a group, the
+    mean of its runs' best values, and of their updates."""
+    if isinstance(run, RunGroup):
+        every = {each.path.name: bests(each) for each in run.finished}
+        updates, values = (
+            spreads({name: {metric: best[i] for metric, best in found.items()} for name, found in every.items()})
+            for i in (0, 1)
+        )
+        return {name: (round(updates[name]), value) for name, value in values.items()}
     found = {}
     for name, points in run.series.items():
         mode = run.best.mode if run.best is not None and run.best.monitor == name else mode_of(name)
@@ -84,6 +95,8 @@ def bests(run: RunFolder) -> dict[str, tuple[int, float]]:
 
 def surroundings(run: RunFolder) -> dict[str, Any]:
     """Return machine, versions and command; of a resumed run, those of all attempts."""
+    if isinstance(run, RunGroup):
+        return merged([surroundings(each) for each in run.runs]) | {"command": run.card.get("command")}
     card, git = run.card, as_dict(run.card.get("git"))
     commit = f"{str(git.get('commit'))[:12]}{' with local changes' if git.get('dirty') else ''}" if git else None
     attempts = attempts_of(run)

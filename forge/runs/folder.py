@@ -26,6 +26,10 @@ from forge.util.files import is_regular, read_regular, regular_only
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
 ATTEMPTS = "lives.json"
 """Exists once a run has been resumed: see forge/runs/attempts.py."""
+GROUP = "group.json"
+"""In a folder of runs that belong together: see forge/runs/group.py."""
+NOTES = "notes.json"
+"""Tags and a note, which the user gave a run: see forge/runs/notes.py."""
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
 """The largest file that is read as a whole."""
@@ -71,24 +75,24 @@ class RunFolder:
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        return _read_object(self.path / "card.json")
+        return read_object(self.path / "card.json")
 
     @cached_property
     def end(self) -> dict[str, Any]:
         """The record of the last attempt's end; empty while it runs, and after a kill."""
-        found = _read_object(self.path / "end.json")
+        found = read_object(self.path / "end.json")
         of_earlier_attempt = self.card and found.get("started") not in (None, self.card.get("started"))
         return {} if of_earlier_attempt else found
 
     @cached_property
     def attempts(self) -> list[dict[str, Any]]:
         """The records of its attempts; empty if the run was never resumed."""
-        found = _list(_read_object(self.path / ATTEMPTS).get("lives"))
+        found = _list(read_object(self.path / ATTEMPTS).get("lives"))
         return [record for record in found if isinstance(record, dict)]
 
     @cached_property
     def ledger(self) -> dict[str, Any]:
-        return _read_object(self.path / "ledger.json")
+        return read_object(self.path / "ledger.json")
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -103,6 +107,16 @@ class RunFolder:
     @cached_property
     def recipe_text(self) -> str:
         return _read_text(self.path / "config.yaml")
+
+    @property
+    def tags(self) -> list[str]:
+        """The words that the user gave the run."""
+        found = _list(read_object(self.path / NOTES).get("tags"))
+        return [tag for tag in found if isinstance(tag, str)]
+
+    @property
+    def note(self) -> str:
+        return _word(read_object(self.path / NOTES).get("note"))
 
     # -- what ran -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +278,7 @@ class RunFolder:
         marked = [checkpoint.name for checkpoint in self.checkpoints if "best" in checkpoint.marks]
         if not marked:
             return None
-        plugins = as_dict(_read_object(self.path / "checkpoints" / marked[0] / "state.json").get("plugins"))
+        plugins = as_dict(read_object(self.path / "checkpoints" / marked[0] / "state.json").get("plugins"))
         for state in plugins.values():
             match state:
                 case {
@@ -288,6 +302,11 @@ def recipe_section(run: RunFolder, name: str) -> dict[str, Any]:
 def is_run(path: Path) -> bool:
     """Whether a folder holds a card or metrics."""
     return any(is_regular(path / name) for name in ("card.json", "metrics.jsonl"))
+
+
+def is_group(path: Path) -> bool:
+    """Whether a folder holds runs that belong together."""
+    return is_regular(path / GROUP) and not is_run(path)
 
 
 def find_runs(folder: Path, depth: int = 4, follow: bool = True) -> Iterator[Path]:
@@ -319,7 +338,7 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     try:
         found = as_dict(json.loads(_read_text(path)))
     except (ValueError, RecursionError):

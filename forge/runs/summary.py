@@ -11,8 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.runs import wording
+from forge.runs.compare import metrics_of
 from forge.runs.directions import metric_rank
 from forge.runs.folder import RunFolder
+from forge.runs.group import RunGroup
+from forge.runs.spread import CONFIDENCE, Spread
 from forge.util.text import command, short_path
 
 
@@ -39,6 +42,33 @@ def summary(
             ]
         grid.add_row(Text(name, style), *cells)
     return Group(grid, Text(), *(Text.assemble((f"{label:<12}", "dim"), text) for label, text in lines.items()))
+
+
+def group_summary(group: RunGroup) -> Group:
+    """Show every metric of a group of runs: mean, deviation, interval and the worst run; then where the runs are."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    heads = ("metric", "mean ± std", f"{CONFIDENCE:.0%} interval", "worst", "run", "n")
+    for column in heads:
+        grid.add_column(column, justify="left" if column in ("metric", "run") else "right", no_wrap=column != "metric")
+    for row in group_rows(group):
+        style = "bold" if row[0].startswith(("val/", "test/")) else ""
+        grid.add_row(*(Text(cell, style if i < 2 else "") for i, cell in enumerate(row)))
+    forge, folder = quote(command("forge")), quote(short_path(group.path))
+    lines = {"runs": group.progress, "folder": short_path(group.path), "send": f"{forge} report {folder}"}
+    return Group(grid, Text(), *(Text.assemble((f"{label:<12}", "dim"), text) for label, text in lines.items()))
+
+
+def group_rows(group: RunGroup) -> list[list[str]]:
+    """Return (metric, mean ± deviation, interval, worst value, its run, number of runs) of every metric."""
+    rows = []
+    for name in metrics_of(group):
+        value = group.final[name]
+        if isinstance(value, Spread):
+            run, worst = value.worst or ("", None)
+            shown = "" if worst is None else wording.number(worst)
+            within = wording.interval(*value.interval) if value.interval else ""
+            rows.append([name, wording.number(value), within, shown, run, str(value.n)])
+    return rows
 
 
 def folder_lines(run_dir: Path) -> dict[str, str]:

@@ -6,9 +6,13 @@ import math
 import time
 from typing import Any
 
+from forge.runs.spread import Spread
+
 
 def number(value: Any) -> str:
-    """Format a number: ints in full, floats with five significant digits."""
+    """Format a number: ints in full, floats with five significant digits, the mean of a group with its deviation."""
+    if isinstance(value, Spread) and math.isfinite(value.std):
+        return deviating(float(value), value.std)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
@@ -16,6 +20,20 @@ def number(value: Any) -> str:
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if 1e5 <= abs(value) < 1e9 else f"{value:.5g}"
+
+
+def deviating(mean: float, std: float) -> str:
+    """ "0.9712 ± 0.0031": two digits of the deviation, and as many decimals of the mean."""
+    decimals = 1 - math.floor(math.log10(std)) if std else 0
+    if not std or abs(mean) >= 1e5 or decimals > 6:
+        return f"{number(mean)} ± {number(std) if not std else f'{std:.2g}'}"
+    return f"{mean:.{max(0, decimals)}f} ± {std:.{max(0, decimals)}f}"
+
+
+def interval(low: float, high: float) -> str:
+    """ "0.9635 to 0.9789": two digits of their distance."""
+    decimals = max(0, 2 - math.floor(math.log10(high - low))) if high > low else 0
+    return f"{number(low)} to {number(high)}" if not 0 < decimals <= 6 else f"{low:.{decimals}f} to {high:.{decimals}f}"
 
 
 def count(value: Any) -> str:

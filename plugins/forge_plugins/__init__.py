@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from forge_plugins.sam import SAM as SAM
     from forge_plugins.schedule import Schedule as Schedule
     from forge_plugins.swa import SWA as SWA
+    from forge_plugins.system import System as System
     from forge_plugins.tensor_parallel import TensorParallel as TensorParallel
     from forge_plugins.tensorboard import Tensorboard as Tensorboard
     from forge_plugins.throughput import Throughput as Throughput

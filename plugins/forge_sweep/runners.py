@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +17,11 @@ from forge.contract.plugin import Plugin
 from forge.contract.run import Run
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError, Interrupted
+from forge.util.children import OUTPUT, Children, cause_of_death, die_with_parent
 from forge.util.files import make_folder
 
 CHANNEL = "FORGE_SWEEP_CHANNEL"
 """The environment variable with the descriptor on which a trial talks to its sweep."""
-OUTPUT = "output.txt"
-"""What a trial prints, in its run folder."""
 MODULE = "forge_sweep.commands.sweep_trial"
 
 Report = Callable[[int, float], str]
@@ -120,42 +115,29 @@ class OwnProcess:
     def __init__(self, words: Callable[[Sequence[str]], Sequence[str]], metric: str):
         self._words, self._metric = words, metric
         "`words` returns the arguments of `forge fit` with some overrides."
-        self._children: set[subprocess.Popen[bytes]] = set()
+        self._children = Children()
 
     def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> TrialResult:
         make_folder(folder)
         here, there = socket.socketpair()
-        environment = {**os.environ, CHANNEL: str(there.fileno())}
-        if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = device
         with here, (folder / OUTPUT).open("ab") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=[there.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal reaches the sweep alone, which passes it on
-            )
-            self._children.add(child)
-            there.close()
-            try:
-                words = [*self._words(overrides), "--run-dir", str(folder), "--resume"]
-                result = converse(here, {"words": words, "metric": self._metric, "parent": os.getpid()}, report)
-            finally:
-                here.close()  # a trial that still waits for an answer ends
-                code = child.wait()
-                self._children.discard(child)
-        if code == Interrupted.EXIT_CODE:
+            channel = {CHANNEL: str(there.fileno())}
+            options: dict[str, Any] = {"stdout": output, "stderr": output, "pass_fds": [there.fileno()]}
+            with self._children.start(["-m", MODULE], device, channel, **options) as child:
+                there.close()
+                try:
+                    words = [*self._words(overrides), "--run-dir", str(folder), "--resume"]
+                    result = converse(here, {"words": words, "metric": self._metric}, report)
+                finally:
+                    here.close()  # a trial that still waits for an answer ends
+            code = child.returncode
+        if code == Interrupted.EXIT_CODE or (result is None and self._children.stopped):
             return TrialResult(interrupted=True)
-        return result or TrialResult(reason=_died(code, folder / OUTPUT))
+        return result or TrialResult(reason=cause_of_death(code, folder / OUTPUT))
 
     def stop(self) -> None:
         """Ask every trial to save and end."""
-        for child in list(self._children):
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
+        self._children.stop()
 
 
 def converse(channel: socket.socket, request: dict[str, Any], report: Report) -> TrialResult | None:
@@ -174,17 +156,6 @@ def converse(channel: socket.socket, request: dict[str, Any], report: Report) ->
     return None
 
 
-def _died(code: int, output: Path) -> str:
-    """Describe a process that ended without a word, with the last line that it printed."""
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    try:
-        lines = output.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        lines = []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"{how}: {last}" if last else how
-
-
 # -- in the process of a trial ----------------------------------------------------------------------------------------
 
 
@@ -197,7 +168,7 @@ class SweepChannel:
         request = self._read()
         self.words: list[str] = request["words"]
         self.metric: str = request["metric"]
-        die_with(request["parent"])
+        die_with_parent()
 
     def report(self, update: int, value: float) -> str:
         self._write({"update": update, "value": value})
@@ -214,11 +185,3 @@ class SweepChannel:
 
     def _write(self, message: dict[str, Any]) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-
-def die_with(parent: int) -> None:
-    """End this process when the sweep is killed, on Linux; elsewhere its next report ends it."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)

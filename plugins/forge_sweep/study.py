@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +54,8 @@ class SweepPlan:
     sampler: str = "tpe"
     prune: bool = False
     seed: int = 0
+    seeds: tuple[int, ...] = ()
+    "Each trial is trained once with each of these; its result is their mean."
 
     def __post_init__(self) -> None:
         for name, value, known in (("mode", self.mode, ("max", "min")), ("sampler", self.sampler, SAMPLERS)):
@@ -330,17 +331,3 @@ def given_sampler(optuna: Any) -> Any:
             return self.values[param_name]
 
     return Given()
-
-
-def devices_for(jobs: int) -> Sequence[str | None]:
-    """Return a value of CUDA_VISIBLE_DEVICES for each job: one GPU each, in turn; None where there is nothing to share
-    out."""
-    if jobs == 1:
-        return [None]
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        import torch
-
-        shown = ",".join(map(str, range(torch.cuda.device_count())))
-    names = [name for name in shown.split(",") if name]
-    return [names[job % len(names)] if len(names) > 1 else None for job in range(jobs)]

@@ -5,30 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import signal
+import shlex
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from forge.config import Recipe, load_recipe
+from forge.engine.repeat import as_overrides, check_jobs, check_members
 from forge.errors import ForgeError, Interrupted, did_you_mean
+from forge.runs.folder import RunFolder
+from forge.runs.group import members, open_group
 from forge.runs.wording import counted
 from forge.runs.wording import number as number_text
+from forge.util.children import in_jobs, signals_to
 from forge.util.files import atomic_write, make_folder
 from forge.util.text import short_path
 from forge_sweep.runners import InProcess, OwnProcess, TrialResult, TrialRunner
 from forge_sweep.space import parse_spaces
-from forge_sweep.study import SweepPlan, SweepStudy, TrialClaim, TrialRow, devices_for
+from forge_sweep.study import SweepPlan, SweepStudy, TrialClaim, TrialRow
 from forge_sweep.sweep_page import SweepSummary, TrialLine, sweep_page
 
 logger = logging.getLogger("forge")
 
 FOLDER = Path("runs/sweeps")
 BEST, REPORT, PLAN = "best.yaml", "report.html", "sweep.json"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ def sweep(
     sampler: str = "tpe",
     prune: bool = False,
     seed: int = 0,
+    seeds: Sequence[int] = (),
     folder: str | Path | None = None,
     storage: str | None = None,
     overrides: Sequence[str] = (),
@@ -88,7 +93,8 @@ def sweep(
     `space` has a range for each option: `{"task.lr": "log(1e-4,1e-1)", "task.hidden": "choice(64,256)"}`; other forms
     are `uniform(0,1)`, `int(1,8)` and `logint(16,1024)`. A trial is a normal run below `folder` (by default
     runs/sweeps/RECIPE-ID); its result is the last value of the metric. `sampler` is "tpe", "random" or "grid". `prune`
-    stops trials that are worse than others at the same validation. The same call again continues a sweep that was
+    stops trials that are worse than others at the same validation. With `seeds` a trial is a group of runs, one for
+    each, and its result their mean; `prune` judges it by the first. The same call again continues a sweep that was
     interrupted, and with more `trials` one that was complete; with one job the trials are the same as without the
     interruption. `jobs` trials run at a time; the same call on other machines takes part, if `folder` is shared, or
     `storage` is the URL of a database (it is written nowhere). `overrides`, `add` and `remove` change the recipe as in
@@ -107,7 +113,7 @@ def sweep(
         return [str(recipe), *overrides, *more, *stack]
 
     names = [maker.__qualname__ for maker in (task, data) if maker is not None]
-    plan = SweepPlan(parse_spaces(space), metric, mode, sampler, prune, seed)
+    plan = SweepPlan(parse_spaces(space), metric, mode, sampler, prune, seed, tuple(seeds))
     own = not in_code if isolated is None else isolated
     runner = OwnProcess(words, metric) if own else InProcess(load, metric)
     target = SweepTarget(Path(str(recipe)).stem, load, runner, [*words(()), *names])
@@ -124,18 +130,20 @@ def run_sweep(
     tell: Callable[[TrialRow], None] = lambda row: None,
 ) -> SweepResult:
     """Run a sweep, or continue it. `tell` is called with each trial that ended."""
-    if jobs < 1:
-        raise ForgeError(f"--jobs is {jobs}; it must be at least 1.")
+    check_jobs(jobs)
     if jobs > 1 and isinstance(target.runner, InProcess):
         raise ForgeError("Trials in this process run one at a time. Name a recipe, or FILE.py:Task, for several jobs.")
     limit = plan.limit(trials)
     recipe = target.load([space.override(space.example) for space in plan.spaces])  # refuses what no trial could use
-    seeded = [] if recipe.trainer.get("seed") is not None else [f"trainer.seed={plan.seed}"]
+    if plan.seeds:
+        check_members(recipe, members(plan.seeds))
+    seeded = [] if plan.seeds or recipe.trainer.get("seed") is not None else [f"trainer.seed={plan.seed}"]
     home = open_folder(folder, target, plan)
     study = SweepStudy(home, plan, storage)
     crew = Crew(study, target, home, limit, seeded, tell)
-    with stopping(crew):
-        crew.work(jobs)
+    # in this process the Trainer handles signals itself
+    with nullcontext() if isinstance(target.runner, InProcess) else signals_to(crew.stop):
+        in_jobs(crew.work, jobs)
     result = crew.publish()
     if crew.problem is not None:
         raise crew.problem
@@ -170,25 +178,14 @@ class Crew:
         "An error that would end every trial, or one of the sweep itself."
         self._mutex = threading.Lock()
 
-    def work(self, jobs: int) -> None:
-        devices = devices_for(jobs)
-        if jobs == 1:
-            self._work(devices[0])
-            return
-        threads = [threading.Thread(target=self._work, args=[device], daemon=True) for device in devices]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():  # signals are handled between two waits
-                thread.join(0.2)
-
     def stop(self, *_: Any) -> None:
         """End after the trials that run, which save and end now."""
         if not self.stopped:
             self.stopped = True
             self.target.runner.stop()
 
-    def _work(self, device: str | None) -> None:
+    def work(self, device: str | None) -> None:
+        """Run trials on a device, one after the other, until there are enough."""
         try:
             while not self.stopped and self.problem is None:
                 claim = self.study.claim(self.limit)
@@ -204,12 +201,7 @@ class Crew:
             result = TrialResult()
         else:
             try:
-                result = self.target.runner(
-                    trial_folder(self.home, claim.number),
-                    [*self.seeded, *claim.overrides],
-                    lambda update, value: self.study.report(claim, update, value),
-                    device,
-                )
+                result = self._train(claim, device)
             except BaseException:
                 self.study.leave(claim)
                 raise
@@ -226,6 +218,30 @@ class Crew:
         with self._mutex:
             self.tell(next(row for row in self.study.rows() if row.number == claim.number))
             self.publish()
+
+    def _train(self, claim: TrialClaim, device: str | None) -> TrialResult:
+        """Run a trial; with several seeds, a run for each, in a group. Runs that are finished are not made again."""
+        folder, plan = trial_folder(self.home, claim.number), self.study.plan
+        overrides = [*self.seeded, *claim.overrides]
+
+        def report(update: int, value: float) -> str:
+            return self.study.report(claim, update, value)
+
+        if not plan.seeds:
+            return self.target.runner(folder, overrides, report, device)
+        runs, values = members(plan.seeds), []
+        open_group(folder, shlex.join(overrides), [*self.target.identity, *overrides], runs)
+        for name, options in runs.items():
+            done = RunFolder(folder / name)
+            if done.status == "finished" and plan.metric in done.final:
+                values.append(done.final[plan.metric])
+                continue
+            words = [*overrides, *as_overrides(options)]
+            result = self.target.runner(folder / name, words, report if not values else lambda *_: "", device)
+            if result.value is None or claim.pruned:
+                return replace(result, reason=f"{name}: {result.reason}" if result.reason else "")
+            values.append(result.value)
+        return TrialResult(fmean(values))
 
     def publish(self) -> SweepResult:
         """Write the best recipe and the report as of now."""
@@ -256,6 +272,7 @@ def summary(result: SweepResult, plan: SweepPlan, name: str, recipe: str) -> Swe
     logs = frozenset(space.key for space in plan.spaces if space.is_log)
     best = None if result.best is None else result.best.number
     how = f"{plan.sampler}{', with pruning' if plan.prune else ''}, seed {plan.seed}"
+    how += f", each trial with the seeds {', '.join(map(str, plan.seeds))}" if plan.seeds else ""
     return SweepSummary(name, plan.metric, plan.mode, how, options, logs, lines, best, result.importance, recipe)
 
 
@@ -269,6 +286,7 @@ def open_folder(folder: str | Path | None, target: SweepTarget, plan: SweepPlan)
         "target": target.identity,
         "space": {space.key: str(space) for space in plan.spaces},
         **{name: getattr(plan, name) for name in ("metric", "mode", "sampler", "prune", "seed")},
+        **({"seeds": list(plan.seeds)} if plan.seeds else {}),
     }
     text = json.dumps(described, indent=2) + "\n"
     home = Path(folder) if folder is not None else FOLDER / f"{target.name}-{_short_hash(text)}"
@@ -276,11 +294,11 @@ def open_folder(folder: str | Path | None, target: SweepTarget, plan: SweepPlan)
     file = home / PLAN
     if file.exists():
         then = json.loads(file.read_text(encoding="utf-8"))
-        for name, value in described.items():
-            if then.get(name) != value:
+        for name in {**described, **then}:
+            if then.get(name) != described.get(name):
                 raise ForgeError(
-                    f"{short_path(home)} holds another sweep: its {name} is {then.get(name)!r}, not {value!r}. Name "
-                    "another folder."
+                    f"{short_path(home)} holds another sweep: its {name} is {then.get(name)!r}, not "
+                    f"{described.get(name)!r}. Name another folder."
                 )
     else:
         with atomic_write(file) as path:
@@ -290,17 +308,3 @@ def open_folder(folder: str | Path | None, target: SweepTarget, plan: SweepPlan)
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-@contextmanager
-def stopping(crew: Crew) -> Iterator[None]:
-    """Pass signals on to trials in processes of their own; in this process the Trainer handles them itself."""
-    if isinstance(crew.target.runner, InProcess) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, crew.stop) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

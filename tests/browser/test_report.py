@@ -71,5 +71,27 @@ def test_a_confusion_matrix_has_its_own_size(tmp_path: Path) -> None:
         shown.goto((tmp_path / "page.html").as_uri())
         box = shown.locator("figure img").bounding_box()
         assert round(box["width"]) == confusion().shape[2] > drawing.CARD
-        size = shown.locator("figcaption").evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
+        caption = shown.locator(".pictures figcaption")
+        size = caption.evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
         assert size >= 14
+
+
+def test_a_key_hides_its_curve_and_pointing_tells_values(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 2)))
+    from tests.browser.watched import chromium
+
+    with chromium() as browser:
+        shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
+        shown.goto((tmp_path / "page.html").as_uri())
+        chart = shown.locator("figure.chart").first
+        curve = chart.locator("path[data-name='A val']")
+        assert curve.is_visible()
+        chart.locator(".keys label", has_text="A val").click()
+        assert not curve.is_visible()
+        assert chart.locator("path[data-name='B val']").is_visible()
+        column = chart.locator("g.at").nth(1)
+        tip = column.locator("rect.tip")
+        assert not tip.is_visible()
+        column.locator("rect").first.hover()
+        assert tip.is_visible()
+        assert column.locator("text").first.text_content() == "update 50"

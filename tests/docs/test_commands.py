@@ -32,6 +32,8 @@ LONG = {
     "determinism": "tests/forge_doctor/test_determinism.py compares runs of a smaller task",
     "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
     "--devices": "as above",
+    "--seeds": "tests/forge/runs/test_group.py makes groups of a smaller task",
+    "--folds": "as above",
     "doctor": "tests/forge_doctor/test_doctor.py examines smaller tasks",
     "ready": "tests/forge_doctor/test_ready.py walks the road with a smaller task",
     "--measure": "tests/forge/cli/test_plan_measure.py measures",

@@ -41,6 +41,45 @@ def names(folder: Path, *given: Path) -> set[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Groups
+
+
+def make_group(home: Path, status: str = "finished") -> Path:
+    for seed, value in enumerate((1.0, 2.0)):
+        run = make_run(home / f"seed-{seed}")
+        lines = [{"update": at, "val/loss": value * at} for at in (5, 10)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (run / "end.json").write_text(json.dumps({"status": status}))
+    (home / "group.json").write_text(json.dumps({"runs": {"seed-0": {}, "seed-1": {}}}))
+    return home
+
+
+def test_a_group_that_is_finished_is_one_run_more(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_group(tmp_path / "runs/mine/base")
+    make_group(tmp_path / "runs/mine/cut", "interrupted")
+    links = Links(tmp_path, [tmp_path / "runs"], tmp_path / "runs")
+    assert links.renew() == links.renew() == {f"mine/{group}/seed-{i}" for group in ("base", "cut") for i in (0, 1)}
+    (file,) = (tmp_path / "mine" / "base mean of 2").iterdir()
+    found = EventAccumulator(str(file))
+    found.Reload()
+    values = {tag: [(point.step, point.value) for point in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    assert values["val/loss"] == [(5, 7.5), (10, 15.0)]
+    assert values["val/loss (deviation)"] == [
+        (5, pytest.approx(3.5355, rel=1e-4)),
+        (10, pytest.approx(7.0711, rel=1e-4)),
+    ]
+    assert not list(tmp_path.glob("mine/cut mean*"))
+
+
+def test_a_run_of_a_group_alone_has_no_mean(tmp_path: Path) -> None:
+    home = make_group(tmp_path / "runs/mine/base")
+    assert names(tmp_path / "links", home / "seed-0") == {"seed-0"}
+    assert not list(tmp_path.rglob("*mean of*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Names
 
 

@@ -12,23 +12,29 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from forge.runs.group import RunGroup
 from forge.util.files import is_regular
+from forge_plugins.board.means import groups_of, write_mean
 
 
 class Links:
-    """Links in `folder` to every run of the given folders, updated as runs appear and disappear."""
+    """Links in `folder` to every run of the given folders, updated as runs appear and disappear, and the means of
+    groups that are finished."""
 
     def __init__(self, folder: Path, given: Sequence[Path], base: Path):
         self._folder, self._given, self._base = folder, given, base
         self._shows_traces = find_spec("torch_tb_profiler") is not None
         self._made: set[str] = set()
+        self._means: dict[str, bool] = {}
+        "The groups whose mean was written, by name."
         self.names: set[str] = set()
         "The runs that are shown."
 
     def renew(self) -> set[str]:
         """Search for runs again and return their names."""
         wanted: dict[str, Path] = {}
-        for run, log in (found for path in self._given for found in runs_below(path.resolve())):
+        found = [each for path in self._given for each in runs_below(path.resolve())]
+        for run, log in found:
             name = name_of(run, self._base)
             wanted[name] = log
             if self._shows_traces and (run / "profile").is_dir():
@@ -37,7 +43,16 @@ class Links:
             self._remove(name)
         self._made = {name for name in sorted(wanted) if self._link(name, wanted[name])}
         self.names = {name for name in self._made if wanted[name].name != "profile"}
+        for group in groups_of(run for run, _ in found):
+            name = f"{name_of(group.path, self._base)} mean of {len(group.runs)}"
+            self._means[name] = self._means.get(name) or self._write_mean(group, name)
         return self.names
+
+    def _write_mean(self, group: RunGroup, name: str) -> bool:
+        with suppress(OSError):
+            write_mean(group, self._folder / name)
+            return True
+        return False
 
     def _link(self, name: str, log: Path) -> bool:
         """Make the link of a run; return False if it cannot be made now, so that the next search tries again."""
