@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forge import registry
+from forge.contract.frozen import move_frozen
 from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import scalars_of
@@ -83,6 +84,11 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle of a task takes no running Trainer with it."""
         return {**super().__getstate__(), "trainer": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        move_frozen(self, fn)
+        return self
 
     @classmethod
     def from_checkpoint(
