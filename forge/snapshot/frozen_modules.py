@@ -48,11 +48,14 @@ def states(trainer: Run) -> dict[str, Any]:
 
 
 def changed(held: Frozen) -> dict[str, Tensor]:
-    """Return the tensors that differ from those that the run began with, by name. Only what was written to is read."""
+    """Return the tensors that differ from those that the run began with, by name.
+
+    A parameter that nobody wrote to is not read. A buffer is: kernels write BatchNorm's statistics without a trace.
+    """
     known, found = _known(held), dict[str, Tensor]()
     for name, tensor in held.tensors().items():
         address, version, digest = known.get(name, (CHANGED, 0, ""))
-        if (id(tensor), _version(tensor)) == (address, version):
+        if isinstance(tensor, nn.Parameter) and (id(tensor), _version(tensor)) == (address, version):
             continue
         if address != CHANGED and digest == _digest(tensor):  # written to, with the same values
             known[name] = (id(tensor), _version(tensor), digest)

@@ -191,25 +191,32 @@ def test_a_cut_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     assert_same_weights(resumed, straight)
 
 
+def with_another_teacher(**more: Any) -> Student:
+    task = Student()
+    task.teacher = forge.frozen(teacher(8))
+    vars(task).update({name: forge.frozen(value) for name, value in more.items()})
+    return task
+
+
 def test_another_teacher_is_refused_by_name_with_a_cure(tmp_path: Path, caplog: Any) -> None:
     die(tmp_path, [Checkpoint(every="1 update")], 4, task=Student())
     with pytest.raises(forge.CheckpointError) as caught:
-        live(tmp_path, [Checkpoint(every="1 update")], task=Student(8))
+        live(tmp_path, [Checkpoint(every="1 update")], task=with_another_teacher())
     said = str(caught.value)
     assert "the frozen module 'teacher' has other weights than when the run began" in said
     assert "forge.frozen(module, file=...)" in said
     with caplog.at_level(logging.WARNING, "forge"):
-        live(tmp_path, [Checkpoint(every="1 update")], task=Student(8), allow_inexact=True)
+        live(tmp_path, [Checkpoint(every="1 update")], task=with_another_teacher(), allow_inexact=True)
     assert "has other weights" in caplog.text
 
 
 def test_a_teacher_that_came_or_went_is_refused(tmp_path: Path) -> None:
-    die(tmp_path / "with", [Checkpoint(every="1 update")], 4, task=Student())
-    with pytest.raises(forge.CheckpointError, match=r"the frozen module 'teacher' is not in this task"):
-        live(tmp_path / "with", [Checkpoint(every="1 update")], task=TinyTask())
-    die(tmp_path / "without", [Checkpoint(every="1 update")], 4, task=TinyTask())
-    with pytest.raises(forge.CheckpointError, match=r"the frozen module 'teacher' is new"):
-        live(tmp_path / "without", [Checkpoint(every="1 update")], task=Student())
+    die(tmp_path / "one", [Checkpoint(every="1 update")], 4, task=Student())
+    with pytest.raises(forge.CheckpointError, match=r"the frozen module 'second' is new"):
+        live(tmp_path / "one", [Checkpoint(every="1 update")], task=with_another_teacher(second=teacher(9)))
+    die(tmp_path / "two", [Checkpoint(every="1 update")], 4, task=with_another_teacher(second=teacher(9)))
+    with pytest.raises(forge.CheckpointError, match=r"the frozen module 'second' is not in this task"):
+        live(tmp_path / "two", [Checkpoint(every="1 update")], task=with_another_teacher())
 
 
 def test_what_changes_in_it_is_said_and_goes_on_where_it_was(tmp_path: Path, caplog: Any) -> None:
@@ -220,6 +227,20 @@ def test_what_changes_in_it_is_said_and_goes_on_where_it_was(tmp_path: Path, cap
     die(tmp_path / "cut", [Checkpoint(every="1 update")], 7, task=make())
     resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=make())
     assert int(resumed.teacher.calls) == int(straight.teacher.calls) > 15
+    assert_same_weights(resumed, straight)
+
+
+def test_statistics_of_a_frozen_batch_norm_in_training_mode_go_on_where_they_were(tmp_path: Path) -> None:
+    def make() -> Any:
+        task: Any = Student()
+        task.teacher.train()
+        return task
+
+    straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=make())
+    die(tmp_path / "cut", [Checkpoint(every="1 update")], 7, task=make())
+    resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=make())
+    assert not torch.equal(straight.teacher.module[1].running_mean, teacher()[1].running_mean)  # pyright: ignore
+    assert_same_weights(resumed.teacher.module.state_dict(), straight.teacher.module.state_dict())
     assert_same_weights(resumed, straight)
 
 
