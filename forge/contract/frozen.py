@@ -11,7 +11,7 @@ from torch import nn
 
 from forge.checkpoint.weights import fill, read_weights
 from forge.errors import TaskError
-from forge.util.frozen import Frozen, Source, frozen_in
+from forge.util.frozen import BASE, Base, Frozen, Source, frozen_in
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -24,10 +24,10 @@ def frozen(module: Module, *, file: str | Path | None = None) -> Module:
         self.teacher = forge.frozen(Teacher())
         self.teacher = forge.frozen(Teacher(), file="teacher.safetensors")
 
-    Its parameters get no gradient. It is put into evaluation mode; one that you put back with `.train()` stays there. It
-    is no submodule of the task, so it is in no checkpoint, optimizer, average, parameter count, DDP or FSDP. Its device
-    and dtype follow the task. A resumed run builds it again by the task's constructor; one with other weights than when
-    the run began is refused.
+    Its parameters get no gradient. It is put into evaluation mode, and one that you put back with `.train()` stays
+    there. It is no submodule of the task, so it is in no checkpoint, optimizer, average, parameter count, DDP or FSDP.
+    Its device and dtype follow the task. A resumed run builds it again by the task's constructor; one with other
+    weights than when the run began is refused.
 
     `file` holds its weights: safetensors, a file of torch.save that is read without running code, a run folder, or a
     checkpoint. Its hash is in the run card.
@@ -47,6 +47,22 @@ def frozen(module: Module, *, file: str | Path | None = None) -> Module:
             fill(module, found)
         source = Source(str(file), _sha256(Path(found.path)))
     return cast(Module, Frozen(module.requires_grad_(False).eval(), source))
+
+
+def adapter(model: Module) -> Module:
+    """Return a model of which only what it trains is the task's to save: adapters on a frozen base, as those of LoRA.
+
+    ::
+
+        self.model = forge.adapter(get_peft_model(base, LoraConfig(...)))
+
+    Freeze the base first (peft does): what has `requires_grad=False` now, and every buffer, is left out of
+    `state_dict()`, and so of checkpoints and weights files. It is noted by its hash. A resumed run builds it again by
+    the task's constructor, and another base is refused. What of it changes nevertheless is saved.
+    """
+    if BASE not in vars(model):
+        vars(model)[BASE] = Base(model)
+    return model
 
 
 def _sha256(path: Path) -> str:

@@ -197,8 +197,8 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
 
             target = self.averaged(self.net)(views)
 
-        A plugin that averages weights keeps the average, and saves it; `plugin` names it where there are several. What is
-        returned takes no gradient and is in the modes of `part`. Outside a fit there is no average, and it is `part`.
+        A plugin that averages weights keeps the average, and saves it; `plugin` names it where there are several. What
+        is returned takes no gradient and is in the modes of `part`. Outside a fit there is no average: it is `part`.
         """
         run = self.trainer
         if run is None or run.verb != "fit":

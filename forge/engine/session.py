@@ -274,7 +274,8 @@ class Session:
         """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
         trainer, env = self.trainer, self.trainer.env
         seed_rank(trainer.seed, env.seed_rank)
-        frozen_modules.begin(trainer.task)
+        if trainer.run_dir is not None or trainer.hooks.forge_save is not None:
+            frozen_modules.begin(trainer.task)
         trainer.at_boundary = True
         if self.checkpoint is not None:
             checks.refuse_inexact_data(trainer)

@@ -160,7 +160,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "started": card["started"],
         "command": f"`{card['command']}`",
         "task": f"{task['class']}({_arguments(task['options'])}), {task['trainable']:,} trainable parameters",
-        **({"frozen modules": "; ".join(_frozen(*item) for item in card["frozen"].items())} if "frozen" in card else {}),
+        **({"frozen": "; ".join(_frozen(*item) for item in card["frozen"].items())} if "frozen" in card else {}),
         "optimizer": ", ".join(card["optimizers"].values()),
         "planned updates": card["planned_updates"],
         **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
@@ -182,7 +182,8 @@ def card_as_markdown(card: dict[str, Any]) -> str:
 
 def _frozen(path: str, held: dict[str, Any]) -> str:
     file = f" from `{held['file']}`" if "file" in held else ""
-    return f"{path}{file}, weights {held['sha256'][:12]}"
+    name = f" on {held['name']}" if "name" in held else ""
+    return f"{path}{name}{file}, weights {held['sha256'][:12]}"
 
 
 def device_name(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from forge.checkpoint.hashing import tensor_pieces
 from forge.contract.step import Step
 from forge.rng import RNGState
 from forge.snapshot import frozen_modules, hidden
-from forge.util.frozen import frozen_in
+from forge.util.frozen import kept_by_hash
 from forge.util.walk import GENERATORS, frozen, is_atom, walk
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def listed(names: Iterable[str]) -> str:
 
 def unsaved(trainer: Run) -> Iterator[tuple[str, str]]:
     """Yield (path, digest) of every value of the user's that the task's `state_dict` does not hold."""
-    frozen_tensors = [tensor for held in frozen_in(trainer.task).values() for tensor in held.tensors().values()]
+    frozen_tensors = [tensor for held in kept_by_hash(trainer.task).values() for tensor in held.tensors().values()]
     saved = (*trainer.task.state_dict(keep_vars=True).values(), *frozen_tensors)
     known = {id(value) for value in saved if isinstance(value, Tensor)}
     roots = hidden.roots(trainer)
@@ -166,7 +166,7 @@ def unsaved(trainer: Run) -> Iterator[tuple[str, str]]:
 
 
 def _changed_frozen(task: nn.Module) -> dict[str, Tensor]:
-    held = frozen_in(task).items()
+    held = kept_by_hash(task).items()
     return {f"{path}.{name}": value for path, each in held for name, value in frozen_modules.changed(each).items()}
 
 

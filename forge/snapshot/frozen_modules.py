@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from forge.checkpoint import sharding
 from forge.checkpoint.hashing import new_hash, tensor_pieces
 from forge.errors import CheckpointError
-from forge.util.frozen import Frozen, frozen_in
+from forge.util.frozen import Base, Frozen, kept_by_hash
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -23,21 +25,25 @@ logger = logging.getLogger("forge")
 CHANGED = 0
 """In place of a tensor's id: it has changed, and is not hashed again."""
 
+_begun: WeakKeyDictionary[Frozen | Base, dict[str, tuple[int, int, str]]] = WeakKeyDictionary()
+"""What tensors were when the run began: id, version and digest by name."""
+
 
 def begin(task: nn.Module) -> None:
-    """Forget what an earlier run knew: what frozen modules are now is what this run begins with."""
-    for held in frozen_in(task).values():
-        vars(held)["known"] = None
+    """Note what this run begins with. On several ranks all call this: what is divided is gathered, one at a time."""
+    for held in kept_by_hash(task).values():
+        _begun.pop(held, None)
+        _known(held)
 
 
 def described(task: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the hash of every frozen module as the run began with it, and the file of its weights, by path."""
-    return {path: _described(held) for path, held in frozen_in(task).items()}
+    return {path: _described(held) for path, held in kept_by_hash(task).items()}
 
 
 def states(trainer: Run) -> dict[str, Any]:
     """Return what a checkpoint holds of the frozen modules; log once which of them change."""
-    found = {path: _described(held) | {"changed": changed(held)} for path, held in frozen_in(trainer.task).items()}
+    found = {path: _described(held) | {"changed": changed(held)} for path, held in kept_by_hash(trainer.task).items()}
     for path, state in found.items():
         if state["changed"] and f"frozen {path}" not in trainer.said and trainer.env.is_main:
             trainer.said.add(f"frozen {path}")
@@ -47,13 +53,15 @@ def states(trainer: Run) -> dict[str, Any]:
     return found
 
 
-def changed(held: Frozen) -> dict[str, Tensor]:
+def changed(held: Frozen | Base) -> dict[str, Tensor]:
     """Return the tensors that differ from those that the run began with, by name.
 
     A parameter that nobody wrote to is not read. A buffer is: kernels write BatchNorm's statistics without a trace.
     """
     known, found = _known(held), dict[str, Tensor]()
     for name, tensor in held.tensors().items():
+        if sharding.is_distributed(tensor) and not tensor.requires_grad:
+            continue  # divided over ranks, and nobody trains it
         address, version, digest = known.get(name, (CHANGED, 0, ""))
         if isinstance(tensor, nn.Parameter) and (id(tensor), _version(tensor)) == (address, version):
             continue
@@ -67,14 +75,14 @@ def changed(held: Frozen) -> dict[str, Tensor]:
 
 def restore(trainer: Run, saved: Mapping[str, Any], where: str) -> None:
     """Put back what had changed. What has changed since, in a run that goes back, cannot be: it is said."""
-    for path, held in frozen_in(trainer.task).items():
+    for path, held in kept_by_hash(trainer.task).items():
         put_back: Mapping[str, Any] = saved.get(path, {}).get("changed", {})
         lost = [name for name in changed(held) if name not in put_back]
         if lost:
             text = "%s: the frozen module %r has changed since (%s), and keeps the values that it has now."
             logger.warning(text, where, path, ", ".join(lost[:3]))
         if put_back:
-            held.module.load_state_dict(dict(put_back), strict=False)
+            held.put_back(dict(put_back))
 
 
 def refuse_others(trainer: Run, saved: Mapping[str, Any], where: str) -> None:
@@ -92,9 +100,9 @@ def refuse_others(trainer: Run, saved: Mapping[str, Any], where: str) -> None:
         logger.warning("%s: %s. The resumed run will differ (allow_inexact).", where, "; ".join(odd))
         return
     raise CheckpointError(
-        f"{where} cannot be continued: {'; '.join(odd)}. A frozen module is in no checkpoint; the task builds it again. "
-        "Give it the same weights, from a file (forge.frozen(module, file=...)) or after forge.seed(...). Or start a "
-        "new run, or set allow_inexact=True (trainer.allow_inexact=true on the command line)."
+        f"{where} cannot be continued: {'; '.join(odd)}. A frozen module is in no checkpoint; the task builds it "
+        "again. Give it the same weights, from a file (forge.frozen(module, file=...)) or after forge.seed(...). Or "
+        "start a new run, or set allow_inexact=True (trainer.allow_inexact=true on the command line)."
     )
 
 
@@ -102,20 +110,20 @@ def _of(file: str | None) -> str:
     return f" (its file: {file})" if file else ""
 
 
-def _described(held: Frozen) -> dict[str, Any]:
+def _described(held: Frozen | Base) -> dict[str, Any]:
     whole = new_hash()
     for name, (_, _, digest) in sorted(_known(held).items()):
         whole.update(f"{name} {digest}\n".encode())
     file = {} if held.source is None else {"file": held.source.file, "file_sha256": held.source.sha256}
-    return {"sha256": whole.hexdigest(), **file}
+    title = {"name": held.title} if isinstance(held, Base) and held.title else {}
+    return {"sha256": whole.hexdigest(), **file, **title}
 
 
-def _known(held: Frozen) -> dict[str, tuple[int, int, str]]:
-    if held.known is None:
+def _known(held: Frozen | Base) -> dict[str, tuple[int, int, str]]:
+    if held not in _begun:
         now = held.tensors().items()
-        vars(held)["known"] = {name: (id(tensor), _version(tensor), _digest(tensor)) for name, tensor in now}
-    assert held.known is not None
-    return held.known
+        _begun[held] = {name: (id(tensor), _version(tensor), _digest(tensor)) for name, tensor in now}
+    return _begun[held]
 
 
 def _version(tensor: Tensor) -> int:
@@ -124,6 +132,6 @@ def _version(tensor: Tensor) -> int:
 
 def _digest(tensor: Tensor) -> str:
     summary = new_hash()
-    for piece in tensor_pieces(tensor):
+    for piece in tensor_pieces(sharding.whole(tensor) if sharding.is_distributed(tensor) else tensor):
         summary.update(piece)
     return summary.hexdigest()

@@ -32,11 +32,9 @@ class Frozen:
     module: nn.Module
     source: Source | None
     "Where its weights came from, if `forge.frozen` was given a file."
-    known: dict[str, tuple[int, int, str]] | None
-    "What its tensors were when the run began: id, version and digest by name; None before anything has asked."
 
     def __init__(self, module: nn.Module, source: Source | None = None):
-        vars(self).update(module=module, source=source, known=None)
+        vars(self).update(module=module, source=source)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -69,10 +67,69 @@ class Frozen:
     def __repr__(self) -> str:
         return f"frozen({self.module!r})"
 
+    def put_back(self, changed: dict[str, Tensor]) -> None:
+        """Restore tensors that had changed."""
+        self.module.load_state_dict(changed, strict=False)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what the module's own `state_dict` has, by name."""
         state = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+class Base:
+    """What a model has beside what it trains: it is in the model, and not in its `state_dict`.
+
+    torch's own hooks leave it out and do not miss it, so all that is saved by `state_dict` follows.
+    """
+
+    def __init__(self, model: nn.Module):
+        trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.model, self.names = model, frozenset(model.state_dict()) - trained
+        self.source: Source | None = None
+        self._prefix = ""
+        model.register_state_dict_post_hook(self)
+        model.register_load_state_dict_pre_hook(self._note_prefix)
+        model.register_load_state_dict_post_hook(self._miss_nothing)
+
+    @property
+    def title(self) -> str:
+        """What the model calls itself: the name that `from_pretrained` was given."""
+        return str(getattr(getattr(self.model, "config", None), "_name_or_path", "") or "")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is left out, by name."""
+        model, every = self.model, {"remove_duplicate": False}
+        named = (*model.named_parameters(**every), *model.named_buffers(**every))
+        return {name: tensor for name, tensor in named if name in self.names}
+
+    def put_back(self, changed: dict[str, Tensor]) -> None:
+        """Restore tensors that had changed."""
+        here = self.tensors()
+        for name, value in changed.items():
+            here[name].data.copy_(value)
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Leave the base out of a `state_dict`."""
+        for name in self.names:
+            state.pop(prefix + name, None)
+
+    def _note_prefix(self, model: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        self._prefix = prefix
+
+    def _miss_nothing(self, model: nn.Module, found: Any) -> None:
+        missing = {self._prefix + name for name in self.names}
+        found.missing_keys[:] = [name for name in found.missing_keys if name not in missing]
+
+
+BASE = "_frozen_base"
+"""The attribute of a model that has a `Base`."""
+
+
+def kept_by_hash(root: nn.Module) -> dict[str, Frozen | Base]:
+    """Return what a checkpoint has by its hash alone, by path: frozen modules, and the bases of adapters."""
+    bases = {path: vars(module)[BASE] for path, module in root.named_modules() if BASE in vars(module)}
+    return {**frozen_in(root), **bases}
 
 
 def frozen_in(root: nn.Module) -> dict[str, Frozen]:

@@ -35,8 +35,8 @@ class EMA(Averaging):
     evaluated.
 
     `self.averaged(self.net)` in a step is `self.net` with its averaged weights, as a target network or a mean teacher
-    ([several models](../several-models.md)). A task that asks for it in its first step begins the average there, with the
-    first weights, unless `start` says when.
+    ([several models](../several-models.md)). A task that asks for it in its first step begins the average there, with
+    the first weights, unless `start` says when.
 
     ::
 

@@ -279,8 +279,8 @@ class Averaging(forge.Plugin):
             return without_hooks(part).requires_grad_(False)
         if average.scattered or any(map(is_distributed, part.parameters())):
             raise StackError(
-                f"task.averaged: the weights are divided over ranks, and {self.name} averages each rank's part. Train with "
-                "a strategy that keeps them whole on every rank."
+                f"task.averaged: the weights are divided over ranks, and {self.name} averages each rank's part. Train "
+                "with a strategy that keeps them whole on every rank."
             )
         if id(part) not in self._names:
             names = [name for name, module in task.named_modules() if module is part]

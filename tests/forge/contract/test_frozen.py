@@ -348,3 +348,60 @@ def test_ranks_neither_divide_it_nor_reduce_its_gradients(strategy: str, tmp_pat
     assert one["plain"]
     assert torch.equal(one["weight"], two["weight"])
     assert torch.equal(one["weight"], one["first"])
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+class LowRank(nn.Module):
+    """LoRA by hand: a frozen layer and a trained product beside it."""
+
+    def __init__(self, seed: int = 7):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.base = nn.Linear(6, 3).requires_grad_(False)
+            self.norm = nn.BatchNorm1d(6, affine=False)
+            self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(TinyTask):
+    def __init__(self, saves_all: bool = False):
+        super().__init__()
+        self.net = LowRank() if saves_all else forge.adapter(LowRank())
+
+
+def test_of_a_model_with_adapters_only_what_is_trained_is_saved(tmp_path: Path) -> None:
+    task, _ = live(tmp_path, [Checkpoint(every="2 updates")], task=Adapted())
+    assert list(task.state_dict()) == ["net.down.weight", "net.up.weight"]
+    assert set(forge.load_weights(Adapted(), tmp_path).loaded) == {"net.down.weight", "net.up.weight"}
+    assert list(json.loads((tmp_path / "card.json").read_text())["frozen"]) == ["net"]
+    whole, _ = fit_tiny(task=Adapted(saves_all=True), max_epochs=3, seed=3)
+    assert_same_weights(dict(task.named_parameters()), dict(whole.named_parameters()))
+    again = copy.deepcopy(task)
+    again.load_state_dict(task.state_dict())
+    assert list(again.state_dict()) == list(task.state_dict())
+    assert again.load_state_dict(Adapted(saves_all=True).state_dict(), strict=True)
+
+
+def test_a_run_with_adapters_is_resumed_with_the_statistics_that_changed(tmp_path: Path) -> None:
+    straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=Adapted())
+    die(tmp_path / "cut", [Checkpoint(every="1 update")], 4, task=Adapted())
+    resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=Adapted())
+    assert_same_weights(dict(resumed.named_parameters()), dict(straight.named_parameters()))
+    assert_same_weights(dict(resumed.named_buffers()), dict(straight.named_buffers()))
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    die(tmp_path, [Checkpoint(every="1 update")], 4, task=Adapted())
+    task = Adapted()
+    with torch.no_grad():
+        task.net.base.weight.mul_(2.0)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(
+        forge.CheckpointError, match=r"the frozen module 'net' has other weights than when the run began"
+    ):
+        live(tmp_path, [Checkpoint(every="1 update")], task=task)
