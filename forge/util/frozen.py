@@ -99,8 +99,8 @@ class Base:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is left out, by name."""
-        model, every = self.model, {"remove_duplicate": False}
-        named = (*model.named_parameters(**every), *model.named_buffers(**every))
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        named = (*parameters, *self.model.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in named if name in self.names}
 
     def put_back(self, changed: dict[str, Tensor]) -> None:

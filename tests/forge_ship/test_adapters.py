@@ -50,12 +50,14 @@ def batches() -> list[Any]:
     return [torch.randint(16, (4, 8), generator=generator) for _ in range(6)]
 
 
-def fitted(run: Path | bool, updates: int = 6) -> Writer:
+def fitted(run: Path | None = None, updates: int = 6) -> Writer:
     torch.manual_seed(2)
     task = Writer()
     plugins = [Checkpoint(every="1 update", rehearse="off")] if run else []
     resume = "auto" if run else None
-    trainer = forge.Trainer(plugins=plugins, max_updates=updates, seed=0, device="cpu", run_dir=run, resume=resume)
+    trainer = forge.Trainer(
+        plugins=plugins, max_updates=updates, seed=0, device="cpu", run_dir=run or False, resume=resume
+    )
     trainer.fit(task, batches(), batches()[:2])
     return task
 
@@ -70,7 +72,7 @@ def test_a_run_saves_the_adapters_alone_and_resumes(tmp_path: Path) -> None:
 
 
 def test_an_export_writes_the_adapters_for_peft(tmp_path: Path) -> None:
-    task = fitted(False)
+    task = fitted()
     made = forge.export(task, to="pretrained", out=tmp_path / "adapters", data=batches()[:2])
     assert sorted(p.suffix for p in Path(made.path).iterdir() if p.suffix == ".safetensors") == [".safetensors"]
     again = peft.PeftModel.from_pretrained(base(), made.path).eval()
@@ -80,7 +82,7 @@ def test_an_export_writes_the_adapters_for_peft(tmp_path: Path) -> None:
 
 
 def test_merged_it_is_a_model_of_transformers(tmp_path: Path) -> None:
-    task = fitted(False)
+    task = fitted()
     made = forge.export(task, to="pretrained", out=tmp_path / "merged", data=batches()[:2], merge=True)
     again = transformers.AutoModelForCausalLM.from_pretrained(made.path).eval()
     x = batches()[0]

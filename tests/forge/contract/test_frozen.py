@@ -22,7 +22,9 @@ from forge.snapshot.sandbox import kept_buffers
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge.util.frozen import Frozen, every_module, frozen_in
 from forge_plugins import AMP, DDP, EMA, FSDP, Checkpoint, Compile, Remat, Throughput
+from forge_plugins.checkpoint import SWITCH
 from tests.forge.snapshot.test_resume import die, live
+from tests.support import forked
 from tests.support.lasting_ranks import ranks
 
 
@@ -50,7 +52,7 @@ class Student(TinyTask):
 
     def __init__(self, seed: int = 7, kind: type[nn.Module] | None = None, file: str | None = None):
         super().__init__()
-        self.teacher = forge.frozen(teacher(seed, kind), file=file)
+        self.teacher: Any = forge.frozen(teacher(seed, kind), file=file)
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         x, _ = batch
@@ -248,7 +250,7 @@ def test_what_is_written_with_the_same_values_has_not_changed(tmp_path: Path, ca
     class Rewrites(Student):
         def training_step(self, batch: Any) -> Any:
             with torch.no_grad():
-                self.teacher.module[0].weight.mul_(1.0)  # pyright: ignore[reportIndexIssue]
+                self.teacher.module[0].weight.mul_(1.0)
             return super().training_step(batch)
 
     with caplog.at_level(logging.INFO, "forge"):
@@ -264,7 +266,8 @@ def test_its_weights_may_come_from_a_file_whose_hash_is_in_the_card(tmp_path: Pa
     file = tmp_path / f"teacher.{suffix}"
     state = teacher(3).state_dict()
     save_file(state, file) if suffix == "safetensors" else torch.save(state, file)
-    task, _ = fit_tiny(task=Student(file=str(file)), run_dir=tmp_path / "run")
+    task: Any = Student(file=str(file))
+    fit_tiny(task=task, run_dir=tmp_path / "run")
     assert_same_weights(task.teacher.module.state_dict(), state)
     noted = json.loads((tmp_path / "run" / "card.json").read_text())["frozen"]["teacher"]
     assert noted["file"] == str(file)
@@ -318,9 +321,62 @@ def test_the_dry_run_counts_its_memory() -> None:
 @pytest.mark.parametrize("plugins", [[Throughput()], [Remat(modules="net")]], ids=["throughput", "remat"])
 def test_plugins_that_copy_or_wrap_the_task_leave_it_alone(plugins: list[Any]) -> None:
     expected, _ = fit_tiny(task=Student())
-    task, _ = fit_tiny(plugins, task=Student())
+    task: Any = fit_tiny(plugins, task=Student())[0]
     assert_same_weights(nets(task), nets(expected))
     assert_same_weights(task.teacher.module.state_dict(), teacher().state_dict())
+
+
+def test_a_lightning_module_has_one_too(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+            self.teacher = forge.frozen(teacher())
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    task = forge.LightningAdapter(Module())
+    trainer = forge.Trainer(
+        plugins=[Checkpoint(every="1 update")], max_epochs=1, run_dir=tmp_path, device="cpu", seed=0
+    )
+    trainer.fit(task, tiny_batches())
+    assert list(task.state_dict()) == ["net.weight", "net.bias"]
+    assert list(json.loads((tmp_path / "card.json").read_text())["frozen"]) == ["teacher"]
+    assert list(frozen_in(task)) == ["teacher"]
+    for move in (lambda: task.to(torch.float64), lambda: task.double()):
+        task.float()
+        move()
+        assert frozen_in(task)["teacher"].module[0].weight.dtype is torch.float64  # pyright: ignore
+
+
+def test_an_adapter_is_divided_like_any_model(tmp_path: Path) -> None:
+    one, two = ranks(2)(adapted_on_ranks, str(tmp_path / "run"))
+    assert one == two
+    assert one["names"] == ["net.down.weight", "net.up.weight"]
+    assert one["resumed"] == 4
+
+
+def adapted_on_ranks(run: str) -> dict[str, Any]:
+    for updates in (2, 4):
+        task = Adapted()
+        task.net.norm = nn.Identity()  # BatchNorm's statistics are a rank's own  # pyright: ignore
+        trainer = forge.Trainer(
+            plugins=[FSDP(), Checkpoint(every="1 update", rehearse="off")],
+            max_updates=updates,
+            seed=0,
+            device="cpu",
+            run_dir=run,
+            resume="auto",
+        )
+        trainer.fit(task, tiny_batches((8, 8)))
+    hashed = json.loads((Path(run) / "card.json").read_text())["frozen"]["net"]["sha256"]
+    return {"names": list(task.state_dict()), "resumed": trainer.progress.update, "hash": hashed}
 
 
 @pytest.mark.slow
@@ -348,6 +404,52 @@ def test_ranks_neither_divide_it_nor_reduce_its_gradients(strategy: str, tmp_pat
     assert one["plain"]
     assert torch.equal(one["weight"], two["weight"])
     assert torch.equal(one["weight"], one["first"])
+
+
+# -- the rehearsal ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rehearsal_finds_it_again_as_it_was(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    file = tmp_path / "task.py"
+    file.write_text(REHEARSED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(SWITCH, raising=False)
+    options = ["trainer.max_epochs=2", "trainer.seed=0", "checkpoint.rehearse=strict", "checkpoint.every=2 updates"]
+    done = forked.forge("fit", str(file), "--run-dir", "runs/one", *options)
+    assert done.returncode == 0, done.stderr
+    card = json.loads((tmp_path / "runs" / "one" / "card.json").read_text())
+    assert "rehears" in str(card["resume"]) or "exact" in str(card["resume"]), card["resume"]
+
+
+REHEARSED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import forge
+from forge.testing import tiny_batches
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x) + self.calls
+
+class Student(forge.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.teacher = forge.frozen(Counting())
+    def training_step(self, batch):
+        return F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def data():
+    return forge.data.Splits(train=tiny_batches())
+"""
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
