@@ -11,7 +11,7 @@ from torch import nn
 
 from forge.checkpoint.weights import fill, read_weights
 from forge.errors import TaskError
-from forge.util.frozen import BASE, Base, Frozen, Source, frozen_in
+from forge.util.frozen import BASE, Base, Frozen, WeightsFile, frozen_in
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -45,7 +45,7 @@ def frozen(module: Module, *, file: str | Path | None = None) -> Module:
             if any(parameter.is_meta for parameter in module.parameters()):
                 module.to_empty(device="cpu")
             fill(module, found)
-        source = Source(str(file), _sha256(Path(found.path)))
+        source = WeightsFile(str(file), _sha256(Path(found.path)))
     return cast(Module, Frozen(module.requires_grad_(False).eval(), source))
 
 

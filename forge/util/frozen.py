@@ -19,7 +19,7 @@ MAX_ITEMS = 1_000
 """Items of one container that are looked at."""
 
 
-class Source(NamedTuple):
+class WeightsFile(NamedTuple):
     """The file that a frozen module's weights came from."""
 
     file: str
@@ -30,10 +30,10 @@ class Frozen:
     """Holds a module, and passes calls and attributes on to it. `.module` is the module itself."""
 
     module: nn.Module
-    source: Source | None
+    source: WeightsFile | None
     "Where its weights came from, if `forge.frozen` was given a file."
 
-    def __init__(self, module: nn.Module, source: Source | None = None):
+    def __init__(self, module: nn.Module, source: WeightsFile | None = None):
         vars(self).update(module=module, source=source)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Base:
     def __init__(self, model: nn.Module):
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.model, self.names = model, frozenset(model.state_dict()) - trained
-        self.source: Source | None = None
+        self.source: WeightsFile | None = None
         self._prefix = ""
         model.register_state_dict_post_hook(self)
         model.register_load_state_dict_pre_hook(self._note_prefix)
