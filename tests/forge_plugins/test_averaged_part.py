@@ -43,6 +43,15 @@ class InEval(MeanTeacher):
         return {"loss": F.cross_entropy(logits, y) + F.mse_loss(logits, target)}
 
 
+class Later(MeanTeacher):
+    """Asks for its average, in evaluation mode, after the network has changed its statistics."""
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y) + F.mse_loss(logits, self.averaged(self.net).eval()(x))}
+
+
 def by_hand(evaluates: bool, epochs: int = 2, window: int = 1) -> TinyTask:
     """The loop as people write it: a deep copy that follows the network after each update."""
     task = TinyTask()
@@ -77,7 +86,7 @@ def test_a_task_trains_as_with_a_target_network_by_hand(kind: type[TinyTask], wi
     assert_same_weights(task, by_hand(kind is InEval, window=window))
 
 
-@pytest.mark.parametrize("kind", [MeanTeacher, InEval])
+@pytest.mark.parametrize("kind", [MeanTeacher, InEval, Later])
 @pytest.mark.parametrize("cut", [1, 6])
 def test_a_cut_run_ends_as_one_that_was_not(kind: type[TinyTask], cut: int, tmp_path: Path) -> None:
     plugins = lambda: [EMA(DECAY), Checkpoint(every="1 update")]  # noqa: E731
