@@ -50,7 +50,8 @@ def started(name: str, folder: Path) -> Any:
     """What an example starts from: the weights of a teacher or of a writer, as a file."""
     made = module_of(name, folder)
     torch.manual_seed(5)
-    source: Any = {"distillation": DigitsMLP, "dpo": getattr(made, "Writer", None)}.get(name)
+    sources: dict[str, Any] = {"distillation": DigitsMLP, "dpo": getattr(made, "Writer", None)}
+    source = sources.get(name)
     if source is not None:
         torch.save(source().state_dict(), folder / "start.pt")
     return made

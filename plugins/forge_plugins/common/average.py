@@ -272,7 +272,7 @@ class Averaging(forge.Plugin):
             raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
         self._average.copy_to(task)
 
-    def averaged(self, task: forge.TaskModule, part: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def averaged(self, task: forge.TaskModule, part: nn.Module) -> nn.Module:
         """Return a part of the task with its averaged weights; before the first of them, with its own."""
         average = self._average
         if average.task is not task:  # a copy that a probe runs
