@@ -60,7 +60,7 @@ def started(name: str, folder: Path) -> Any:
 def task_of(made: Any, name: str, folder: Path) -> Any:
     torch.manual_seed(6)
     kind, start = getattr(made, EXAMPLES[name]), str(folder / "start.pt")
-    return {"distillation": lambda: kind(start), "dpo": lambda: kind(start)}.get(name, kind)()
+    return kind(start) if (folder / "start.pt").exists() else kind()
 
 
 def data_of(made: Any, name: str, folder: Path, cached: bool = False) -> Any:
