@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
+    from forge.contract.frozen import adapter, frozen
     from forge.contract.hooks import hookimpl
     from forge.contract.plugin import Plugin, on
     from forge.contract.run import Run
@@ -70,6 +71,8 @@ _HOME = {
     "TaskModule": "forge.contract.task",
     "Text": "forge.metrics.media",
     "Trainer": "forge.engine.trainer",
+    "adapter": "forge.contract.frozen",
+    "frozen": "forge.contract.frozen",
     "hookimpl": "forge.contract.hooks",
     "load": "forge.runs.trained_task",
     "load_recipe": "forge.config",
@@ -103,7 +106,9 @@ __all__ = [
     "TaskModule",
     "Text",
     "Trainer",
+    "adapter",
     "data",
+    "frozen",
     "hookimpl",
     "load",
     "load_recipe",

@@ -86,6 +86,8 @@ class Plugin:
     """What a run computes in beside the type of its weights, in a word, once the plugin knows: "bf16"."""
     batches_ahead: int = 0
     """Batches that it keeps on the device beside the one that trains."""
+    averaged: Any = None
+    """A method of a plugin that averages weights: return a part of the task with them, for `task.averaged(part)`."""
     example: Mapping[str, Any] | None = None
     """Options with which it acts in a short fit, if the conformance kit is to run other plugins beside it."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forge import registry
+from forge.contract.frozen import move_frozen
 from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import scalars_of
@@ -38,6 +39,7 @@ COLLECT = "collect"
 
 
 Made = TypeVar("Made")
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class _TaskMeta(ABCMeta):
@@ -83,6 +85,11 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle of a task takes no running Trainer with it."""
         return {**super().__getstate__(), "trainer": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        move_frozen(self, fn)
+        return self
 
     @classmethod
     def from_checkpoint(
@@ -182,6 +189,28 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
 
     borrowed = is_padding
     "The former name of `is_padding`."
+
+    def averaged(self, part: Part, plugin: str | None = None) -> Part:
+        """Return a part of this task with its averaged weights: a target network, a mean teacher.
+
+        ::
+
+            target = self.averaged(self.net)(views)
+
+        A plugin that averages weights keeps the average, and saves it; `plugin` names it where there are several. What
+        is returned takes no gradient and is in the modes of `part`. Outside a fit there is no average: it is `part`.
+        """
+        run = self.trainer
+        if run is None or run.verb != "fit":
+            return part
+        for keeper in run.stack:
+            if keeper.averaged is not None and plugin in (None, keeper.name):
+                return keeper.averaged(self, part)
+        raise TaskError(
+            f"{type(self).__name__} asks for averaged weights, and no plugin of this run "
+            f"{'averages them' if plugin is None else f'is called {plugin!r} and averages them'}."
+            f"{registry.advice('average', ' Train with {}.')}"
+        )
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         """Called after the last batch of an evaluation: return more scalars to log, or something to look at

@@ -18,6 +18,7 @@ from forge.distributed.rank_info import RankInfo
 from forge.env import Env, T, pick_device
 from forge.errors import ForgeError
 from forge.torch_internals import broadcast_coalesced
+from forge.util.frozen import frozen_in
 from forge.util.signal_waits import signals_act_at_once
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ class DistributedEnv(Env):
         return together.tolist()
 
     def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
-        named = dict(module.named_parameters()) if parameters else {}
-        named |= dict(module.named_buffers())
-        plain = [tensor.detach() for tensor in named.values() if type(tensor) in (Tensor, nn.Parameter)]
+        parts = [module, *(held.module for held in frozen_in(module).values())]
+        held = [tensor for part in parts for tensor in (*(part.parameters() if parameters else ()), *part.buffers())]
+        plain = [tensor.detach() for tensor in held if type(tensor) in (Tensor, nn.Parameter)]
         if self.world > 1 and plain:
             self.copy_from(0, plain)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forge import registry
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract import modes
+from forge.contract.frozen import refuse_without_values
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.accumulation_windows import Feed, check_loader
@@ -34,6 +35,7 @@ from forge.runs import attempts, choose
 from forge.runs.card import config_text, make_card, name_of, write_card, write_end
 from forge.runs.folder import RunFolder
 from forge.runs.lock import RunLock
+from forge.snapshot import frozen_modules
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
 from forge.util.files import absolute, share
@@ -179,6 +181,7 @@ class Session:
 
     def _build_model(self) -> None:
         trainer = self.trainer
+        refuse_without_values(trainer.task)
         build = Build(trainer.task, TaskCall(trainer.task))
         if trainer.env.data_world > 1:
             torchmetrics.ignore_padding(trainer.task, build.model, self._is_padding)
@@ -271,6 +274,8 @@ class Session:
         """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
         trainer, env = self.trainer, self.trainer.env
         seed_rank(trainer.seed, env.seed_rank)
+        if trainer.run_dir is not None or trainer.hooks.forge_save is not None:
+            frozen_modules.begin(trainer.task)
         trainer.at_boundary = True
         if self.checkpoint is not None:
             checks.refuse_inexact_data(trainer)

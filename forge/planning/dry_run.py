@@ -27,6 +27,7 @@ from forge.planning.tracker import ROUNDING, Tracker
 from forge.snapshot.left_out import SCHEDULE, is_left_out
 from forge.torch_internals import fake_tensors, pytree
 from forge.tuning.trial import quiet
+from forge.util.frozen import every_module, frozen_in
 
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""
@@ -175,10 +176,12 @@ class DryRun(Plugin):
     def footprint(self) -> Footprint:
         states = [dict(optimizer.state) for optimizer in self.optimizers.values()]
         block, outside = block_bytes(self.task)
+        held = [each.module for each in frozen_in(self.task).values()]
+        frozen = [tensor for part in held for tensor in (*part.parameters(), *part.buffers())]
         return Footprint(
             samples=batch_size(self.batch) or 1,
-            parameters=_rounded([*self.task.parameters(), *self.task.buffers()]),
-            buffers=_rounded(list(self.task.buffers())),
+            parameters=_rounded([*self.task.parameters(), *self.task.buffers(), *frozen]),
+            buffers=_rounded([*self.task.buffers(), *frozen]),
             gradients=self.gradients,
             optimizer=_rounded([leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, Tensor)]),
             activations=self.activations,
@@ -199,7 +202,7 @@ def _without_values(make_task: MakeTask, mode: fake_tensors.FakeTensorMode) -> T
             return make_task()
     except READS:
         task = make_task()
-    for module in task.modules():
+    for module in every_module(task):
         for tensors in (module._parameters, module._buffers):
             fakes: dict[str, Any] = {name: mode.from_tensor(t) for name, t in tensors.items() if t is not None}
             tensors.update(fakes)

@@ -23,6 +23,7 @@ from forge.options import plain
 from forge.runs import attempts, wording
 from forge.runs.folder import RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
+from forge.snapshot.frozen_modules import described
 from forge.util.files import atomic_write, make_folder
 from forge.version import __version__
 
@@ -58,6 +59,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
             "parameters": sum(p.numel() for p in task.parameters() if not is_lazy(p)),
             "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad and not is_lazy(p)),
         },
+        **({"frozen": frozen} if (frozen := described(task)) else {}),
         "data": job["data"],
         "optimizers": {name or "optimizer": type(o).__name__ for name, o in trainer.optimizers.items()},
         "stack": job["stack"],
@@ -158,6 +160,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "started": card["started"],
         "command": f"`{card['command']}`",
         "task": f"{task['class']}({_arguments(task['options'])}), {task['trainable']:,} trainable parameters",
+        **({"frozen": "; ".join(_frozen(*item) for item in card["frozen"].items())} if "frozen" in card else {}),
         "optimizer": ", ".join(card["optimizers"].values()),
         "planned updates": card["planned_updates"],
         **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
@@ -175,6 +178,12 @@ def card_as_markdown(card: dict[str, Any]) -> str:
     lines += ["", "## Stack, outermost first", ""]
     lines += [f"{i}. **{p['name']}**({_arguments(p['options'])})" for i, p in enumerate(card["stack"], 1)]
     return "\n".join([*lines, "" if card["stack"] else "no plugins", ""])
+
+
+def _frozen(path: str, held: dict[str, Any]) -> str:
+    file = f" from `{held['file']}`" if "file" in held else ""
+    name = f" on {held['name']}" if "name" in held else ""
+    return f"{path}{name}{file}, weights {held['sha256'][:12]}"
 
 
 def device_name(device: torch.device) -> str:

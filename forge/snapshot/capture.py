@@ -12,7 +12,7 @@ from forge.checkpoint.weights import describe_task
 from forge.contract.plugin import Plugin, plugin_options
 from forge.env import move
 from forge.rng import RNGState
-from forge.snapshot import hidden
+from forge.snapshot import frozen_modules, hidden
 from forge.snapshot.divided import together
 from forge.snapshot.fingerprint import fingerprint, surroundings
 from forge.snapshot.finite import refuse_non_finite
@@ -43,11 +43,13 @@ def capture(trainer: Run) -> dict[str, Any]:
     optimizers = trainer.optimizers.state_dict(trainer.task)
     if env.is_divided:
         model, optimizers, plugins = together((model, optimizers, plugins), env)
+    frozen = frozen_modules.states(trainer)
     return {
         "model": model,
         "optimizers": optimizers,
         "rates_used": trainer.optimizers.rates_used,
         "flags": flags(trainer.task),
+        **({"frozen": frozen} if frozen else {}),
         "progress": dataclasses.asdict(trainer.progress),
         "planned_updates": trainer.planned_updates,
         "data": {**data, "loader": {"by_rank": [rank["loader"] for rank in by_rank]}} if "loader" in own else data,

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from forge.util.frozen import every_module
+
 Module = TypeVar("Module", bound=nn.Module)
 _LEFT_OUT = object()
 
@@ -27,7 +29,7 @@ def without_hooks(module: Module, memo: dict[int, Any] | None = None) -> Module:
 
 
 def _registries(module: nn.Module) -> Iterator[dict[int, Any]]:
-    for part in module.modules():
+    for part in every_module(module):
         yield from (hooks for name, hooks in vars(part).items() if name.endswith("_hooks") and isinstance(hooks, dict))
 
 

@@ -16,12 +16,13 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from forge.checkpoint.hashing import tensor_pieces
 from forge.contract.step import Step
 from forge.rng import RNGState
-from forge.snapshot import hidden
+from forge.snapshot import frozen_modules, hidden
+from forge.util.frozen import kept_by_hash
 from forge.util.walk import GENERATORS, frozen, is_atom, walk
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def line_of(trainer: Run, step: Step) -> Line:
         "update": trainer.progress.update,
         "batch": dict(batches(step.window)),
         "means": {name: _exact(value) for name, value in _means(trainer)},
-        "weights": {name: digest(value) for name, value in trainer.task.state_dict().items()},
+        "weights": {
+            name: digest(value) for name, value in (trainer.task.state_dict() | _changed_frozen(trainer.task)).items()
+        },
         "optimizer": {
             f"{name or 'optimizer'}{path}": digest(value)
             for name, state in trainer.optimizers.state_dict(trainer.task).items()
@@ -141,7 +144,9 @@ def listed(names: Iterable[str]) -> str:
 
 def unsaved(trainer: Run) -> Iterator[tuple[str, str]]:
     """Yield (path, digest) of every value of the user's that the task's `state_dict` does not hold."""
-    known = {id(value) for value in trainer.task.state_dict(keep_vars=True).values() if isinstance(value, Tensor)}
+    frozen_tensors = [tensor for held in kept_by_hash(trainer.task).values() for tensor in held.tensors().values()]
+    saved = (*trainer.task.state_dict(keep_vars=True).values(), *frozen_tensors)
+    known = {id(value) for value in saved if isinstance(value, Tensor)}
     roots = hidden.roots(trainer)
     for path, value in walk(roots):
         if path in roots:
@@ -158,6 +163,11 @@ def unsaved(trainer: Run) -> Iterator[tuple[str, str]]:
             continue
         elif isinstance(value, Set) or is_atom(value):
             yield path, digest(value)
+
+
+def _changed_frozen(task: nn.Module) -> dict[str, Tensor]:
+    held = kept_by_hash(task).items()
+    return {f"{path}.{name}": value for path, each in held for name, value in frozen_modules.changed(each).items()}
 
 
 def batches(window: Iterable[Any]) -> Iterator[tuple[str, str]]:
@@ -233,11 +243,7 @@ class _Digests:
 
     def _pieces(self, value: Any) -> Iterator[bytes | memoryview]:
         if isinstance(value, Tensor):
-            plain = (value.to_dense() if value.layout is not torch.strided else value).detach().cpu().contiguous()
-            yield f"{plain.dtype}{tuple(plain.shape)}".encode()
-            # a dimension of no or one entry may have any stride, which a view as bytes refuses
-            flat = plain.resolve_conj().resolve_neg().reshape(-1).as_strided((plain.numel(),), (1,))
-            yield flat.view(torch.uint8).numpy().data
+            yield from tensor_pieces(value)
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             yield f"{value.dtype.str}{value.shape}".encode()
             yield value.tobytes()

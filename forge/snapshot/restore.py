@@ -17,7 +17,7 @@ from forge.checkpoint.weights import as_saved_by
 from forge.contract.requests import Request
 from forge.errors import CheckpointError, ForgeError
 from forge.rng import RNGState, seed_all, seed_of
-from forge.snapshot import hidden
+from forge.snapshot import frozen_modules, hidden
 from forge.snapshot.capture import describe_plugin
 from forge.snapshot.fingerprint import differences, fingerprint, refuse_another_model, refuse_another_run, surroundings
 
@@ -67,6 +67,7 @@ def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
 def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
     refuse_another_model(tree["model"], trainer.task.state_dict(), where)
+    frozen_modules.refuse_others(trainer, tree.get("frozen", {}), where)
     trainer.optimizers.refuse_others(tree["optimizers"], trainer.task, where)
     _check_stack(trainer, tree, where)
     changed = [f"{name} {old} -> {new}" for name, old, new in differences(tree["versions"], surroundings(trainer))]
@@ -86,6 +87,7 @@ def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     except RuntimeError as error:
         raise CheckpointError(f"{where} does not fit {type(trainer.task).__name__}: {error}") from error
     restore_flags(trainer.task, tree["flags"])
+    frozen_modules.restore(trainer, tree.get("frozen", {}), where)
     trainer.optimizers.load_state_dict(tree["optimizers"], trainer.task)
     trainer.optimizers.rates_used = tree["rates_used"]
     for field in fields(trainer.progress):

@@ -13,6 +13,7 @@ from forge.checkpoint import sharding
 from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
 from forge.torch_internals import dynamo_is_loaded, foreach_copy_
+from forge.util.frozen import every_module
 from forge.util.generators import find_generators, generator_state, set_generator_state
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def without_side_effects(trainer: Run, more: Mapping[str, Any] | None = None) ->
 
 def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:
     """Restore every buffer afterwards, including one that a forward replaced by another tensor."""
-    return kept((), [(m._buffers, n) for m in module.modules() for n, b in m._buffers.items() if b is not None])
+    return kept((), [(m._buffers, n) for m in every_module(module) for n, b in m._buffers.items() if b is not None])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from forge.contract.frozen import move_frozen
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
@@ -19,6 +20,7 @@ from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics
 from forge.optim.schedule_stepping import ScheduledLR
 from forge.rng import RNGState
+from forge.util.frozen import frozen_in
 from forge_lightning import compatibility
 from forge_lightning.callbacks import Callbacks
 from forge_lightning.combined_loader import CombinedTrainLoader
@@ -179,10 +181,13 @@ class ModuleTask(TaskModule):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         self.module.to(*args, **kwargs)  # the module records its device
+        for held in frozen_in(self).values():
+            held.module.to(*args, **kwargs)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.module._apply(fn, recurse)
+        move_frozen(self, fn)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

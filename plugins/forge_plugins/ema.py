@@ -34,6 +34,10 @@ class EMA(Averaging):
     with evaluate=false; it is saved and can be exported. The log states the first update at which the average is
     evaluated.
 
+    `self.averaged(self.net)` in a step is `self.net` with its averaged weights, as a target network or a mean teacher
+    ([several models](../several-models.md)). A task that asks for it in its first step begins the average there, with
+    the first weights, unless `start` says when.
+
     ::
 
         forge fit quickstart --run-dir runs/averaged trainer.max_epochs=3 -p ema ema.decay=0.95
@@ -57,6 +61,8 @@ class EMA(Averaging):
 
     config: Config
     example = {"decay": 0.5}
+    cures = {"average": "-p {name}"}
+    begins_when_asked = True
 
     def __init__(self, *first: float, **values: Any):
         super().__init__(*first, **values)
@@ -85,6 +91,10 @@ class EMA(Averaging):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
+        self._take(step)
+        self._average.refresh()
+
+    def _take(self, step: forge.Step) -> None:
         config, average = self.config, self._average
         if not step.updated or (step.index + 1) % config.every or (step.index < self._start and not average.count):
             return

@@ -136,6 +136,7 @@ class SWA(Averaging):
         if self._moved and self._every.due(step) and (step.index >= self._start or average.count):
             average.take(1 / (average.count + 1))
             self._moved = self._estimated = False
+        average.refresh()
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:

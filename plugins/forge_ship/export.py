@@ -122,6 +122,7 @@ def export(
     batches: int | None = None,
     force: bool = False,
     unverified: bool = False,
+    merge: bool = False,
 ) -> Export:
     """Write a trained task in a format that `forge export --help` lists, verified against the task.
 
@@ -130,10 +131,13 @@ def export(
     its own. `task` is the class of a task that is not installed by name. `weights` is as for `forge.load`. `quantize`
     is a kind of `forge_ship.quantize.KINDS`. `dynamic` is "auto" (the batch, and each axis that the data vary),
     "batch", "none", or a list of INPUT:AXIS. `max_drop` refuses a loss of the metric beyond it; `batches` limits the
-    validation. `force` replaces what is there. `unverified` exports without data, from `task.example_inputs`.
+    validation. `merge` merges adapters into their base, as those of peft. `force` replaces what is there. `unverified`
+    exports without data, from `task.example_inputs`.
     """
     format = module_of(to)
     source = _source(task_or_run, task, weights, device)
+    if merge:
+        _merge(source.task)
     file = _place(source, to, format.FILE, out, quantize)
     _refuse_existing(file, force)
     if data is None and unverified:
@@ -195,6 +199,17 @@ def _source(given: Any, task: type[TaskModule] | None, weights: str | None, devi
     found = find(given, task, weights)
     found.task.to(device)
     return found
+
+
+def _merge(task: TaskModule) -> None:
+    """Replace each part that can merge its adapters into its base by what it makes of them."""
+    found = [name for name, module in task.named_modules() if name and hasattr(module, "merge_and_unload")]
+    if not found:
+        raise ExportError(f"--merge: {type(task).__name__} has no model with adapters to merge, as peft makes them.")
+    for name in found:
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            outer, _, last = name.rpartition(".")
+            setattr(task.get_submodule(outer), last, task.get_submodule(name).merge_and_unload())  # pyright: ignore
 
 
 def loader_of(source: Source, data: Any) -> Any:

@@ -36,6 +36,10 @@ LONG = {
     "docs/examples/two-losses.md": "tests/forge/metrics/test_torchmetrics.py logs such metrics",
     "docs/examples/vae.md": "a task like any other",
     "docs/graphs.md": "as above",
+    "docs/examples/distillation.md": "tests/docs/test_several_models.py trains it, beside a plain loop",
+    "docs/examples/byol.md": "as above",
+    "docs/examples/dpo.md": "as above",
+    "docs/examples/gan.md": "as above",
     "docs/hugging-face.md": "tests/recipes/test_hf_text.py trains a smaller model",
 }
 """Pages that are run in the full profile only, and what stands for them in the quick one."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint.weights import noted_as_average
 from forge.errors import ForgeError, StackError, TaskError
+from forge.snapshot.copies import without_hooks
 from forge.torch_internals import foreach_copy_
 from forge_plugins.common.run_lengths import check_length, updates_of
 from forge_plugins.common.sharded import is_distributed, local, whole
@@ -50,6 +51,8 @@ class Average:
         "Owners of the averaged buffers: a module may replace the tensor of a buffer."
         self.frozen: list[tuple[str, nn.Parameter]] = []
         "The frozen parameters, once an average exists."
+        self.targets: dict[str, Target] = {}
+        "Parts of the task with averaged weights, by name, once a step has asked for them."
 
     def take(self, weight: float) -> None:
         """Move the average towards the current weights by this share of the way."""
@@ -122,11 +125,26 @@ class Average:
         dist.all_gather_object(by_rank, {name: tensor.is_meta for name, tensor in given.items()})
         return {name: [rank[name] for rank in by_rank].index(False) for name in given if any(r[name] for r in by_rank)}
 
+    # -- inside a step ------------------------------------------------------------------------------------------------
+
+    def target(self, name: str) -> nn.Module:
+        """Return a part of the task with its averaged weights, in the modes that the part is in."""
+        if name not in self.targets:
+            self.targets[name] = Target(self, name)
+            self.refresh()
+        return self.targets[name].in_modes()
+
+    def refresh(self) -> None:
+        """Bring targets up to date, once an update has changed weights and buffers."""
+        for target in self.targets.values():
+            target.refresh()
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average under the key that `forge ckpt export --weights` looks for."""
-        return {"weights": dict(self.tensors), "updates": self.count}
+        targets = {"targets": list(self.targets)} if self.targets else {}
+        return {"weights": dict(self.tensors), "updates": self.count, **targets}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; existing tensors keep their memory."""
@@ -137,6 +155,9 @@ class Average:
         for name, tensor in self.tensors.items():
             local(tensor).copy_(local(saved.get(name, here[name].detach())))
         self._find_live()
+        for name in state.get("targets", ()):  # before the first step: it may change buffers before it asks
+            self.target(name)
+        self.refresh()
 
     # -- the averaged tensors -----------------------------------------------------------------------------------------
 
@@ -153,6 +174,8 @@ class Average:
             parameters.append(parameter)
         self._sharded = any(map(is_distributed, self._parameters))
         self._groups = list(groups.values())
+        for target in self.targets.values():
+            target.bind()
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the averaged buffers: floats that are saved with the task."""
@@ -173,6 +196,49 @@ class Average:
         foreach_copy_(self._live(), values)
 
 
+class Target:
+    """A copy of a part of the task, without gradients, that has the averaged weights in place of its own.
+
+    What is averaged in the dtype of the weights shares the average's memory. Everything else is copied after each
+    update: an average in float32 of weights in bf16, buffers, and the weights themselves before there is an average.
+    """
+
+    def __init__(self, average: Average, name: str):
+        self.average, self.prefix = average, f"{name}." if name else ""
+        self.part = average.task.get_submodule(name)
+        with torch.inference_mode(False):  # it may be made in an evaluation, and is used in training
+            self.twin = without_hooks(self.part).requires_grad_(False)
+            for module in self.twin.modules():
+                vars(module).pop("_compiled_call_impl", None)
+            self.own = {name: parameter.data.clone() for name, parameter in self.twin.named_parameters()}
+        self.bind()
+
+    def bind(self) -> None:
+        """Find what is averaged now."""
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        live = dict(self.part.named_parameters())
+        for name, mine in self.twin.named_parameters():
+            source = self.average.tensors.get(self.prefix + name)
+            if source is not None and source.dtype is mine.dtype:
+                mine.data = source
+            else:
+                mine.data = self.own[name]
+                self._copied.append((mine, live[name] if source is None else source))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for mine, source in self._copied:
+            mine.copy_(source)
+        averaged, live = self.average.tensors, dict(self.part.named_buffers())
+        for name, mine in self.twin.named_buffers():
+            mine.copy_(averaged.get(self.prefix + name, live.get(name, mine)))
+
+    def in_modes(self) -> nn.Module:
+        for mine, own in zip(self.twin.modules(), self.part.modules(), strict=True):
+            mine.training = own.training
+        return self.twin
+
+
 class Averaging(forge.Plugin):
     """Keeps an Average over a fit, saves it, and uses it in place of the weights for evaluation and export.
 
@@ -180,6 +246,8 @@ class Averaging(forge.Plugin):
     """
 
     capturable = True
+    begins_when_asked = False
+    "Whether the average begins with the weights that a step finds when it first asks, unless `start` says when."
 
     def __init__(self, *first: Any, **values: Any):
         super().__init__(*first, **values)
@@ -190,6 +258,9 @@ class Averaging(forge.Plugin):
             self.forge_evaluate = self.forge_export = None  # pyright: ignore[reportAttributeAccessIssue]
         self._average = Average(nn.Module())  # empty until a fit begins
         self._start, self._announced = 0, False
+        self._names: dict[int, str] = {}
+        "Names of the parts that a step has asked for, by id."
+        self._begins_when_asked = False
 
     def apply_to(self, task: nn.Module) -> None:
         """Copy the averaged weights of the last fit to a task; the fit itself leaves it the trained ones.
@@ -200,6 +271,26 @@ class Averaging(forge.Plugin):
         if not self._average.count:
             raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
         self._average.copy_to(task)
+
+    def averaged(self, task: forge.TaskModule, part: nn.Module) -> nn.Module:
+        """Return a part of the task with its averaged weights; before the first of them, with its own."""
+        average = self._average
+        if average.task is not task:  # a copy that a probe runs
+            return without_hooks(part).requires_grad_(False)
+        if average.scattered or any(map(is_distributed, part.parameters())):
+            raise StackError(
+                f"task.averaged: the weights are divided over ranks, and {self.name} averages each rank's part. Train "
+                "with a strategy that keeps them whole on every rank."
+            )
+        if id(part) not in self._names:
+            names = [name for name, module in task.named_modules() if module is part]
+            if not names:
+                kind = type(part).__name__
+                raise TaskError(f"{type(task).__name__}.averaged takes a part of the task; this {kind} is none.")
+            self._names[id(part)] = names[0]
+            if not average.count and self._begins_when_asked:
+                average.take(1.0)
+        return average.target(self._names[id(part)])
 
     def averages_buffers(self) -> bool:
         """Whether buffers are averaged too."""
@@ -213,11 +304,12 @@ class Averaging(forge.Plugin):
                     f"{self.name} averages the weights of training, but a schedule-free optimizer (with train() and "
                     f"eval()) evaluates an average of its own. Remove {self.name}, or use another optimizer."
                 )
-            self._average = Average(trainer.task, self.averages_buffers())
+            self._average, self._names = Average(trainer.task, self.averages_buffers()), {}
             missing = any(parameter.is_meta for parameter in trainer.task.parameters())
             self._average.scattered = bool(trainer.env.all_max([missing])[0])
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._announced = False
+            self._begins_when_asked = self.begins_when_asked and not self._start
             planned = trainer.planned_updates
             if planned and self._start >= planned:
                 text = "%s.start is %d updates, but the run has only %d: nothing will be averaged."

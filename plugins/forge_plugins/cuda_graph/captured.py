@@ -13,6 +13,7 @@ import forge
 from forge.metrics.means import Means
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
+from forge.util.frozen import every_module
 from forge_plugins.common.syncs import own_line
 from forge_plugins.cuda_graph.extent import Extent
 from forge_plugins.cuda_graph.graph import Graph
@@ -151,7 +152,7 @@ class HostEffects:
     and random numbers drawn on the host."""
 
     def __init__(self, task: nn.Module):
-        self._buffers = [(m._buffers, name, b) for m in task.modules() for name, b in m._buffers.items()]
+        self._buffers = [(m._buffers, name, b) for m in every_module(task) for name, b in m._buffers.items()]
         self._names = {id(buffer): name for name, buffer in task.named_buffers()}
         self._random = RNGState.capture(torch.device("cpu"))
 

@@ -17,6 +17,7 @@ from forge.contract.task import TaskModule
 from forge.rng import RNGState
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import TorchDispatchMode, fake_tensors, pytree
+from forge.util.frozen import every_module
 from forge_plugins import torch_internals as internals
 from forge_plugins.throughput.peaks import as_computed
 
@@ -119,11 +120,12 @@ def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
 def _hollow(task: TaskModule, fake: fake_tensors.FakeTensorMode) -> TaskModule:
     """Return a copy of the task with fake tensors, without hooks and uncompiled."""
     memo: dict[int, Any] = {}
-    for tensor in (*task.parameters(), *task.buffers()):
+    parts = list(every_module(task))
+    for tensor in (tensor for part in parts for tensor in (*part.parameters(False), *part.buffers(False))):
         hollow = fake.from_tensor(tensor.detach())
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
     copied = without_hooks(task, memo)
-    for module in copied.modules():
+    for module in every_module(copied):
         vars(module).pop("_compiled_call_impl", None)
     return copied

@@ -59,6 +59,7 @@ def parser() -> ArgumentParser:
         action="append",
         help="auto: the batch and what the data vary (default); batch; none; or INPUT:AXIS, may be repeated",
     )
+    parser.add_argument("--merge", action="store_true", help="merge adapters into their base (LoRA by peft)")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     parser.add_argument(
         "--unverified", action="store_true", help="export without data; the card says that nothing was compared"
@@ -103,6 +104,7 @@ def run(args: Namespace) -> int:
                 max_drop=args.max_drop,
                 dynamic=dynamic[0] if len(dynamic) == 1 else dynamic,
                 force=args.force,
+                merge=args.merge,
                 unverified=args.unverified,
                 **source_arguments(args),
             )

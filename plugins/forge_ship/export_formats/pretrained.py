@@ -12,12 +12,14 @@ from forge_ship.engine import ExportError
 from forge_ship.export_formats.plan import Plan
 from forge_ship.export_formats.safetensors import task_in
 
-ABOUT = "a folder of transformers' save_pretrained, with the tokenizer"
+ABOUT = "a folder of transformers' save_pretrained, with the tokenizer; of peft the adapters"
 PACKAGES = ("transformers",)
 EXTRA = "forge-trainer[hf]"
 FILE = "pretrained"
 TOLERANCE = 0.0
 WEIGHTS_ONLY = True
+ADAPTERS = "adapter_model.safetensors"
+"""What peft writes in place of a model: its base is named in `adapter_config.json`."""
 PLACE = "forge.json"
 """Says under which name the task has the model: its weights are compared by name."""
 
@@ -29,7 +31,8 @@ def write(plan: Plan, path: Path) -> None:
     for part in vars(task).values():  # a tokenizer or a processor is no module
         if hasattr(part, "save_pretrained") and not isinstance(part, nn.Module):
             part.save_pretrained(path)
-    (path / PLACE).write_text(json.dumps({"module": name}) + "\n", encoding="utf-8")
+    note = {"module": name, **({"adapters": _live_names(path / ADAPTERS, model)} if (path / ADAPTERS).exists() else {})}
+    (path / PLACE).write_text(json.dumps(note) + "\n", encoding="utf-8")
 
 
 def model_of(task: nn.Module) -> tuple[str, Any]:
@@ -43,12 +46,6 @@ def model_of(task: nn.Module) -> tuple[str, Any]:
         names = ", ".join(found) or "none"
         raise ExportError(f"--to pretrained takes a task with one model of transformers; {title} has: {names}.")
     ((name, model),) = found.items()
-    if hasattr(model, "peft_config"):
-        raise ExportError(
-            f"--to pretrained: {title}.{name} has adapters of PEFT. Save these with "
-            f"forge.load(RUN).{name}.save_pretrained(FOLDER), or merge them: task.{name} = "
-            f"task.{name}.merge_and_unload(), then forge.export(task, ...)."
-        )
     others = [weight for weight, _ in task.named_parameters() if not weight.startswith(f"{name}.")]
     if others:
         raise ExportError(
@@ -58,11 +55,25 @@ def model_of(task: nn.Module) -> tuple[str, Any]:
     return name, model
 
 
+def _live_names(file: Path, model: nn.Module) -> dict[str, str]:
+    """Return under which name the model has each tensor that peft saved: peft leaves the adapter's name out."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as saved:
+        names = list(saved.keys())
+    live = {name.replace(f".{each}.", "."): name for each in model.peft_config for name in model.state_dict()}  # pyright: ignore
+    return {name: live[name] for name in names}
+
+
 def read_file(path: Path) -> dict[str, Tensor]:
     """Load the folder as a user does, and name the weights as the task names them."""
+    note = json.loads((path / PLACE).read_text(encoding="utf-8"))
+    if "adapters" in note:
+        from safetensors.torch import load_file
+
+        return {f"{note['module']}.{note['adapters'][key]}": value for key, value in load_file(path / ADAPTERS).items()}
     import transformers
 
     (kind,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
     made: Any = getattr(transformers, kind).from_pretrained(path)
-    name = json.loads((path / PLACE).read_text(encoding="utf-8"))["module"]
-    return {f"{name}.{key}": tensor for key, tensor in made.state_dict().items()}
+    return {f"{note['module']}.{key}": tensor for key, tensor in made.state_dict().items()}
