@@ -252,7 +252,7 @@ class TaskCall(nn.Module):
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
         if stage == COLLECT:
-            return self._collect(batch)
+            return self._collect(batch)  # pyright: ignore[reportCallIssue] - of torch's decorator
         more = (name,) if stage == "train" and name is not None else ()
         output = getattr(self.task, STAGE_METHODS[stage])(batch, *more)
         return output if type(output) is Tensor or stage == "predict" else scalars_of(output)

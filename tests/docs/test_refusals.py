@@ -200,7 +200,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a loader shorter than its length": lambda: fit(None, ShortLoader()),
     "`StopIteration` out of a step": raise_stop_iteration,
     "another seed, batch, data or model on resume": lambda: [save(3), save(4, resume="auto")],
-    "a loader that cannot be continued": lambda: save(3, Stream()),
+    "continuing over a loader that cannot be": lambda: [save(3, Stream()), save(3, Stream(), resume="auto")],
     "training over another run": lambda: [save(3), save(3)],
     "a loss that becomes NaN": become_nan,
     "no end": lambda: forge.Trainer(plugins=[]).fit(Classifier(), tiny_batches()),
