@@ -1,0 +1,197 @@
+"""Examples of the gallery train what a plain loop trains, bit for bit, and a killed run ends in the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import forge
+from forge.testing import assert_same_weights
+from forge_plugins import Checkpoint
+from forge_recipes.digits import DigitsMLP, digits
+from tests.support import forked
+from tests.support.docs_pages import blocks
+from tests.support.profiles import some
+
+UPDATES, SEED = 30, 3
+PAGES = {
+    "retrieval": ("two-tower-retrieval", 0),
+    "mixup": ("mixup", 1),
+    "restarts": ("warm-restarts", 0),
+    "autoclip": ("own-plugin", 0),
+}
+"""The page of an example, and which of its blocks is the file."""
+
+
+def module_of(name: str, folder: Path) -> ModuleType:
+    """The file that the page of an example shows."""
+    page, place = PAGES[name]
+    file = folder / f"{name}.py"
+    file.write_text(blocks(f"docs/examples/{page}.md", "python")[place].text)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def parts_of(name: str, folder: Path) -> tuple[Any, Any, list[Any]]:
+    """The task, its training data and the plugins of an example."""
+    made: Any = module_of(name, folder)
+    torch.manual_seed(6)
+    if name == "retrieval":
+        return made.Retrieval(), made.data().train, []
+    if name == "mixup":
+        return made.Stripes(), made.data(str(folder / "stripes")).train, []
+    if name == "restarts":
+        return made.Restarts(first=8), digits().train, []
+    return DigitsMLP(), digits().train, [made.AutoClip(0.3)]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders that the page on mixup draws."""
+    folder, here = tmp_path_factory.mktemp("pictures"), Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(blocks("docs/examples/mixup.md", "python")[0].text, {"__name__": "make_stripes"})
+    finally:
+        os.chdir(here)
+    return folder
+
+
+@pytest.fixture
+def folder(pictures: Path, tmp_path: Path) -> Path:
+    (tmp_path / "stripes").symlink_to(pictures / "stripes")
+    return tmp_path
+
+
+def fitted(name: str, folder: str, run: str | None = None, kill: int | None = None) -> int:
+    """Fit an example in this process, from where its run is; `kill` ends the process without a word."""
+    task, train, plugins = parts_of(name, Path(folder))
+
+    @forge.on("step_end")
+    def killer(step: forge.Step) -> None:
+        if step.index + 1 == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    plugins += [Checkpoint(every="1 update", rehearse="off"), killer] if run else []
+    options: dict[str, Any] = {"run_dir": run, "resume": "auto"} if run else {"run_dir": False}
+    trainer = forge.Trainer(plugins=plugins, max_updates=UPDATES, seed=SEED, device="cpu", log_every=10, **options)
+    trainer.fit(task, train)
+    if run:
+        torch.save(task.state_dict(), Path(run) / "ended.pt")
+    fitted.task = task  # pyright: ignore[reportFunctionMemberAccess]
+    return 0
+
+
+# -- the loops by hand ------------------------------------------------------------------------------------------------
+
+
+def batches(loader: Any) -> Iterator[Any]:
+    """The batches of the fit, in its order."""
+    loader.set_default_seed(SEED)
+    left = UPDATES
+    for epoch in range(UPDATES):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            if left == 0:
+                return
+            yield batch
+            left -= 1
+
+
+def retrieve(task: Any, given: list[Any]) -> None:
+    optimizer = torch.optim.AdamW([*task.query.parameters(), *task.document.parameters()], lr=1e-2)
+    for words, wanted in given:
+        assert len(set(wanted.tolist())) == len(wanted)
+        scores = task.query(words) @ task.document(task.catalogue[wanted]).T / 0.1
+        own = torch.arange(len(words))
+        ((F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def blend(task: Any, given: list[Any]) -> None:
+    optimizer = torch.optim.AdamW(task.net.parameters(), lr=3e-3)
+    assert any(bool(((shares > 0) & (shares < 1)).any()) for _, shares in given)
+    for images, shares in given:
+        assert torch.allclose(shares.sum(1), torch.ones(len(shares)))
+        F.cross_entropy(task.net(images), shares).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def restart(task: Any, given: list[Any]) -> None:
+    optimizer = torch.optim.SGD(task.net.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=8, T_mult=2)
+    rates = []
+    for images, labels in given:
+        rates.append(optimizer.param_groups[0]["lr"])
+        F.cross_entropy(task.net(images), labels).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert [update for update, rate in enumerate(rates) if rate == 0.1] == [0, 8, 24]
+
+
+def clip_by_history(task: Any, given: list[Any]) -> None:
+    optimizer, norms = task.configure_optimizers(), []
+    for batch in given:
+        made = task.training_step(batch)
+        (made["loss"] if isinstance(made, dict) else made).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in task.parameters()])
+        norms.append(norm)
+        factor = (torch.stack(norms).quantile(0.3) / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in task.parameters():
+            parameter.grad *= factor
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not math.isclose(float(min(norms)), float(max(norms)))
+
+
+LOOPS: dict[str, Callable[[Any, list[Any]], None]] = {
+    "retrieval": retrieve,
+    "mixup": blend,
+    "restarts": restart,
+    "autoclip": clip_by_history,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> None:
+    by_hand, loader, _ = parts_of(name, folder)
+    given = list(batches(loader))
+    torch.manual_seed(SEED)
+    LOOPS[name](by_hand, given)
+    fitted(name, str(folder))
+    assert_same_weights(fitted.task, by_hand)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@pytest.mark.parametrize("place", some(range(10), quick=1))
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, folder: Path) -> None:
+    fitted(name, str(folder), str(folder / "straight"))
+    update = random.Random(f"{name} {place}").randint(1, UPDATES - 1)
+    run = str(folder / "killed")
+    done = forked.call(partial(fitted, name, str(folder), run, update))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = forked.call(partial(fitted, name, str(folder), run))
+    assert done.returncode == 0, done.stderr
+    ended = [torch.load(folder / which / "ended.pt", weights_only=True) for which in ("straight", "killed")]
+    assert_same_weights(*ended)
