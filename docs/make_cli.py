@@ -117,6 +117,8 @@ def values(action: argparse.Action) -> str:
         return ""
     metavar = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
     word = str(metavar) if not isinstance(metavar, tuple) else " ".join(metavar)
+    if " " in word and action.nargs == "*":  # a whole usage, which says itself what is repeated
+        return f"[{word}]"
     return {"*": f"[{word} ...]", "+": f"{word} [{word} ...]", "?": f"[{word}]"}.get(str(action.nargs), word)
 
 

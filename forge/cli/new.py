@@ -31,7 +31,7 @@ PLUGIN_FILES = {
 
 def parser() -> ArgumentParser:
     parser = show.new_parser("new", "Start a task or a plugin package from a working template.", EXAMPLES)
-    parser.add_argument("kind", choices=["task", "plugin"])
+    parser.add_argument("kind", choices=["task", "plugin"], help="what to start")
     parser.add_argument("name", metavar="NAME", help="my_task, my-task or MyTask: all mean the same")
     return parser
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forge.tuning import BatchReport, LRCurve, Probe
 
 EXAMPLES = """\
-All train fresh copies of the task for a few updates, and write no run.
+Each search trains fresh copies of the task for a few updates, and writes no run.
 
 examples:
   forge tune lr quickstart                                   a range test, plotted in runs/tune/

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Pillow
     from PIL.ImageDraw import ImageDraw
 
+__all__ = ["confusion", "grid", "png"]
+
 GAP = 5
 """Pixels between images, words and cells."""
 LEAST = 64

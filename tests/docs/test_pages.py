@@ -87,6 +87,16 @@ def test_a_page_made_by_a_script_is_current(script: str) -> None:
     assert made.PAGE.read_text() == made.page(), f"python docs/{script}.py writes {made.PAGE.name} again"
 
 
+def test_the_command_line_is_told_in_whole_sentences() -> None:
+    cells = [re.split(r"(?<!\\\\)\|", line) for line in prose("docs/cli.md").splitlines() if line.startswith("|")]
+    assert [row for row in cells if not row[2].strip()] == []  # every argument has a meaning
+    told = [part for part in prose("docs/cli.md").split("\n\n") if part.strip() and part.strip()[0] not in "#|"]
+    assert len(told) > 80
+    whole = re.compile(r"[A-Z`].*[.:]", flags=re.DOTALL)
+    assert [part for part in told if not whole.fullmatch(re.sub(r", and:$", ":", part.strip()))] == []
+    assert "... ..." not in read("docs/cli.md")
+
+
 @pytest.mark.parametrize("verb", cli.verbs())
 def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
     parser = cli.module_of(verb).parser()

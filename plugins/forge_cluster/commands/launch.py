@@ -41,7 +41,7 @@ def parser() -> ArgumentParser:
     target.add_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="folder of the run, shared by all nodes (default: runs/NAME)")
     parser.add_argument("--name", metavar="NAME", help="name of the job (default: the recipe's or task's)")
-    parser.add_argument("--out", metavar="FILE", help="file to write (default: NAME and an ending); - prints it")
+    parser.add_argument("--out", metavar="FILE", help="file to write, or - to print it (default: NAME and an ending)")
     parser.add_argument(
         "--submit", action="store_true", help="submit it too: sbatch, kubectl, ray, or run the ssh script"
     )

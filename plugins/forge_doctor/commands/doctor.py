@@ -53,7 +53,7 @@ def parser() -> ArgumentParser:
     parser = show.new_parser("doctor", "Examine a task and its data for mistakes that raise no error.", EXAMPLES)
     target.add_arguments(parser)
     parser.add_argument(
-        "--budget", type=float, default=MINUTES, metavar="MINUTES", help=f"time to take, at most ({MINUTES:g})"
+        "--budget", type=float, default=MINUTES, metavar="MINUTES", help=f"time to take at most (default: {MINUTES:g})"
     )
     parser.add_argument(
         "--quick", action="store_true", help=f"leave out the updates on one batch, and take {QUICK} s of CPU at most"

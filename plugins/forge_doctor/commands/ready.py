@@ -24,7 +24,7 @@ Exit code 0: the long run may start; 1: it should not.
 
 examples:
   forge ready quickstart
-  forge ready my_task.py:MyTask fast trainer.max_epochs=50
+  forge ready my_task.py:MyTask --recipe fast trainer.max_epochs=50
   forge ready my_task.py:MyTask --budget 30 --price 2.50 --json
 """
 STYLES = {"good": "green", "note": "cyan", "warning": "bold yellow", "error": "bold red", "left out": "dim"}

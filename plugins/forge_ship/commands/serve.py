@@ -21,7 +21,7 @@ examples:
   forge serve model.onnx --port 0                     an exported file, on a free port
   forge serve model.pt2 --max-batch 64 --max-wait 5   larger batches, a longer wait
 
-endpoints: POST /predict, GET /health, GET /ready, GET /metrics, GET /v1/model (docs/serving.md)
+It answers POST /predict, GET /health, GET /ready, GET /metrics and GET /v1/model; docs/serving.md describes them.
 """
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
