@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ def parts(docstring: str) -> Iterator[Part]:
         if colons and code.startswith(" "):
             if head.strip():
                 yield Part(" ".join(head.split()) + ":")
-            yield Part(inspect.cleandoc(code), is_code=True)
+            yield Part(textwrap.dedent(code).strip("\n"), is_code=True)
         elif re.search(r"^[-*] ", block, flags=re.MULTILINE):
             yield Part(block)
         else:
