@@ -195,3 +195,31 @@ def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, 
     assert done.returncode == 0, done.stderr
     ended = [torch.load(folder / which / "ended.pt", weights_only=True) for which in ("straight", "killed")]
     assert_same_weights(*ended)
+
+
+def test_ppo_on_its_page_is_the_recipes() -> None:
+    """tests/recipes/test_reinforcement.py holds the recipe's beside a loop by hand, and cuts it."""
+    pytest.importorskip("gymnasium")
+    from forge_plugins import Clip
+    from forge_recipes.ppo import PPO, rollouts
+
+    made: dict[str, Any] = {"__name__": "cart_pole"}
+    exec(blocks("docs/examples/ppo.md", "py")[0].text, made)
+    ended = []
+    for kind, train in ((made["CartPole"], made["data"]().train), (PPO, rollouts().train)):
+        torch.manual_seed(1)
+        task = kind()
+        trainer = forge.Trainer(plugins=[Clip(0.5)], max_epochs=4, seed=1, device="cpu", run_dir=False)
+        ended.append((task, trainer.fit(task, train)))
+    (page, result), (recipe, same) = ended
+    assert_same_weights(page, recipe)
+    assert result.metrics["train/return"] == same.metrics["train/return"] > 5
+
+
+@pytest.mark.slow
+def test_ppo_on_its_page_learns(empty_folder: Path) -> None:
+    pytest.importorskip("gymnasium")
+    made: dict[str, Any] = {"__name__": "cart_pole"}
+    for block in blocks("docs/examples/ppo.md", "py"):
+        exec(block.text, made)
+    assert made["result"].metrics["train/return"] > 60  # 178 where it was tried
