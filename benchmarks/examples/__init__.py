@@ -31,7 +31,7 @@ class Example:
     @property
     def code(self) -> str:
         """Return forge's code as the page shows it."""
-        found = re.findall(r"^```python\n(.*?)^```$", (REPO / self.page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(r"^```py(?:thon)?\n(.*?)^```$", (REPO / self.page).read_text(), flags=re.MULTILINE | re.DOTALL)
         return "\n\n".join(found[self.blocks])
 
     @property
@@ -50,6 +50,14 @@ EXAMPLES = [
     Example("Notebook", "docs/notebooks.md", slice(0, 1), "cell.py"),
     Example("Hugging Face", "docs/hugging-face.md", slice(0, 1), "writer.py"),
     Example("Another logger", "docs/writing-loggers.md", slice(0, 1), "sqlite_logger.py"),
+    Example("Two-tower retrieval", "docs/examples/two-tower-retrieval.md", slice(0, 2), "retrieval.py"),
+    Example("PPO", "docs/examples/ppo.md", slice(0, 2), "cart_pole.py"),
+    Example("Distillation", "docs/examples/distillation.md", slice(0, 2), "distillation.py"),
+    Example("DPO", "docs/examples/dpo.md", slice(0, 2), "dpo.py"),
+    Example("k-fold cross-validation", "docs/groups.md", slice(0, 1), "kfold.py"),
+    Example("Mixup and CutMix", "docs/examples/mixup.md", slice(1, 3), "mixup.py"),
+    Example("Warm restarts", "docs/examples/warm-restarts.md", slice(0, 2), "restarts.py"),
+    Example("A plugin of your own", "docs/examples/own-plugin.md", slice(0, 1), "autoclip.py"),
 ]
 
 

@@ -29,7 +29,8 @@ LIKE_LIGHTNING = {"Staged fine-tuning": ('"thaw": "2 epochs"', '"thaw": "2 epoch
 @pytest.fixture
 def shapes(empty_folder: Path) -> Path:
     """The folders of pictures that the page draws."""
-    exec(blocks("docs/images-in-folders.md", "python")[0].text, {"__name__": "make_shapes"})
+    for page in ("images-in-folders", "examples/mixup"):
+        exec(blocks(f"docs/{page}.md", "python")[0].text, {"__name__": "make_shapes"})
     return empty_folder / "shapes"
 
 
@@ -42,7 +43,7 @@ def test_the_gallery_has_the_lines_that_there_are(title: str) -> None:
     example = BY_TITLE[title]
     row = rf"^\| \[{title}\]\(([^)]+)\) .*\| (\d+) \| \[(\d+)\]\(([^)]+)\) \|$"
     ((page, ours, theirs, twin),) = re.findall(row, read("docs/examples.md"), flags=re.MULTILINE)
-    assert REPO / example.page == (REPO / "docs" / page).resolve()
+    assert REPO / example.page == (REPO / "docs" / page.partition("#")[0]).resolve()
     assert (IN_LIGHTNING / example.twin) == (REPO / "docs" / twin).resolve()
     assert (int(ours), int(theirs)) == (lines_of_code(example.code), lines_of_code(example.twin_code))
 
@@ -68,7 +69,10 @@ def test_a_long_example_takes_its_first_steps(title: str, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "title",
-    ["Image classifier", "Two losses", "Staged fine-tuning", "Sequence to sequence", "VAE", "Hugging Face", "Notebook"],
+    [
+        *("Image classifier", "Two losses", "Staged fine-tuning", "Sequence to sequence", "VAE", "Hugging Face"),
+        *("Notebook", "Two-tower retrieval", "Mixup and CutMix"),
+    ],
 )
 def test_lightnings_version_trains_the_same_weights(title: str, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same order of the data and the same random numbers every weight is equal, bit for bit."""
@@ -152,6 +156,43 @@ def test_both_versions_log_to_the_same_tables(empty_folder: Path) -> None:
         with sqlite3.connect(f"runs/{run}/metrics.db") as db:
             assert db.execute(counted).fetchone() == (3,)
             assert db.execute(rate).fetchone() == (0.003,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "metric", "least"),
+    [("Distillation", "val/accuracy", 0.9), ("DPO", "val/right", 0.9), ("PPO", "train/return", 40)],
+)
+def test_lightnings_version_learns(
+    title: str, metric: str, least: float, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that tests hold beside a plain loop, on forge's side."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("gymnasium")
+    monkeypatch.syspath_prepend(str(IN_LIGHTNING))
+    trainer = in_lightning(BY_TITLE[title])["trainer"]
+    assert float(trainer.callback_metrics[metric]) > least
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_lightnings_ends_elsewhere(empty_folder: Path) -> None:
+    """What the gallery says of warm restarts: the rate is the same, the rest of the epoch is not."""
+    L = pytest.importorskip("lightning")
+    run = in_lightning(BY_TITLE["Warm restarts"])["run"]
+
+    class PowerCut(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            if trainer.global_step == 38:
+                raise RuntimeError("the lights went out")
+
+    (straight, _), (again, _) = run("runs/straight"), run("runs/again")
+    with pytest.raises(RuntimeError, match="lights"):
+        run("runs/cut", PowerCut())
+    resumed, trainer = run("runs/cut")
+    assert trainer.global_step == 75
+    weights = [[x for x in module.state_dict().values()] for module in (straight, again, resumed)]
+    assert all(map(torch.equal, weights[0], weights[1]))
+    assert not all(map(torch.equal, weights[0], weights[2]))
 
 
 def test_the_graphs_of_pyg_are_learned(empty_folder: Path) -> None:

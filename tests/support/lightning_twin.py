@@ -33,7 +33,7 @@ def run_like_forge(script: Path, monkeypatch: pytest.MonkeyPatch, seed: int | No
                 seed_all(seed)
 
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            if isinstance(trainer.train_dataloader, Loader):
+            if hasattr(trainer.train_dataloader, "set_epoch"):
                 trainer.train_dataloader.set_epoch(trainer.current_epoch)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -54,6 +54,8 @@ def run_like_forge(script: Path, monkeypatch: pytest.MonkeyPatch, seed: int | No
 
 def loader_like_forge(dataset: Any, batch_size: int | None = 1, **options: Any) -> Any:
     """Return forge's loader if the order is random, else torch's, with a generator that is not the global one."""
+    if "batch_sampler" in options:
+        return Loader(dataset, **options)
     if options.pop("shuffle", False):
         return Loader(dataset, batch_size, shuffle=True, **options)
     sampler = options.pop("sampler", None)
