@@ -31,7 +31,9 @@ class Example:
     @property
     def code(self) -> str:
         """Return forge's code as the page shows it."""
-        found = re.findall(r"^```py(?:thon)?\n(.*?)^```$", (REPO / self.page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(
+            r"^```py(?:thon)?\n(.*?)^```$", (REPO / self.page).read_text(), flags=re.MULTILINE | re.DOTALL
+        )
         return "\n\n".join(found[self.blocks])
 
     @property

@@ -27,6 +27,28 @@ WANTED = {
     "learning rate": "Frequently asked questions",
 }
 """What people type, and a title that must be among the first results."""
+TWO_TOWERS = "Two-tower retrieval: a contrastive loss with in-batch negatives"
+TEACHER = "Distillation: a student learns from a frozen teacher"
+FIRST = {
+    "reinforcement learning": "Reinforcement learning: PPO on cart pole",
+    "rollouts": "Data that the model makes",
+    "replay buffer": "Data that the model makes",
+    "distillation": TEACHER,
+    "frozen teacher": TEACHER,
+    "DPO": "DPO: preferences against a frozen reference",
+    "LoRA": "Several models",
+    "target network": "BYOL: a target network that follows",
+    "k-fold cross-validation": "Runs that belong together",
+    "retrieval": TWO_TOWERS,
+    "contrastive": TWO_TOWERS,
+    "batch sampler": TWO_TOWERS,
+    "mixup": "Mixup and CutMix for pictures",
+    "warm restarts": "Warm restarts: cosine annealing in cycles",
+    "cosine annealing": "Warm restarts: cosine annealing in cycles",
+    "own plugin": "A plugin of your own: clipping that adapts",
+    "vanishing_gradient": "vanishing_gradient",
+}
+"""What people call their job, or a finding of the doctor, and the page that must be the first result."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +76,14 @@ def test_the_search_works_from_the_disk(site: Path, browser: Any, query: str) ->
     page, said = opened(browser, site / "index.html")
     titles = search(page, query)
     assert WANTED[query] in titles[:3], titles[:8]
+    assert said == []
+
+
+@pytest.mark.parametrize("query", FIRST)
+def test_the_page_of_a_job_is_the_first_result(site: Path, browser: Any, query: str) -> None:
+    page, said = opened(browser, site / "index.html")
+    titles = search(page, query)
+    assert titles[0] == FIRST[query], titles[:8]
     assert said == []
 
 
