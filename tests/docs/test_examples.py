@@ -190,7 +190,7 @@ def test_a_resumed_run_of_lightnings_ends_elsewhere(empty_folder: Path) -> None:
         run("runs/cut", PowerCut())
     resumed, trainer = run("runs/cut")
     assert trainer.global_step == 75
-    weights = [[x for x in module.state_dict().values()] for module in (straight, again, resumed)]
+    weights = [list(module.state_dict().values()) for module in (straight, again, resumed)]
     assert all(map(torch.equal, weights[0], weights[1]))
     assert not all(map(torch.equal, weights[0], weights[2]))
 
