@@ -86,8 +86,9 @@ def prose(thing: Any) -> Iterator[str]:
 
 
 def spaced(code: str) -> str:
-    """Format code as ruff does, with two blank lines before a function or a class."""
-    return re.sub(r"\n\n+(?=def |class |@)", "\n\n\n", code)
+    """Format code as ruff does, with two blank lines before and after a function or a class."""
+    code = re.sub(r"\n\n+(?=def |class |@)", "\n\n\n", code)
+    return re.sub(r"^((?:def|class) .*(?:\n+ .*)*)\n\n+(?=\S)", r"\1\n\n\n", code, flags=re.MULTILINE)
 
 
 def members(kind: type) -> Iterator[str]:

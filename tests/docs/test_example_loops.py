@@ -206,9 +206,10 @@ def test_ppo_on_its_page_is_the_recipes() -> None:
     made: dict[str, Any] = {"__name__": "cart_pole"}
     exec(blocks("docs/examples/ppo.md", "py")[0].text, made)
     ended = []
-    for kind, train in ((made["CartPole"], made["data"]().train), (PPO, rollouts().train)):
+    recipes = partial(PPO, steps=32, gamma=0.98, trace=0.8), rollouts(epochs=20).train
+    for make, train in ((made["CartPole"], made["data"]().train), recipes):
         torch.manual_seed(1)
-        task = kind()
+        task = make()
         trainer = forge.Trainer(plugins=[Clip(0.5)], max_epochs=4, seed=1, device="cpu", run_dir=False)
         ended.append((task, trainer.fit(task, train)))
     (page, result), (recipe, same) = ended
