@@ -32,7 +32,7 @@ TEACHER = "Distillation: a student learns from a frozen teacher"
 FIRST = {
     "reinforcement learning": "Reinforcement learning: PPO on cart pole",
     "rollouts": "Data that the model makes",
-    "replay buffer": "Data that the model makes",
+    "replay buffer": "dqn: Q-learning from a replay buffer",
     "distillation": TEACHER,
     "frozen teacher": TEACHER,
     "DPO": "DPO: preferences against a frozen reference",
