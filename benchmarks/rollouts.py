@@ -95,7 +95,7 @@ CONTENDERS: dict[str, Callable[[int], Weights]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("benchmarks.rollouts", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("benchmarks.rollouts", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--collections", type=int, default=20)
     args = parser.parse_args()
