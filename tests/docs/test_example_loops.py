@@ -186,7 +186,8 @@ def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> 
 @pytest.mark.parametrize("place", some(range(10), quick=1))
 @pytest.mark.parametrize("name", LOOPS)
 def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, folder: Path) -> None:
-    fitted(name, str(folder), str(folder / "straight"))
+    done = forked.call(partial(fitted, name, str(folder), str(folder / "straight")))
+    assert done.returncode == 0, done.stderr
     update = random.Random(f"{name} {place}").randint(1, UPDATES - 1)
     run = str(folder / "killed")
     done = forked.call(partial(fitted, name, str(folder), run, update))

@@ -193,7 +193,8 @@ def test_an_example_trains_what_a_plain_loop_trains(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", KILLED)
 def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, tmp_path: Path) -> None:
     started(name.removeprefix("cached "), tmp_path)
-    fitted(name, str(tmp_path), str(tmp_path / "straight"))
+    done = forked.call(partial(fitted, name, str(tmp_path), str(tmp_path / "straight")))
+    assert done.returncode == 0, done.stderr
     update = random.Random(f"{name} {place}").randint(1, UPDATES - 1)
     run = str(tmp_path / "killed")
     done = forked.call(partial(fitted, name, str(tmp_path), run, update))

@@ -414,6 +414,7 @@ def test_the_rehearsal_finds_it_again_as_it_was(tmp_path: Path, monkeypatch: Any
     file.write_text(REHEARSED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process
     options = ["trainer.max_epochs=2", "trainer.seed=0", "checkpoint.rehearse=strict", "checkpoint.every=2 updates"]
     done = forked.forge("fit", str(file), "--run-dir", "runs/one", *options)
     assert done.returncode == 0, done.stderr

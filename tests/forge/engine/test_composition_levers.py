@@ -55,6 +55,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "kernels": {},
     "ledger": {},
     "monitor": {"every": "2 updates", "histograms": True},
+    "system": {},
     "prefetch": {},
     "profiler": {"wait": 1, "warmup": 1, "active": 1},
     "progress": {},
