@@ -74,6 +74,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_without_any_private_name_a_run_gives_the_same_bits(empty_folder: Path) -> None:
     """What stands in for a missing name does the same; first_look refuses, since it looks into batches."""
     command = [sys.executable, "-c", WITHOUT, *FIT, "trainer.run_dir=gone"]

@@ -179,6 +179,7 @@ def test_figures_writes_the_row_that_was_asked_for(tmp_path: Path, monkeypatch: 
     assert second == "| a100 | kept | | | | |"
 
 
+@pytest.mark.slow
 def test_figures_says_why_a_command_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "figures.md"
     page.write_text("| lab | a | b | c | `forge fit quickstart trainer.seeed=1` | e |\n")

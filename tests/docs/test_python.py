@@ -20,6 +20,11 @@ from tests.support.docs_pages import blocks, with_blocks
 from tests.support.plugin_kit import PLAINEST
 
 LONG = {
+    "docs/groups.md": "tests/forge/runs/test_group.py makes groups",
+    "docs/ready.md": "tests/forge_doctor/test_ready.py walks the road",
+    "docs/examples/mixup.md": "tests/docs/test_example_loops.py trains it beside a plain loop",
+    "docs/examples/two-tower-retrieval.md": "as above",
+    "docs/examples/own-plugin.md": "as above",
     "docs/deployment/index.md": "tests/forge_ship exports a smaller task",
     "docs/deployment/pt2.md": "tests/forge_ship exports to every format",
     "docs/deployment/onnx.md": "as above",

@@ -174,7 +174,7 @@ LOOPS: dict[str, Callable[[Any, list[Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", some(KILLED))
 def test_an_example_trains_what_a_plain_loop_trains(name: str, tmp_path: Path) -> None:
     cached, page = name.startswith("cached "), name.removeprefix("cached ")
     made = started(page, tmp_path)

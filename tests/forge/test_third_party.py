@@ -145,6 +145,7 @@ def test_messages_name_their_plugins(theirs: Any) -> None:
         forge.Trainer(plugins=[]).fit(TinyTask(), tiny_batches())
 
 
+@pytest.mark.slow
 def test_the_kit_runs_others_beside_their_clip(theirs: Any) -> None:
     assert registry.declared("example")["their_clip"] == {}
     clip = theirs("their_clip")

@@ -209,6 +209,7 @@ def test_all_layouts_use_all_gpus_and_the_best_is_fastest(work: Workload) -> Non
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_names_three_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text("gpu: a100\nnodes: 1\ngpus_per_node: 2\n")

@@ -64,6 +64,7 @@ def test_a_checkpoint_newer_than_the_file_is_taken(run: Path, tmp_path: Path) ->
     assert read_weights(f"file://{run}").update == read_weights(run).update == 4
 
 
+@pytest.mark.slow
 def test_forge_fit_and_test_take_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["quickstart", "trainer.max_updates=2", "-q"]

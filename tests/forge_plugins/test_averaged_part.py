@@ -174,7 +174,13 @@ def test_swa_keeps_one_too_and_a_name_chooses() -> None:
     assert not any(seen)
 
 
-@pytest.mark.parametrize("plugins", [[AMP("bf16")], [Compile(backend="aot_eager")]], ids=["amp", "compile"])
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        pytest.param([AMP("bf16")], id="amp"),
+        pytest.param([Compile(backend="aot_eager")], id="compile", marks=pytest.mark.slow),
+    ],
+)
 def test_other_plugins_apply(plugins: list[Any]) -> None:
     task, _ = fit_tiny([EMA(DECAY), *plugins], task=InEval())
     expected, _ = fit_tiny([EMA(DECAY)], task=InEval())

@@ -264,6 +264,7 @@ def in_two_types(odd: bool) -> dict[str, Any]:
     return train(InTwoTypes(odd), [Clip(0.5)])
 
 
+@pytest.mark.slow
 def test_parameters_of_two_types_train_as_in_one_process() -> None:
     expected = in_two_types(False)
     assert {value.dtype for value in expected["weights"].values()} == {torch.float32, torch.float64}

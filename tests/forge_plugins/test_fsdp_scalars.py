@@ -166,6 +166,7 @@ def messages(window: int) -> list[int]:
     return counts[:-1]
 
 
+@pytest.mark.slow
 def test_all_scalars_are_averaged_in_one_message_per_update() -> None:
     assert ranks(2)(messages, 1) == [[1] * 6] * 2
     assert ranks(2)(messages, 3) == [[1] * 2] * 2

@@ -62,6 +62,7 @@ def twice() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_task_comes_back_as_it_was_and_can_be_used_again() -> None:
     task = deep()
     average = EMA(0.5)

@@ -442,6 +442,7 @@ def test_a_triton_configuration_fits_tritons_schema(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_exports_stand_in_one_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, out = str(run_folder.parent / "mine.py"), run_folder.parent / "out"
     words = ["export", str(run_folder), "--task", f"{mine}:Classifier", "--data", f"{mine}:data", "--out", str(out)]
@@ -511,6 +512,7 @@ def test_a_program_of_another_structure_is_refused(tmp_path: Path, monkeypatch: 
         exported(Classifier(), tmp_path)
 
 
+@pytest.mark.slow
 def test_of_what_a_card_names_only_libraries_for_torch_are_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

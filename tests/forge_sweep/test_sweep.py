@@ -279,6 +279,7 @@ class TestSeeds:
         assert sorted(row.path.name for row in rows) == ["trial-0000", "trial-0001"]
         assert {row.final["val/loss"] for row in rows} == {row.value for row in found.trials}
 
+    @pytest.mark.slow
     def test_a_killed_trial_goes_on_with_the_seed_that_ran(self, tmp_path: Path, empty_folder: Path) -> None:
         options: dict[str, Any] = {"sampler": "grid", "seeds": [0, 1], "overrides": self.OVERRIDES}
         straight = sweep(tmp_path / "straight", self.SPACE, **options)

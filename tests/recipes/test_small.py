@@ -58,7 +58,7 @@ def whole(loader: Any) -> tuple[Tensor, Tensor]:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES))
 def test_each_recipe_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_recipe(name).description
     words = ["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"]

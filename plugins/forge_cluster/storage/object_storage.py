@@ -41,10 +41,15 @@ def redacted(text: str) -> str:
     return text
 
 
+HERE = ("file", "local", "memory")
+"""Schemes of this machine: their URLs name no bucket or host."""
+
+
 def check_url(url: str, option: str) -> None:
     """Raise a RecipeError for an address that cannot be used, or that holds credentials: it is written to run cards."""
     scheme, found, rest = url.partition("://")
-    if not found or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
+    is_nowhere = rest.startswith("/") and scheme not in HERE
+    if not found or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/") or is_nowhere:
         raise RecipeError(
             f"{option} is {redacted(url)[:200]!r}; it must be a URL with a place in it, such as s3://bucket/prefix, "
             "gs://bucket/prefix or file:///shared/folder."

@@ -184,6 +184,7 @@ def test_overrides_may_stand_anywhere_among_the_options(forge):
     assert "max_epochs: 1" in Path("run/config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_trace_prints_every_hook_call(forge):
     forge("fit", "quickstart", *QUICK, "trainer.max_updates=1", "--trace")
     assert "forge_optimizer_step" in forge.err
@@ -201,6 +202,7 @@ def test_a_stack_recipe_alone_says_what_is_missing(forge):
 # -- a task from the user's own file ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_task_from_a_file_trains_with_any_stack_recipe(forge, ring):
     changed = ["task.lr=0.02", "data.batch_size=128", "-p", "no:compile"]
     forge("fit", "ring.py:Ring", "--recipe", "fast", *changed, "--run-dir", "run")
@@ -274,6 +276,7 @@ def test_a_task_without_data_says_where_to_give_them(forge, ring):
     assert "--data FILE.py:function" in forge.refused("fit", "bare.py:Ring")
 
 
+@pytest.mark.slow
 def test_a_stack_is_laid_over_a_recipe(forge):
     forge("fit", "quickstart", "--recipe", "debug", "trainer.max_updates=3", "-p", "no:profiler", "--run-dir", "run")
     config = Path("run/config.yaml").read_text()
@@ -478,6 +481,7 @@ def test_an_unknown_plugin_is_answered_with_the_nearest(forge):
     assert "Did you mean 'clip'?" in forge.refused("plugins", "clpi")
 
 
+@pytest.mark.slow
 def test_a_broken_plugin_is_listed_and_named_when_asked_for(forge, broken_plugin):
     assert "broken-plugin 1.2" in forge("plugins")
     message = forge.refused("plugins", "broken")

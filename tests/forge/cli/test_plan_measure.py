@@ -41,6 +41,7 @@ def test_the_costs_of_every_plugin_come_after_the_plan(forge: Forge) -> None:
     assert "forge.plan" not in out
 
 
+@pytest.mark.slow
 def test_json_holds_the_measured_costs(forge: Forge) -> None:
     _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "8", "--json")
     measured = json.loads(out)["measured"]
@@ -50,11 +51,13 @@ def test_json_holds_the_measured_costs(forge: Forge) -> None:
     assert sum(row["share"] for row in measured["rows"]) <= 1
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_disk(forge: Forge, tmp_path: Path, empty_folder: Path) -> None:
     forge("plan", *RECIPE, "--measure", "--updates", "5")
     assert [*tmp_path.iterdir(), *empty_folder.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_the_schedule_still_sees_the_whole_run(forge: Forge) -> None:
     """A run cut short by max_updates would make of a warm-up of 50 updates one that never ends, and be warned of."""
     _, _, err = forge("plan", *RECIPE, "--measure", "--updates", "5")
@@ -90,16 +93,19 @@ def data():
     assert "hello" in err
 
 
+@pytest.mark.slow
 def test_a_warning_of_the_run_is_still_seen(forge: Forge) -> None:
     _, _, err = forge("plan", *RECIPE, "--measure", "--updates", "5", "trainer.max_epochs=1")
     assert err.startswith("warning: schedule.warmup is 50 updates")
 
 
+@pytest.mark.slow
 def test_hooks_that_these_updates_did_not_meet_are_named(forge: Forge) -> None:
     _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "5")
     assert "not called in these updates: log, evaluate, save; --updates N measures longer" in out
 
 
+@pytest.mark.slow
 def test_a_ledger_of_the_recipe_is_used(forge: Forge) -> None:
     code, out, _ = forge("plan", *RECIPE, "-p", "ledger", "--measure", "--updates", "5")
     assert code == 0

@@ -409,6 +409,7 @@ def test_ranks_neither_divide_it_nor_reduce_its_gradients(strategy: str, tmp_pat
 # -- the rehearsal ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_rehearsal_finds_it_again_as_it_was(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     file = tmp_path / "task.py"
     file.write_text(REHEARSED)

@@ -107,6 +107,7 @@ def test_its_recipe_trains(example: Path, run_forge: Run, empty_folder: Path) ->
     assert "lookahead/distance" in (run / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_it_can_be_added_to_any_recipe_by_name(example: Path, run_forge: Run, empty_folder: Path) -> None:
     done = run_forge("fit", "quickstart", "-p", "lookahead", "trainer.max_updates=10", paths=[example])
     assert done.returncode == 0, done.stderr
@@ -144,6 +145,7 @@ def test_a_broken_package_is_listed_and_breaks_nothing(broken: Path, run_forge: 
     assert "clip" in done.stdout
 
 
+@pytest.mark.slow
 def test_training_without_the_broken_plugin_goes_on(broken: Path, run_forge: Run) -> None:
     done = run_forge("fit", "quickstart", "trainer.max_updates=2", paths=[broken])
     assert done.returncode == 0, done.stderr

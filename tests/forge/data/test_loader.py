@@ -415,6 +415,7 @@ class TestWorkers:
         ):
             next(taken)
 
+    @pytest.mark.slow
     def test_a_worker_that_hangs_as_it_starts_is_named_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         main, original = os.getpid(), random.seed
         monkeypatch.setattr(random, "seed", lambda *given: original(*given) if os.getpid() == main else hang())

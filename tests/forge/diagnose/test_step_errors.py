@@ -360,6 +360,7 @@ def test_the_wall_of_a_torch_worker_is_shortened(write: Write) -> None:
 # Tracebacks
 
 
+@pytest.mark.slow
 def test_all_frames_are_shown_if_asked_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tracebacks.FULL, "full")
     text = shown(raised(write("return self.body(x.double()).mean()  # here")))

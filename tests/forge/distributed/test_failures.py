@@ -191,6 +191,7 @@ def test_a_killed_rank_is_missed_by_the_other(start: Start) -> None:
     assert "Traceback" not in ranks.text
 
 
+@pytest.mark.slow
 def test_a_stall_names_the_missing_and_shows_all_stacks(start: Start) -> None:
     ranks = start("stall", options=("ddp.watchdog=3",))
     assert ranks.codes(seconds=3 + DIED) == [1, 1]
@@ -330,6 +331,7 @@ def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_blamed_on_the_silent_rank(store: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
     heartbeat = heartbeat_of(store, 0)
     far = StoreChannel(store, 1)

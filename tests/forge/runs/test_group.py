@@ -22,6 +22,7 @@ from forge.runs.spread import Spread, mean_curve, student_t
 from forge.runs.wording import number
 from forge.util import children
 from tests.support import forked
+from tests.support.profiles import some
 from tests.support.tasks import Classifier, make_batches
 
 TASK = """
@@ -130,7 +131,7 @@ class TestOneCommand:
         assert all((run.path / children.OUTPUT).is_file() for run in RunGroup("g").runs)
 
     @pytest.mark.parametrize(
-        ("who", "what", "code"), [("self", "SIGKILL", 1), ("parent", "SIGKILL", -9), ("parent", "SIGTERM", 85)]
+        ("who", "what", "code"), some([("parent", "SIGKILL", -9), ("self", "SIGKILL", 1), ("parent", "SIGTERM", 85)])
     )
     def test_it_is_continued_as_one(self, who: str, what: str, code: int) -> None:
         words = [*WORDS, "--seeds", "0,1,2", "--run-dir", "cut", "-q"]
@@ -155,6 +156,7 @@ class TestOneCommand:
         assert RunGroup(home).progress == "1 failed, 1 finished of 2"
         assert RunGroup(home).final["val/loss"] == RunFolder(home / "seed-1").final["val/loss"]
 
+    @pytest.mark.slow
     def test_the_newest_group_of_the_same_job_is_continued(self) -> None:
         assert command(*WORDS, "--seeds", "0", "-q").returncode == 0
         assert command(*WORDS, "--seeds", "0,1", "-q", "--resume").returncode == 0

@@ -183,6 +183,7 @@ def test_a_run_of_an_older_version_has_a_job(tmp_path: Path) -> None:
     assert changed_plan(then, changed(stack=[{**CLIP, "options": {"max_norm": 0.5}}])).startswith("clip.max_norm was 1")
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["fit", "quickstart", "task.hidden=8", "trainer.max_epochs=1", "-p", "no:tensorboard"]
 
