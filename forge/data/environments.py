@@ -34,7 +34,7 @@ class Environments:
         if count < 1:
             raise DataError(f"Environments: count is {count}; it must be at least 1.")
         self.make, self.seed = make, seed
-        self._numbers = list(range(count))
+        self._numbers, self._is_shared = list(range(count)), False
         self._begin()
 
     def _begin(self) -> None:
@@ -53,10 +53,10 @@ class Environments:
 
     def share(self, rank: int, world: int) -> None:
         """Keep every `world`-th environment, from `rank` on; does nothing the second time."""
-        if world > 1 and len(self._numbers) == len(self.envs) and not hasattr(self, "_shared"):
+        if world > 1 and not self._is_shared:
             if len(self._numbers) < world:
                 raise DataError(f"{len(self._numbers)} environments cannot be shared by {world} ranks. Make more.")
-            self._shared = True
+            self._is_shared = True
             self._numbers = self._numbers[rank::world]
             self._begin()
 

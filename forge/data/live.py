@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -305,13 +306,20 @@ def taken(value: Any, rows: slice | Tensor, size: int) -> Any:
     return value if part is None else part
 
 
-def _alone(task: nn.Module, function: Collect) -> Any:
-    """Call a function of a task outside of a run: in evaluation mode, without gradients."""
+@contextmanager
+def resting(task: nn.Module) -> Iterator[None]:
+    """Keep a task in evaluation mode, without gradients; restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in task.modules()]
     task.eval()
     try:
         with torch.no_grad():
-            return function(task)
+            yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _alone(task: nn.Module, function: Collect) -> Any:
+    """Call a function of a task outside of a run."""
+    with resting(task):
+        return function(task)

@@ -50,7 +50,6 @@ class Replay(Live):
         epoch: int = 1_000,
         alpha: float = 0.0,
         beta: float = 0.4,
-        seed: int | None = None,
     ):
         at_least_1 = {"capacity": capacity, "batch_size": batch_size, "every": every, "warmup": warmup, "epoch": epoch}
         for name, value in at_least_1.items():
@@ -59,7 +58,7 @@ class Replay(Live):
         if warmup > capacity:
             raise DataError(f"Replay: warmup={warmup} never comes: the buffer holds {capacity}.")
         self.capacity, self.collect, self.batch_size, self.every = capacity, collect, batch_size, every
-        self.warmup, self.epoch, self.alpha, self.beta, self.own_seed = warmup, epoch, alpha, beta, seed
+        self.warmup, self.epoch, self.alpha, self.beta = warmup, epoch, alpha, beta
         self.rows = 0
         "Samples in the buffer."
         self._next = self._drawn = self._given = 0

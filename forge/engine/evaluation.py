@@ -12,6 +12,7 @@ from torch import Tensor
 from forge.contract.step import Step
 from forge.contract.task import COLLECT, STAGE_METHODS
 from forge.data.accumulation_windows import length_of, set_epoch
+from forge.data.live import resting
 from forge.data.sharding import Portion
 from forge.diagnose import checks
 from forge.env import move
@@ -128,14 +129,8 @@ def collect(trainer: Run, function: Callable[[Any], Any]) -> Any:
 
     Its random numbers are the run's own, as in a loop by hand.
     """
-    modes = [(module, module.training) for module in trainer.task.modules()]
-    trainer.task.eval()
-    try:
-        with torch.no_grad():
-            return trainer.hooks.forge_forward(Step(trainer, COLLECT), function)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with resting(trainer.task):
+        return trainer.hooks.forge_forward(Step(trainer, COLLECT), function)
 
 
 def gradient_mode(name: str) -> AbstractContextManager[Any]:
