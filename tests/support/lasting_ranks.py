@@ -29,8 +29,11 @@ import torch
 
 from tests.support import forked
 
+MANY = 100
+"""Threads of a rank from which on it is replaced: torch keeps the groups of every test, and each has three."""
 LIMIT = 300.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
+LINUX = sys.platform == "linux"
 ROOT = Path(__file__).resolve().parents[2]
 DEATH = 1
 """prctl's PR_SET_PDEATHSIG."""
@@ -68,12 +71,14 @@ class Ranks:
         except BaseException:
             self.stop()
             raise
+        if any(threads(process.pid) > MANY for process, *_ in self._workers):
+            self.stop()
         self._signal(signal.SIGSTOP)
         return outcomes
 
     def _signal(self, number: signal.Signals) -> None:
         """Let them run, or rest until the next call: threads of gloo wake a hundred times a second for nothing."""
-        if forked.QUICK:
+        if LINUX:
             for process, *_ in self._workers:
                 process.send_signal(number)
 
@@ -107,6 +112,10 @@ def ranks(count: int) -> Ranks:
     return made
 
 
+def threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task")) if LINUX else 0
+
+
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -121,7 +130,7 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 def serve() -> None:
     """Be one rank: calls come on stdin, results leave on stdout, and what is printed goes to stderr."""
-    if forked.QUICK:
+    if LINUX:
         ctypes.CDLL(None).prctl(DEATH, signal.SIGKILL, 0, 0, 0)  # who rests does not notice that nobody calls any more
     current_process().authkey = bytes.fromhex(os.environ.pop(KEY))
     calls, results = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
