@@ -504,5 +504,11 @@ def test_blocks_are_cut_evenly_or_where_they_are_named() -> None:
         bounds_of(blocks, 9, [])
 
 
+def test_of_equal_containers_every_rank_cuts_the_first() -> None:
+    """Whatever the order of a set, which differs between processes."""
+    task = nn.ModuleDict({name: nn.Sequential(Block(), Block()) for name in "hgfedcba"})
+    assert list(blocks_of(task, [])) == ["h.0", "h.1"]
+
+
 def test_one_process_alone_trains_with_it_too() -> None:
     close(fit(deep(Deeper), [Pipeline(), Clip(0.5)]), fit(deep(Deeper), [Clip(0.5)]))

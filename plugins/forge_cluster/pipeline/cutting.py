@@ -33,7 +33,8 @@ def blocks_of(task: nn.Module, split: Sequence[str]) -> dict[str, nn.Module]:
             f"pipeline: {type(task).__name__} has neither repeated blocks in a ModuleList nor a Sequential to cut. Put "
             "its layers into one."
         )
-    where = max(containers, key=lambda name: sum(p.numel() for p in modules[name].parameters()))
+    sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in modules if name in containers}
+    where = max(sizes, key=lambda name: sizes[name])  # of equal ones the first, on every rank
     return {f"{where}.{name}".strip("."): block for name, block in modules[where].named_children()}
 
 
