@@ -506,7 +506,9 @@ def test_blocks_are_cut_evenly_or_where_they_are_named() -> None:
 
 def test_of_equal_containers_every_rank_cuts_the_first() -> None:
     """Whatever the order of a set, which differs between processes."""
-    task = nn.ModuleDict({name: nn.Sequential(Block(), Block()) for name in "hgfedcba"})
+    task = nn.Module()
+    for name in "hgfedcba":
+        task.add_module(name, nn.Sequential(Block(4), Block(4)))
     assert list(blocks_of(task, [])) == ["h.0", "h.1"]
 
 
