@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from forge_cluster.staged import Staged
 from forge_cluster.staged.bring import complete
 from forge_cluster.staged.node import NodeFolder
 from forge_plugins import DDP, EMA, FSDP, Checkpoint
+from tests.support import forked
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
@@ -157,26 +159,28 @@ def test_a_relative_folder_is_refused():
 
 
 KILLED = """
-import os, signal, sys, threading, time
+import os, signal, sys
 from pathlib import Path
 from tests.forge_cluster.test_staged import fit
-after = float(sys.argv[2])
-def end():
-    time.sleep(after)
-    os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=end, daemon=True).start()
-fit(Path(sys.argv[1]), "", None, "auto")
+place, left = sys.argv[1], int(sys.argv[2])
+def count(event, arguments):
+    global left
+    if event in ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree") and "/forge-" in str(arguments[0]):
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+fit(Path(place), "", None, "auto")
 """
+"""A run that is killed at the n-th touch of a file on its node."""
 
 
-@pytest.mark.parametrize("seconds", some([0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7], quick=0))
-def test_a_kill_at_any_point_leaves_whole_states(tmp_path: Path, seconds: float):
-    from tests.support import forked
-
+@pytest.mark.parametrize("touch", some([29, *range(1, 60, 4)], quick=1))
+def test_a_kill_at_any_touch_of_a_file_leaves_whole_states(tmp_path: Path, touch: int):
     whole = fit(tmp_path / "whole", "", None)
-    for attempt in range(4):
-        command = [forked.sys.executable, "-c", KILLED, str(tmp_path / "cut"), str(seconds + 0.05 * attempt)]
-        process = forked.Popen(command, cwd=Path(__file__).parents[2])
-        assert process.wait() in (0, -signal.SIGKILL)
+    for _ in range(2):  # the second attempt resumes from what the first left
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "cut"), str(touch)]
+        assert forked.Popen(command, cwd=Path(__file__).parents[2]).wait() == -signal.SIGKILL
     again = fit(tmp_path / "cut", "", None, "auto")
+    assert again["resumed"] is None or again["resumed"] % 2 == 0
     torch.testing.assert_close(again["weights"], whole["weights"], rtol=0, atol=0)
