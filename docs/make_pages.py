@@ -35,6 +35,7 @@ GROUPS = {
         "pipeline": "pipeline parallelism",
         "tensor_parallel": "tensor parallelism",
         "torchft": "replicas that survive each other (torchft)",
+        "staged": "states on the nodes, in two copies, between checkpoints",
         "context_parallel": "context parallelism (long sequences)",
     },
     "Training": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ class Request:
     update: int
     everywhere: bool = False
     "Whether every rank makes it at this very update, so that no agreement is needed."
+    own: bool = False
+    "A checkpoint that its asker alone keeps."
 
     def __str__(self) -> str:
         return f"{self.asker}: {self.reason}" if self.reason else self.asker
@@ -45,10 +47,11 @@ class Requests:
         self.log: deque[Request] = deque(maxlen=1000)
         "The latest requests of the run, in the order asked."
 
-    def add(self, kind: str, reason: str = "", everywhere: bool = False, by: str = "") -> None:
-        """Make a request. A second of the same kind changes nothing, unless only the second comes from all ranks."""
-        request = self.note(kind, reason, everywhere, by)
-        if kind not in self.open or (everywhere and not self.open[kind].everywhere):
+    def add(self, kind: str, reason: str = "", everywhere: bool = False, by: str = "", own: bool = False) -> None:
+        """Make a request. A second of the same kind changes nothing, unless only the second comes from all ranks, or is
+        for all that save."""
+        request, first = replace(self.note(kind, reason, everywhere, by), own=own), self.open.get(kind)
+        if first is None or (everywhere and not first.everywhere) or (first.own and not own):
             self.open[kind] = request
 
     def note(self, kind: str, reason: str, everywhere: bool = False, by: str = "", quiet: bool = False) -> Request:

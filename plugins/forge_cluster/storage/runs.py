@@ -52,8 +52,7 @@ class RemoteRun:
 
     def fetch(self, trainer: forge.Run) -> Path | None:
         """On rank 0: bring what the remote place has and the run to be resumed lacks; return a folder made for it."""
-        group = absolute(Path("runs") / group_of(trainer.recipe, name_of(trainer.task)))
-        local = _resumed(trainer, group)
+        group, local = _group(trainer), resumed_folder(trainer)
         if trainer.resume is None or trainer.wanted_run_dir is False or (local is None and trainer.resume != "auto"):
             return None
         if local is None and RUN in self._url:
@@ -94,11 +93,15 @@ class RemoteRun:
             ) from error
 
 
-def _resumed(trainer: forge.Run, group: Path) -> Path | None:
+def _group(trainer: forge.Run) -> Path:
+    return absolute(Path("runs") / group_of(trainer.recipe, name_of(trainer.task)))
+
+
+def resumed_folder(trainer: forge.Run) -> Path | None:
     """Return the local folder of the run that will be resumed; it need not hold a checkpoint."""
     wanted: Any = trainer.wanted_run_dir
     if trainer.resume == "auto":
-        return absolute(wanted) if wanted else _own_run(trainer, group)
+        return absolute(wanted) if wanted else _own_run(trainer, _group(trainer))
     path = absolute(trainer.resume) if trainer.resume is not None else None
     is_run = path is not None and (path / "checkpoints").is_dir()
     return path if is_run and (not wanted or absolute(wanted) == path) else None

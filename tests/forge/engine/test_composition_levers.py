@@ -59,6 +59,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "prefetch": {},
     "profiler": {"wait": 1, "warmup": 1, "active": 1},
     "progress": {},
+    "staged": {"every": "3 updates"},
     "tensorboard": {},
     "throughput": {},
     "validate_first": {},
