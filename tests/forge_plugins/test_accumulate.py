@@ -16,7 +16,7 @@ from forge.errors import RecipeError
 from forge.testing import assert_same_weights
 from forge_plugins import Accumulate, Checkpoint, Clip
 from tests.forge.snapshot.test_resume import die, live
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import fit, make_batches
 
 Batch = tuple[Tensor, Tensor]
 
@@ -75,30 +75,11 @@ def test_a_shorter_last_window_still_averages_right() -> None:
     assert_trains_alike(Exact(), batches(4, 4, 4, 4, 3), window=2)
 
 
-def test_a_window_longer_than_the_epoch_is_the_whole_epoch() -> None:
-    assert_trains_alike(Exact(), batches(4, 2), window=100)
-
-
 def test_num_items_decides_what_is_averaged_over() -> None:
     micros = batches(4, 4, 4, 4)
     for i, (_, labels) in enumerate(micros):
         labels[:i] = -100
     assert_trains_alike(Tokens(), micros, window=2)
-
-
-def test_weights_that_are_tensors_keep_a_loss_in_float32() -> None:
-    kinds: list[torch.dtype] = []
-
-    class Short(Tokens):
-        def training_step(self, batch: Batch) -> Tensor:
-            return super().training_step(batch).float()
-
-        @forge.hookimpl
-        def forge_backward(self, step: forge.Step, loss: Tensor) -> None:
-            kinds.append(loss.dtype)
-
-    fit(Short(), train=batches(4, 3), plugins=[Accumulate(2)])
-    assert kinds == [torch.float32] * 2
 
 
 def test_a_loader_without_a_length_is_windowed_the_same_way() -> None:
@@ -107,10 +88,6 @@ def test_a_loader_without_a_length_is_windowed_the_same_way() -> None:
     fit(task, train=iter(micros), plugins=[Accumulate(2)])
     fit(other, train=micros, plugins=[Accumulate(2)])
     torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=0, atol=0)
-
-
-def test_updates_are_counted_per_window() -> None:
-    assert fit(train=make_batches(5), max_epochs=2, plugins=[Accumulate(2)]).updates == 6
 
 
 def test_gradients_are_clipped_once_per_window() -> None:
@@ -124,27 +101,6 @@ def test_gradients_are_clipped_once_per_window() -> None:
 
     fit(train=make_batches(5), plugins=[Accumulate(2), Count(0.1)])
     assert clipped == [0, 1, 2]
-
-
-def test_the_window_knows_its_length_before_its_first_backward() -> None:
-    seen: list[tuple[int, int, bool]] = []
-
-    class Watch(forge.Plugin):
-        @forge.hookimpl(wrapper=True)
-        def forge_micro_step(self, step: forge.Step) -> Any:
-            seen.append((step.micro, len(step.window), step.is_last_micro))
-            return (yield)
-
-    fit(train=make_batches(3), plugins=[Accumulate(2), Watch()])
-    assert seen == [(0, 2, False), (1, 2, True), (0, 1, True)]
-
-
-def test_the_logged_loss_is_the_mean_over_samples() -> None:
-    task, micros = Classifier(lr=0.0), batches(1, 7, 4)
-    with torch.no_grad():
-        losses = [(len(y), float(F.cross_entropy(task(x), y))) for x, y in micros]
-    expected = sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
-    assert fit(task, train=micros, plugins=[Accumulate(2)]).metrics["train/loss"] == pytest.approx(expected)
 
 
 def test_a_window_below_one_is_refused() -> None:

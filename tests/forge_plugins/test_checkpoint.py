@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import forge
 from forge.checkpoint import Checkpoints, publish
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.config import load_recipe
-from forge_plugins.checkpoint import Best, Checkpoint, ranking
+from forge_plugins.checkpoint import Checkpoint, ranking
 from tests.support.ranks import in_threads
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -75,11 +74,6 @@ def test_several_intervals_are_all_kept_to_and_the_end_is_saved(tmp_path: Path) 
     plugin = Checkpoint(["3 updates", "1 epoch"], keep=9)
     fit(train=make_batches(5), max_updates=8, max_epochs=None, plugins=[plugin], run_dir=tmp_path)
     assert kept(tmp_path) == [3, 5, 6, 8]
-
-
-def test_without_an_interval_only_the_end_is_saved(tmp_path: Path) -> None:
-    fit(train=make_batches(3), max_epochs=2, plugins=[Checkpoint(every=None)], run_dir=tmp_path)
-    assert kept(tmp_path) == [6]
 
 
 def test_a_checkpoint_holds_the_state_of_its_update(tmp_path: Path) -> None:
@@ -165,13 +159,6 @@ def test_all_ranks_decide_alike_and_only_rank_0_looks(
     assert (target(tmp_path, "best"), target(tmp_path, "latest")) == (3, 5)
 
 
-def test_the_time_a_save_took_is_logged_but_no_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="forge")
-    result = fit(plugins=[Checkpoint()], run_dir=tmp_path)
-    assert "checkpoint of update 4: training waited" in caplog.text
-    assert not [name for name in result.metrics if "checkpoint" in name]
-
-
 # -- best -------------------------------------------------------------------------------------------------------------
 
 
@@ -181,35 +168,10 @@ def test_the_best_is_kept_however_old_it_is(tmp_path: Path) -> None:
     assert (target(tmp_path, "best"), target(tmp_path, "latest")) == (4, 10)
 
 
-def test_the_smallest_is_best_where_the_mode_says_so(tmp_path: Path) -> None:
-    fit_scores([0.3, 0.1, 0.2], tmp_path, keep=1, best={"monitor": "val/score", "mode": "min"})
-    assert target(tmp_path, "best") == 4
-
-
-def test_several_best_are_kept(tmp_path: Path) -> None:
-    best = {"monitor": "val/score", "mode": "max", "keep": 2}
-    fit_scores([0.5, 0.9, 0.1, 0.7, 0.2], tmp_path, every="1 epoch", keep=1, best=best)
-    assert kept(tmp_path) == [4, 8, 10]
-
-
-def test_of_equals_the_earlier_stays_best(tmp_path: Path) -> None:
-    fit_scores([0.5, 0.5, 0.5], tmp_path, keep=1)
-    assert target(tmp_path, "best") == 2
-
-
 def test_what_is_not_finite_is_never_best(tmp_path: Path) -> None:
     fit_scores([math.nan, 0.1, math.inf, math.nan], tmp_path, keep=1)
     assert target(tmp_path, "best") == 4
     assert kept(tmp_path) == [4, 8]
-
-
-def test_a_run_without_a_finite_value_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit_scores([math.nan, math.inf], tmp_path)
-    assert [text for text in caplog.messages if "val/score" in text] == [
-        "At update 2 val/score is nan. Such a value is never the best one.",
-        "checkpoint.best compared nothing: val/score was never a finite number, so there is no best checkpoint.",
-    ]
-    assert not (tmp_path / "checkpoints" / "best").exists()
 
 
 def test_an_absent_monitor_is_refused_with_what_there_is(tmp_path: Path) -> None:
@@ -236,20 +198,6 @@ def test_a_best_that_no_validation_can_give_is_warned_of(tmp_path: Path, caplog:
     assert caplog.messages == []
 
 
-def test_a_best_of_another_life_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            raise RuntimeError("on purpose")
-
-    plugin = Checkpoint(best={"monitor": "val/loss", "mode": "min"})
-    data: dict[str, Any] = {"train": make_batches(2), "val": make_batches(1), "plugins": [plugin], "seed": 0}
-    fit(**data, max_updates=2, max_epochs=None, run_dir=tmp_path)
-    fit(**data, max_updates=3, max_epochs=None, run_dir=tmp_path, resume="auto")
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(Fails(), **data, run_dir=tmp_path / "failed")
-    assert "compared nothing" not in caplog.text
-
-
 def test_the_best_so_far_is_carried_over_a_resume(tmp_path: Path) -> None:
     settings = {"every": "1 epoch", "keep": 1, "best": {"monitor": "val/score", "mode": "max"}}
     data: dict[str, Any] = {"train": make_batches(2), "val": make_batches(1), "run_dir": tmp_path}
@@ -258,15 +206,6 @@ def test_the_best_so_far_is_carried_over_a_resume(tmp_path: Path) -> None:
     fit(Scores([0.5, 0.6]), max_epochs=4, seed=0, plugins=[Checkpoint(**settings)], resume="auto", **data)
     assert kept(tmp_path) == [2, 8]
     assert target(tmp_path, "best") == 2
-
-
-def test_values_of_another_metric_are_not_carried_over(tmp_path: Path) -> None:
-    data: dict[str, Any] = {"train": make_batches(2), "val": make_batches(1), "run_dir": tmp_path, "seed": 0}
-    first = Checkpoint(every=None, best={"monitor": "val/score", "mode": "max"})
-    fit(Scores([0.9]), max_epochs=1, plugins=[first], **data)
-    second = Checkpoint(every=None, keep=1, best={"monitor": "val/score", "mode": "min"})
-    fit(Scores([1.5]), max_epochs=2, plugins=[second], resume="auto", allow_inexact=True, **data)
-    assert target(tmp_path, "best") == 4
 
 
 def test_best_values_whose_checkpoint_is_gone_are_forgotten(tmp_path: Path) -> None:
@@ -465,22 +404,6 @@ def test_a_failed_write_stops_the_run_and_names_path_and_cause(
     assert kept(tmp_path) == [1, 2]
 
 
-def test_a_failed_write_stops_the_run_at_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Broken(monkeypatch, 3)
-    plugin, seen = Checkpoint("3 updates"), []
-
-    @forge.on("step_end")
-    def wait(step: forge.Step) -> None:
-        seen.append(step.index)
-        writer: Any = plugin._writer
-        if writer._thread is not None:
-            writer._thread.join()
-
-    with pytest.raises(forge.CheckpointError, match="The checkpoint of update 3"):
-        fit(train=make_batches(6), plugins=[plugin, wait], run_dir=tmp_path)
-    assert seen == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("background", [True, False])
 def test_with_warn_a_failed_write_is_logged_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
@@ -540,12 +463,6 @@ def test_an_old_one_that_stays_is_a_warning(
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_best_can_be_a_mapping_or_an_object() -> None:
-    mapping = Checkpoint(best={"monitor": "val/accuracy", "mode": "max"})
-    assert mapping.config.best == Best(monitor="val/accuracy", mode="max", keep=1)
-    assert Checkpoint(best=Best(monitor="val/accuracy", mode="max")).config == mapping.config
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -561,22 +478,3 @@ def test_best_can_be_a_mapping_or_an_object() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(forge.ForgeError, match=message):
         Checkpoint(**options)
-
-
-def test_a_stack_without_best_wraps_nothing() -> None:
-    assert Checkpoint().forge_evaluate is None
-
-
-def test_two_in_one_stack_are_refused(tmp_path: Path) -> None:
-    plugins = {"checkpoint": {}, "checkpoint@second": {"every": "1 updates"}}
-    with pytest.raises(forge.StackError, match="'checkpoint' and 'checkpoint@second' both provide 'checkpoints'"):
-        fit(plugins=plugins, run_dir=tmp_path)
-
-
-@pytest.mark.parametrize(("metric", "mode"), [("val/loss", "min"), ("val/accuracy", "max")])
-def test_a_metric_alone_for_best_is_answered_with_the_right_form(metric: str, mode: str) -> None:
-    form = rf"best: {{monitor: {metric}, mode: {mode}}}"
-    with pytest.raises(forge.RecipeError, match=form):
-        Checkpoint(best=metric)
-    with pytest.raises(forge.RecipeError, match=form):
-        load_recipe("quickstart", [f"checkpoint.best={metric}"])

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import forge
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import EMA, Checkpoint
+from forge_plugins import EMA
 from tests.support.averages import Watched, applied, by_hand, ema_of, loss_of, parameters, train
 
 
@@ -60,13 +60,6 @@ def test_start_every_and_warmup_are_what_a_plain_loop_does(decay: float, start: 
     assert_same_weights(parameters(applied(plugin, task)), dict(zip(names, expected, strict=True)))
 
 
-@pytest.mark.parametrize(("start", "updates"), [(0.5, 5), ("5 updates", 5), ("1 epoch", 5), (0.0, 0)])
-def test_the_start_can_be_updates_a_share_or_an_interval(start: Any, updates: int) -> None:
-    plugin = EMA(0.9, start=start)
-    task, _ = fit_tiny([plugin])
-    assert_same_weights(applied(plugin, task), by_hand(ema_of, lambda update: update > updates).module)
-
-
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,30 +85,6 @@ def floats_only(decay: float) -> Any:
             torch._foreach_copy_(means, now)
 
     return update
-
-
-class Recentred(TinyTask):
-    """Puts another tensor in the place of its buffer at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(6))
-
-    def training_step(self, batch: Any) -> Any:
-        self.centre = self.centre * 0.5 + batch[0].mean(0) * 0.5
-        return super().training_step((batch[0] - self.centre, batch[1]))
-
-
-def test_a_buffer_that_is_replaced_is_averaged_all_the_same() -> None:
-    plugin = EMA(0.5, buffers="average")
-    task, _ = fit_tiny([plugin], task=Recentred())
-    centre, mean = torch.zeros(6), None
-    for x, _ in tiny_batches() * 2:
-        centre = centre * 0.5 + x.mean(0) * 0.5
-        mean = centre.clone() if mean is None else mean.lerp_(centre, 0.5)
-    assert mean is not None
-    assert torch.equal(applied(plugin, task).state_dict()["centre"], mean)
-    assert torch.equal(task.state_dict()["centre"], centre)
 
 
 def test_validation_is_of_the_average_with_the_live_buffers() -> None:
@@ -163,15 +132,6 @@ def test_a_buffer_that_an_evaluation_replaces_is_put_back(tmp_path: Path, in_tra
     assert_same_weights(fresh, load_file(tmp_path / "weights.safetensors"))
 
 
-def test_a_run_with_other_buffers_takes_what_there_is(tmp_path: Path) -> None:
-    plugin = EMA(0.9)
-    for updates, buffers in ((3, "copy"), (6, "average"), (9, "copy")):
-        plugin = EMA(0.9, buffers=buffers)
-        fit_tiny([plugin, Checkpoint()], run_dir=tmp_path, max_updates=updates, resume="auto")
-    assert "net.1.running_mean" not in plugin._average.tensors
-    assert plugin._average.count == 9
-
-
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 
@@ -191,11 +151,3 @@ def test_an_average_that_the_run_is_too_short_for_is_told(
 ) -> None:
     fit_tiny([EMA(**options)])
     assert ("set ema.warmup=true, or a smaller decay" in caplog.text) == warned
-
-
-@pytest.mark.parametrize(("start", "warned"), [(9, False), (10, True), ("2 epochs", True), (0.9, False)])
-def test_a_start_that_the_run_never_reaches_is_told_at_once(
-    start: Any, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    fit_tiny([EMA(start=start, warmup=True)])
-    assert ("nothing will be averaged" in caplog.text) == warned

@@ -14,7 +14,6 @@ import forge
 from forge.data import Loader
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP
-from forge_plugins.common.loss_over_ranks import _kind_of
 from tests.support.lasting_ranks import ranks
 
 LENGTH, CLASSES = 6, 5
@@ -170,19 +169,6 @@ def test_a_mean_over_something_else_than_samples_is_told_with_the_cure(task: Any
     assert seen == [8, 8]  # nothing of the comparison is left
 
 
-def test_one_sample_per_rank_is_compared_with_those_of_other_ranks() -> None:
-    (first, seen), (second, _) = ranks(2)(said, Texts, "ddp", 2)
-    assert len(first) == 1
-    assert second == []
-    assert seen == [1, 1]
-
-
-def test_a_sum_is_told() -> None:
-    (first, _), _ = ranks(2)(said, Sum)
-    assert len(first) == 1
-    assert "adds its loss up over the samples" in first[0]
-
-
 @pytest.mark.parametrize("task", [Counted, Mean, PerText, Statistics, Contrastive, Noisy, Bare])
 def test_no_other_loss_is_told(task: Any) -> None:
     for heard, seen in ranks(2)(said, task):
@@ -201,13 +187,3 @@ def weights(task: type[Texts], looks: bool) -> list[Tensor]:
 def test_the_comparison_leaves_no_trace(task: Any) -> None:
     for looked, left in zip(ranks(2)(weights, task, True), ranks(2)(weights, task, False), strict=True):
         assert all(map(torch.equal, looked, left))
-
-
-def test_losses_that_are_no_weighted_mean_are_not_told() -> None:
-    alone = {(0,): 1.0, (1,): 2.0, (2,): 3.0}
-    right = {**alone, (0, 1): 1.5, (1, 2): 2.5, (0, 2): 2.0, (0, 1, 2): 2.0}
-    counted = {**alone, (0, 1): 5 / 3, (1, 2): 8 / 3, (0, 2): 13 / 5, (0, 1, 2): 17 / 7}
-    assert _kind_of(right, 1e-6) is None
-    assert "1 : 2 : 4" in (_kind_of(counted, 1e-6) or "")
-    assert _kind_of({**counted, (0, 1, 2): 2.2}, 1e-6) is None
-    assert _kind_of({**right, (0, 1, 2): 2.001}, 1e-6) is None

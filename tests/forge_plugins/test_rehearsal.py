@@ -24,7 +24,7 @@ from forge.errors import CheckpointError
 from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
-from forge_plugins.checkpoint.rehearsal import FitStart, ResumeVerdict, judged
+from forge_plugins.checkpoint.rehearsal import FitStart
 
 EXACT = "Resume rehearsed: a second process continued this run bit for bit."
 
@@ -195,12 +195,6 @@ class Counts(TinyTask):
         return super().training_step(batch)
 
 
-def test_what_drifts_without_effect_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    live(tmp_path, Counts())
-    assert "It did not have task.seen as this run has, and did not need it yet." in caplog.text
-    assert resume_of(tmp_path) == "rehearsed, exact: task.seen is not restored"
-
-
 class Unlike(Scaled):
     def next(self) -> float:
         return 1 + int.from_bytes(os.urandom(2)) / 1e9
@@ -212,19 +206,6 @@ def test_what_no_two_processes_repeat_is_not_blamed_on_the_resume(
     live(tmp_path, Unlike())
     assert "Two processes that continue this run differ from each other" in caplog.text
     assert resume_of(tmp_path).startswith("not deterministic: ")
-
-
-class Stamps(TinyTask):
-    """Notes the time, which differs in every process and matters to none."""
-
-    def training_step(self, batch: Any) -> Any:
-        self.now = time.monotonic_ns()
-        return super().training_step(batch)
-
-
-def test_what_differs_in_every_process_without_effect_is_not_mentioned(tmp_path: Path) -> None:
-    live(tmp_path, Stamps())
-    assert resume_of(tmp_path) == "rehearsed, exact"
 
 
 # -- the run is not disturbed -----------------------------------------------------------------------------------------
@@ -313,13 +294,6 @@ def test_a_run_that_is_not_rehearsed_says_why(
     assert resume_of(tmp_path) == "not rehearsed: a process cannot be copied on this system"
 
 
-def test_a_run_that_ends_first_says_so_in_its_card_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    live(tmp_path, TinyTask(), max_updates=5)
-    assert resume_of(tmp_path) == "not rehearsed: the run ended first"
-    assert "rehearsed" not in caplog.text
-
-
 def test_a_run_that_takes_no_longer_than_its_start_is_short() -> None:
     start = FitStart()
     start.began, start.start_up = time.monotonic() - 10, 3.0
@@ -331,34 +305,10 @@ def test_a_run_that_takes_no_longer_than_its_start_is_short() -> None:
     assert not start.is_short(run)  # pyright: ignore[reportArgumentType]
 
 
-def test_off_is_a_word_in_a_recipe_too() -> None:
-    recipe = forge.load_recipe("quickstart", ["checkpoint.rehearse=off"])  # which YAML reads as false
-    [saver] = [plugin for plugin in forge.Trainer(recipe=recipe).stack if isinstance(plugin, Checkpoint)]
-    assert saver.config.rehearse == "off"
-
-
 def test_off_leaves_nothing(tmp_path: Path) -> None:
     live(tmp_path, InAttribute(), "off")
     assert RunFolder(tmp_path).card["resume"] is None
     assert not (tmp_path / "evidence").exists()
-
-
-def test_a_second_process_that_fails_is_quoted(tmp_path: Path) -> None:
-    live(tmp_path, OnlyHere())
-    assert resume_of(tmp_path) == "not rehearsed: the second process failed: RuntimeError: only here"
-
-
-class OnlyHere(TinyTask):
-    """Cannot run in another process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.process = os.getpid()
-
-    def training_step(self, batch: Any) -> Any:
-        if os.getpid() != self.process:
-            raise RuntimeError("only here")
-        return super().training_step(batch)
 
 
 def test_a_resume_that_would_be_refused_is_told(tmp_path: Path) -> None:
@@ -436,14 +386,3 @@ def test_from_the_command_line_it_is_a_new_process(tmp_path: Path, run_forge: An
 
 
 # -- the verdict ------------------------------------------------------------------------------------------------------
-
-
-def test_a_value_that_two_rehearsals_have_differently_is_no_cause() -> None:
-    def line(weights: str, **hidden: str) -> dict[str, Any]:
-        parts = {name: {} for name in ("batch", "rng", "means", "optimizer")}
-        return {"update": 6, "made by": {}, **parts, "weights": {"w": weights}, "hidden": hidden}
-
-    own = line("a", count="5", time="1")
-    found = judged(own, [line("b", count="1", time="2"), line("b", count="1", time="3")])
-    assert (found.state, found.names) == ("differs", ("count",))
-    assert judged(own, [line("a", count="5", time="2"), line("a", count="5", time="3")]) == ResumeVerdict("exact")
