@@ -74,12 +74,3 @@ def test_the_example_of_a_page_runs(
             words += [f"trainer.max_updates={12 if PROFILE == 'full' else 4}", *CHEAP.get(name, [])]
             words += ["-p", "no:first_look"] if PROFILE == "quick" and name != "first_look" else []
         assert cli.main(words) == 0, line
-
-
-def test_a_page_is_made_of_docstring_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plugins", "clip", "--markdown"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("# clip\n\nClip gradients before the optimizer step")
-    assert "| `max_norm` | float or None | `1.0` | Largest allowed global gradient norm;" in text
-    assert "```bash\nforge fit quickstart -p clip" in text
-    assert "forge_edit_grads" not in text

@@ -48,12 +48,6 @@ def test_export_writes_the_best_weights(run: torch.Tensor, capsys: pytest.Captur
     assert torch.allclose(answer, run, atol=1e-6)
 
 
-def test_bench_times_the_best_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--engines", "eager", "--batch", "2", "--seconds", "0.01"]
-    assert main(["bench", BEST, *words, *NAMED]) == 0
-    assert "run: best weights of update 2" in capsys.readouterr().out
-
-
 def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
     command = [sys.executable, "-m", "forge", "serve", BEST, "--port", "0", *NAMED]
     paths = os.pathsep.join(path for path in sys.path if path)
