@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import forge
@@ -18,7 +17,7 @@ from forge.checkpoint.weights import find_weights, noted_as_average, read_weight
 from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 from tests.support.tasks import Classifier
-from tests.support.weights_kit import Wider, as_lightning
+from tests.support.weights_kit import Wider
 
 # -- what a run folder stands for -------------------------------------------------------------------------------------
 
@@ -32,14 +31,6 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_finished_run_stands_for_its_weights_file(run: Path) -> None:
     assert find_weights(run) == run / "weights.safetensors"
-
-
-def test_a_continued_run_stands_for_its_newest_checkpoint(run: Path) -> None:
-    old = (run / "weights.safetensors").read_bytes()
-    fit_tiny([Checkpoint()], run_dir=run, max_epochs=3, resume="auto")
-    assert find_weights(run) == run / "weights.safetensors"
-    (run / "weights.safetensors").write_bytes(old)  # as if it had been killed before the end
-    assert find_weights(run).name == "update-00000015"
 
 
 def test_damaged_checkpoints_leave_the_weights_file_in_its_place(run: Path) -> None:
@@ -59,11 +50,6 @@ def test_an_unfinished_run_stands_for_its_newest_checkpoint(run: Path) -> None:
     assert find_weights(run / "checkpoints").name == "update-00000010"
     (Checkpoints(run / "checkpoints").path(10) / "model.safetensors").write_bytes(b"")
     assert find_weights(run).name == "update-00000005"
-
-
-def test_foreign_weights_stand_before_checkpoints(run: Path) -> None:
-    save_file(TinyTask().state_dict(), run / "weights.safetensors")
-    assert find_weights(run) == run / "weights.safetensors"
 
 
 def test_a_checkpoint_and_a_pointer_to_it_stand_for_themselves(run: Path) -> None:
@@ -153,13 +139,6 @@ def test_arguments_that_are_not_plain_data_are_asked_for_by_name(tmp_path: Path)
     assert Odd.from_checkpoint(tmp_path / "w.safetensors", layer=layer).init_args["layer"] is layer
 
 
-def test_a_subclass_or_a_renamed_class_may_load_the_weights(run: Path) -> None:
-    class Renamed(TinyTask):
-        pass
-
-    assert_same_weights(Renamed.from_checkpoint(run), TinyTask.from_checkpoint(run))
-
-
 def test_another_classs_checkpoint_is_refused_by_both_names(tmp_path: Path) -> None:
     class Other(Wider):
         def __init__(self, hidden: int = 8, lr: float = 0.1):
@@ -172,24 +151,6 @@ def test_another_classs_checkpoint_is_refused_by_both_names(tmp_path: Path) -> N
         Wider.from_checkpoint(tmp_path / "w.safetensors")
     partly = Other.from_checkpoint(tmp_path / "w.safetensors", strict=False)
     assert partly.net[2].out_features == 5
-
-
-def test_a_foreign_file_leaves_the_arguments_to_the_caller(tmp_path: Path) -> None:
-    task = Classifier(hidden=5)
-    as_lightning(task, tmp_path / "w")
-    assert_same_weights(Classifier.from_checkpoint(tmp_path / "w.ckpt", hidden=5), task)
-
-
-def test_the_base_class_makes_no_task(run: Path) -> None:
-    with pytest.raises(forge.TaskError, match="call it on the class that was saved"):
-        forge.TaskModule.from_checkpoint(run)
-
-
-def test_a_task_is_made_on_the_cpu_despite_the_default_device(run: Path) -> None:
-    with torch.device("meta"):
-        task = TinyTask.from_checkpoint(run)
-    assert {tensor.device.type for tensor in task.state_dict().values()} == {"cpu"}
-    assert_same_weights(task, TinyTask.from_checkpoint(run))
 
 
 def test_state_that_is_no_tensor_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
@@ -244,51 +205,6 @@ def test_an_average_is_offered_by_the_tasks_names(tmp_path: Path) -> None:
     assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="polyak"), expected)
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {"classes": torch.ones(3)},
-        {"net.0.weight": torch.ones(8, 6), "classes": torch.ones(3)},
-        {"net.0.weight": 0.5},
-        [torch.ones(3)],
-        0.5,
-    ],
-)
-def test_weights_of_another_kind_are_no_average(tmp_path: Path, weights: Any) -> None:
-    checkpoint, task = saved_with(tmp_path, {"weights": weights})
-    with pytest.raises(forge.CheckpointError, match=r"holds no average called 'polyak'\. No plugin"):
-        load_weights(TinyTask(), checkpoint, weights="polyak")
-    assert_same_weights(TinyTask.from_checkpoint(checkpoint), task)
-
-
-def test_an_average_of_another_shape_is_a_misfit_by_name(tmp_path: Path) -> None:
-    checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(2, 2)}})
-    with pytest.raises(forge.TaskError, match=r"net\.0\.weight is \(2, 2\) in the file"):
-        load_weights(TinyTask(), checkpoint, weights="polyak")
-
-
-def test_complex_weights_are_averaged_as_what_they_are(tmp_path: Path) -> None:
-    class Spectral(TinyTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-
-        def training_step(self, batch: Any) -> Any:
-            metrics = super().training_step(batch)
-            return {**metrics, "loss": metrics["loss"] + self.filter.abs().square().sum()}
-
-        validation_step = TinyTask.training_step
-
-    mean = torch.tensor([1 + 2j, 0, 3j, 4])
-    task, _ = fit_tiny(
-        [KeepsWeights({"weights": {"filter": mean}}), Checkpoint()], task=Spectral(), run_dir=tmp_path / "run"
-    )
-    loaded = Spectral()
-    load_weights(loaded, tmp_path / "run" / "checkpoints" / "latest", weights="polyak")
-    assert torch.equal(loaded.filter, mean.to(torch.complex64))
-    assert torch.equal(loaded.net[0].weight, task.state_dict()["net.0.weight"])
-
-
 def test_only_the_average_is_read_out_of_a_checkpoints_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(8, 6)}})
     read: list[str] = []
@@ -315,20 +231,3 @@ def test_a_weights_file_says_whose_average_it_is(tmp_path: Path) -> None:
         read_weights(tmp_path / "average.safetensors", "raw")
     with pytest.raises(forge.TaskError, match=r"plain\.safetensors holds the trained weights.*average 'ema'"):
         read_weights(tmp_path / "plain.safetensors", "ema")
-
-
-def test_a_foreign_file_is_what_was_trained(tmp_path: Path) -> None:
-    torch.save(TinyTask().state_dict(), tmp_path / "w.pt")
-    load_weights(TinyTask(seed=7), tmp_path / "w.pt", weights="raw")
-    with pytest.raises(forge.TaskError, match=r"w\.pt holds the trained weights"):
-        load_weights(TinyTask(), tmp_path / "w.pt", weights="ema")
-
-
-def test_a_task_with_an_argument_called_weights_is_made_again(tmp_path: Path) -> None:
-    class Pretrained(TinyTask):
-        def __init__(self, weights: str = "imagenet"):
-            super().__init__()
-            self.weights = weights
-
-    save_weights(Pretrained("none"), tmp_path / "w.safetensors")
-    assert Pretrained.from_checkpoint(tmp_path / "w.safetensors").weights == "none"

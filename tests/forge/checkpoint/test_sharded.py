@@ -24,17 +24,15 @@ from forge.checkpoint import (
     StoredCheckpoint,
     Writers,
     check_savable,
-    manifest,
     placed_like,
     tensors,
     write_checkpoint,
 )
 from forge.checkpoint.readers import Readers
-from forge.checkpoint.slices import TensorSlice, cover, parse_piece_name, piece_name
+from forge.checkpoint.slices import TensorSlice, cover
 from forge.checkpoint.tree import split
 from forge.errors import CheckpointError
 from tests.conftest import PROFILE
-from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
 from tests.forge.checkpoint.test_tree import same, tensor_of
 from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support.ranks import in_threads, pretending
@@ -73,12 +71,6 @@ def test_boxes_cover_a_tensor_exactly_or_not(data: st.DataObject) -> None:
     elif how == "grow":
         boxes[chosen] = TensorSlice(begin, tuple(a + b for a, b in zip(size, one, strict=True)))
     assert cover(shape, boxes) == counted(shape, boxes) == (how == "leave")
-
-
-def test_a_piece_is_named_by_its_tensor_and_where_it_begins() -> None:
-    assert piece_name("a@b.w", TensorSlice((0, 12), (3, 4))) == "a@b.w@0,12"
-    assert parse_piece_name("a@b.w@0,12") == ("a@b.w", (0, 12))
-    assert [parse_piece_name(text) for text in ("w", "w@", "w@01", "w@-1", "w@1,", "@1", "w@1.5")] == [None] * 7
 
 
 # -- pretended ranks --------------------------------------------------------------------------------------------------
@@ -224,18 +216,6 @@ def test_ranks_that_hold_the_same_shard_share_the_work() -> None:
         assert max(loads) - min(loads) <= max(t.nbytes for t in weights)
 
 
-def test_of_meshes_that_hold_the_same_only_the_first_writes(tmp_path: Path) -> None:
-    full = torch.randn(6, 3)
-
-    def make() -> dict[str, Any]:
-        inner = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
-        return {"model": {"w": distribute_tensor(full, inner, [S0], src_data_rank=None)}}
-
-    shares = write_pretended(tmp_path / "it", 4, make)
-    assert [list(share.model) for share in shares] == [["w@0,0"], ["w@3,0"], [], []]
-    assert same(StoredCheckpoint(tmp_path / "it").load(), {"model": {"w": full}})
-
-
 def test_tied_shards_are_written_once_and_tied_again(tmp_path: Path) -> None:
     full = torch.randn(1, 4)
 
@@ -251,32 +231,6 @@ def test_tied_shards_are_written_once_and_tied_again(tmp_path: Path) -> None:
     loaded = StoredCheckpoint(tmp_path / "it").load()["model"]
     assert loaded["a"] is loaded["b"]
     assert loaded["a"] is not loaded["c"]
-
-
-def test_names_that_read_like_pieces_are_kept_apart(tmp_path: Path) -> None:
-    full = torch.randn(4, 2)
-
-    def make() -> dict[str, Any]:
-        spread = distribute_tensor(full, init_device_mesh("cpu", (2,)), [S0], src_data_rank=None)
-        return {"model": {"w": spread, "w@0,0": torch.ones(1), "w@2,0": torch.zeros(2)}}
-
-    write_pretended(tmp_path / "it", 2, make)
-    expected = {"model": {"w": full, "w@0,0": torch.ones(1), "w@2,0": torch.zeros(2)}}
-    assert same(StoredCheckpoint(tmp_path / "it").load(), expected)
-    write_checkpoint(tmp_path / "one", expected)
-    assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"w", "w@0,0", "w@2,0"}
-
-
-def test_a_mesh_of_one_writes_what_one_process_writes(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "plain", plain_tree(3))
-    with pretending(0, 1):
-        mesh = init_device_mesh("cpu", (1,))
-        tree = plain_tree(3)
-        for named in (tree["model"], tree["optimizers"]["state"]["w"]):
-            named |= {name: distribute_tensor(tensor, mesh, [S0], src_data_rank=None) for name, tensor in named.items()}
-        write_checkpoint(tmp_path / "mesh", tree)
-    for name in (manifest.NAME, *manifest.FILES):
-        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "mesh" / name).read_bytes()
 
 
 def test_a_dtensor_that_cannot_be_saved_is_refused_by_path() -> None:
@@ -342,13 +296,3 @@ def test_a_tensor_is_placed_by_its_name_and_shape_alone(tmp_path: Path) -> None:
         assert same(loaded["plugins"]["odd"], tree["plugins"]["odd"])
         assert same(loaded["optimizers"][""]["state"]["w"]["step"], torch.tensor(5.0))
         assert same(loaded["model"]["b"], full["b"])
-
-
-def test_what_is_tied_is_placed_under_any_of_its_names(tmp_path: Path) -> None:
-    full = torch.randn(4, 2)
-    write_checkpoint(tmp_path / "it", {"model": {"w": full, "tied": full}})
-    with pretending(1, 2):
-        live = {"w": distribute_tensor(full, init_device_mesh("cpu", (2,)), [S0], src_data_rank=None)}
-        loaded = StoredCheckpoint(tmp_path / "it").load(place=placed_like(live))["model"]
-        assert isinstance(loaded["w"], DTensor)
-        assert loaded["tied"] is loaded["w"]

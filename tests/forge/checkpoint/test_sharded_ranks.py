@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from forge import load_weights
 from forge.checkpoint import (
     BackgroundWriter,
     Checkpoints,
@@ -33,7 +31,7 @@ from tests.forge.checkpoint.test_tree import same
 from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support import sharded_kit
 from tests.support.ranks import launch
-from tests.support.sharded_kit import S1, Net, R, spread, step, tree_of_net, whole, write_in_threads
+from tests.support.sharded_kit import S1, R, spread, step, tree_of_net, whole, write_in_threads
 
 saved = sharded_kit.saved
 
@@ -91,18 +89,6 @@ def test_one_process_loads_what_two_fsdp_ranks_save(saved: Path) -> None:
     assert same(plain["model"], {"w": torch.arange(6.0), "v": torch.ones(100)})
     assert plain["tied"]["w"] is plain["model"]["w"]
     assert plain["rank"] == 0  # what is no tensor is rank 0's
-
-
-def test_the_weights_of_a_sharded_checkpoint_load_like_any_other(saved: Path) -> None:
-    weights = StoredCheckpoint(saved / "expected").weights()
-    for source in ("update-00000002", "weights.safetensors"):
-        if source.startswith("update"):  # a forge checkpoint of a task tells its class
-            assert same(StoredCheckpoint(saved / source).weights(), weights)
-        else:
-            net = Net()
-            load_weights(net, saved / source)
-            assert same(dict(net.state_dict()), weights)
-    assert set(load_file(saved / "weights.safetensors")) == weights.keys() - {"head.weight"}
 
 
 @pytest.mark.slow

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from forge.checkpoint import StoredCheckpoint, write_checkpoint
-from forge.checkpoint.strides import check_strides, row_major, with_strides
+from forge.checkpoint.strides import check_strides
 from forge.checkpoint.tree import split
-from forge.checkpoint.writer import BackgroundWriter
 from forge.errors import CheckpointError
 
 LAYOUTS = {
@@ -48,11 +46,6 @@ def test_large_gaps_are_dropped_and_the_order_stays(tmp_path: Path) -> None:
     assert torch.equal(found, tensor)
 
 
-def test_overlapping_windows_keep_their_values(tmp_path: Path) -> None:
-    tensor = torch.randn(10).unfold(0, 4, 1)
-    assert torch.equal(loaded(tmp_path, {"state": tensor})["state"], tensor)
-
-
 def test_tied_tensors_are_tied_again_with_their_strides(tmp_path: Path) -> None:
     tensor = torch.randn(5, 7).t()
     found = loaded(tmp_path, {"model": {"a": tensor, "b": tensor}, "state": [tensor]})
@@ -60,27 +53,10 @@ def test_tied_tensors_are_tied_again_with_their_strides(tmp_path: Path) -> None:
     assert found["state"][0].stride() == (1, 7)
 
 
-def test_the_background_writer_notes_strides_too(tmp_path: Path) -> None:
-    tensor, writer = torch.randn(5, 7).t(), BackgroundWriter()
-    writer.submit(tmp_path / "it", {"state": {"q": tensor}})
-    writer.close()
-    assert StoredCheckpoint(tmp_path / "it").load()["state"]["q"].stride() == (1, 7)
-
-
-def test_a_tree_of_odd_keys_notes_strides_too(tmp_path: Path) -> None:
-    found = loaded(tmp_path, {1: torch.randn(5, 7).t(), "$odd": torch.randn(2, 3).t()})  # pyright: ignore[reportArgumentType]
-    assert [value.stride() for value in found.values()] == [(1, 7), (1, 3)]
-
-
 def test_older_versions_read_the_same_markers() -> None:
     noted = json.loads(split({"model": {"w": torch.randn(5, 7).t()}, "n": 1}).document)
     assert noted.pop("strides") == {"model": {"w": [1, 7]}, "state": {}}
     assert noted == json.loads(split({"model": {"w": torch.randn(7, 5)}, "n": 1}).document)
-
-
-def test_the_key_of_the_strides_is_reserved() -> None:
-    with pytest.raises(CheckpointError, match="has its own key 'strides'"):
-        split({"strides": 1})
 
 
 @pytest.mark.parametrize(
@@ -91,16 +67,3 @@ def test_the_key_of_the_strides_is_reserved() -> None:
 def test_hostile_strides_are_refused(strides: Any) -> None:
     with pytest.raises(CheckpointError, match="do not fit"):
         check_strides((3, 3), strides, "w")
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (1, 1), (2, 1, 3), (), (5,)])
-def test_row_major_strides_are_those_of_a_new_tensor(shape: tuple[int, ...]) -> None:
-    assert row_major(shape) == torch.empty(shape).stride()
-
-
-def test_a_copy_with_strides_has_its_own_memory() -> None:
-    tensor: Tensor = torch.randn(3, 4)
-    made = with_strides(tensor, (1, 3))
-    made.add_(1)
-    assert made.stride() == (1, 3)
-    assert not torch.equal(made, tensor)

@@ -72,30 +72,11 @@ def test_names_that_wrappers_made_are_taken_off_and_it_is_said(
     assert "names read without _orig_mod., module." in said(caplog)
 
 
-def test_names_that_the_task_has_itself_stay(tmp_path: Path) -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Linear(2, 2)
-
-    holder, fresh = Holder(), Holder()
-    torch.save(holder.state_dict(), tmp_path / "w.pt")
-    assert load_weights(fresh, tmp_path / "w.pt").taken_off == ()
-    assert_same_weights(fresh, holder)
-
-
 def test_a_part_of_a_task_can_be_filled(tmp_path: Path) -> None:
     task, fresh = Classifier(), Classifier()
     torch.save(task.net.state_dict(), tmp_path / "w.pt")
     load_weights(fresh.net, tmp_path / "w.pt")
     assert_same_weights(fresh, task)
-
-
-def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
-    task = Classifier()
-    for i in range(8):
-        save_weights(task, tmp_path / f"{i}.safetensors")
-    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
 
 
 def test_the_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,14 +98,6 @@ def test_the_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: p
     assert (first, second, third) == ("sync", "replace", "sync")
     assert Path(file) == Path(source)
     assert Path(folder) == tmp_path
-
-
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    left, others = ".w.safetensors.tmp-999999999-0123456789ab", ".v.safetensors.tmp-999999999-0123456789ab"
-    for name in (left, others):
-        (tmp_path / name).write_bytes(b"torn")
-    save_weights(Classifier(), tmp_path / "w.safetensors")
-    assert sorted(file.name for file in tmp_path.iterdir()) == [others, "w.safetensors"]
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------
@@ -184,13 +157,6 @@ def test_what_fits_is_loaded_and_the_rest_is_logged(tmp_path: Path, caplog: pyte
     assert not report.complete
     assert said(caplog) == str(report)
     assert "missing in the file (2):\n    extra.weight\n    extra.bias" in said(caplog)
-
-
-def test_a_long_report_is_cut(tmp_path: Path) -> None:
-    torch.save({f"old.{i}": torch.zeros(1) for i in range(33)}, tmp_path / "w.pt")
-    report = load_weights(Classifier(), tmp_path / "w.pt", strict=False)
-    assert len(report.unexpected) == 33
-    assert "and 13 more" in str(report)
 
 
 # -- rename -----------------------------------------------------------------------------------------------------------
@@ -306,13 +272,6 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path, content: Any, m
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(forge.CheckpointError, match=message):
         load_weights(Classifier(), tmp_path / "w.pt")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(forge.TaskError, match=r"no weights file at .*nowhere.pt"):
-        load_weights(Classifier(), tmp_path / "nowhere.pt")
-    with pytest.raises(forge.TaskError, match="no valid checkpoint beside it"):
-        load_weights(Classifier(), tmp_path)
 
 
 @given(st.data())

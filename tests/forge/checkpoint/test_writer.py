@@ -83,13 +83,6 @@ def test_the_state_may_change_as_soon_as_submit_returns(
     assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(1))
 
 
-def test_submit_returns_before_the_write(background: BackgroundWriter, gate: threading.Event, tmp_path: Path) -> None:
-    background.submit(tmp_path / "it", tree_of(1))
-    background.check()
-    assert not list(tmp_path.iterdir())
-    gate.set()
-
-
 def test_submit_waits_for_the_write_before(
     background: BackgroundWriter, gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,16 +104,6 @@ def test_submit_waits_for_the_write_before(
         assert same(StoredCheckpoint(tmp_path / f"update-0000000{number}").load(), tree_of(number))
 
 
-def test_buffers_are_kept_between_saves(background: BackgroundWriter, tmp_path: Path) -> None:
-    places = []
-    for number in (1, 2):
-        background.submit(tmp_path / "it", tree_of(number))
-        background.wait()
-        places.append({key: buffer.data_ptr() for key, buffer in background._buffers.items()})
-    assert places[0] == places[1]
-    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(2))
-
-
 def test_buffers_follow_shapes_dtypes_and_names(background: BackgroundWriter, tmp_path: Path) -> None:
     for tensor in (torch.ones(3), torch.ones(4), torch.ones(4).double(), torch.ones(2, 2)):
         background.submit(tmp_path / "it", {"state": {"a": tensor}})
@@ -129,21 +112,6 @@ def test_buffers_follow_shapes_dtypes_and_names(background: BackgroundWriter, tm
     background.submit(tmp_path / "it", {"state": {"b": torch.ones(1)}})
     background.wait()
     assert list(background._buffers) == [("state", "state.b")]
-
-
-def test_a_save_inside_inference_mode_spoils_no_buffer(background: BackgroundWriter, tmp_path: Path) -> None:
-    with torch.inference_mode():
-        background.submit(tmp_path / "it", tree_of(1))
-    background.submit(tmp_path / "it", tree_of(2))
-    background.wait()
-    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(2))
-
-
-def test_writing_touches_no_random_numbers(background: BackgroundWriter, tmp_path: Path) -> None:
-    before = torch.get_rng_state()
-    background.submit(tmp_path / "it", tree_of(1))
-    background.wait()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_then_runs_after_the_checkpoint_is_there(background: BackgroundWriter, tmp_path: Path) -> None:
@@ -171,14 +139,6 @@ def test_every_byte_is_copied_with_any_number_of_threads(
     targets = [bytearray(len(source)) for source in sources]
     copying.copy_bytes([*zip(map(memoryview, targets), map(memoryview, sources), strict=True)])
     assert targets == sources
-
-
-def test_an_error_while_copying_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "CHUNK", 10)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    small, large = memoryview(bytearray(95)), memoryview(bytes(100))
-    with pytest.raises(ValueError, match="broadcast"):
-        copying.copy_bytes([(small, large)])
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -232,33 +192,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(
         with pytest.raises(CheckpointError, match="No space left"):
             background.wait()
     assert not list(tmp_path.iterdir())
-
-
-def test_an_error_of_then_is_told_too(background: BackgroundWriter, tmp_path: Path) -> None:
-    def failing() -> None:
-        raise KeyError("pruning")
-
-    background.submit(tmp_path / "it", tree_of(1), failing)
-    with pytest.raises(CheckpointError, match="pruning"):
-        background.wait()
-    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(1))
-
-
-def test_an_error_is_logged_even_if_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    forgotten = BackgroundWriter()
-    fail_to_publish(monkeypatch, OSError("a broken disk"))
-    forgotten.submit(tmp_path / "it", tree_of(1))
-    assert forgotten._thread is not None
-    forgotten._thread.join()
-    assert any("a broken disk" in record.getMessage() for record in caplog.records)
-
-
-def test_what_cannot_be_saved_is_refused_at_once(background: BackgroundWriter, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"a\.b"):
-        background.submit(tmp_path / "it", {"a": {"b": object()}})
-    background.check()
 
 
 def test_without_a_thread_to_be_had_it_writes_at_once(

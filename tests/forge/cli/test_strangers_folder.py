@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from forge.cli import main
 from forge.report import images
 from forge.runs import folder as folders
 from forge.runs.folder import RunFolder, find_runs
-from forge.util.files import atomic_write, read_regular
+from forge.util.files import read_regular
 from forge_plugins.board.links import runs_below
 from tests.support.profiles import some
 from tests.support.tasks import fit
@@ -84,14 +83,6 @@ def test_a_planted_report_is_replaced(run: Path, tmp_path: Path, kind: str) -> N
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_report_can_be_written_to_a_pipe_that_was_named(run: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with ThreadPoolExecutor() as pool:
-        page = pool.submit((tmp_path / "pipe").read_text)
-        assert main(["report", str(run), "-o", str(tmp_path / "pipe")]) == 0
-        assert page.result().startswith("<!doctype html>")
-
-
 def test_the_best_checkpoint_is_one_of_this_run(run: Path, tmp_path: Path) -> None:
     state = {"plugins": {"checkpoint": {"monitor": "val/loss", "mode": "min", "best": [{"update": 2, "value": 0.5}]}}}
     for folder in (tmp_path / "elsewhere", run / "checkpoints" / "update-00000002"):
@@ -155,11 +146,3 @@ def test_a_run_replaces_a_link_that_it_finds(tmp_path: Path, name: str) -> None:
     fit(recipe="default", plugins={"tensorboard": None}, run_dir=tmp_path / "run", max_epochs=1)
     assert (tmp_path / "precious").read_text() == "x"
     assert not (tmp_path / "run" / name).is_symlink()
-
-
-def test_no_link_can_wait_for_the_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / f".file.{os.getpid()}").symlink_to(tmp_path / "precious")
-    with atomic_write(tmp_path / "file") as beside:
-        beside.write_text("new")
-    assert (tmp_path / "file").read_text() == "new"
-    assert not (tmp_path / "precious").exists()

@@ -21,7 +21,7 @@ from forge.snapshot.copies import without_hooks
 from forge.snapshot.sandbox import kept_buffers
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge.util.frozen import Frozen, every_module, frozen_in
-from forge_plugins import AMP, DDP, EMA, FSDP, Checkpoint, Compile, Remat, Throughput
+from forge_plugins import AMP, DDP, EMA, FSDP, Checkpoint, Remat, Throughput
 from forge_plugins.checkpoint import SWITCH
 from tests.forge.snapshot.test_resume import die, live
 from tests.support import forked
@@ -127,11 +127,6 @@ def test_holders_are_found_at_any_depth_and_follow_the_task() -> None:
     task.double()
     assert {p.dtype for held in frozen_in(task).values() for p in held.parameters()} == {torch.float64}
     assert len(list(every_module(task))) == len(list(task.modules())) + 5 * 4
-
-
-def test_forge_frozen_refuses_what_is_no_module() -> None:
-    with pytest.raises(forge.TaskError, match=r"takes a torch module; this is a dict"):
-        forge.frozen({})  # pyright: ignore[reportArgumentType]
 
 
 # -- what it stays out of ---------------------------------------------------------------------------------------------
@@ -244,18 +239,6 @@ def test_statistics_of_a_frozen_batch_norm_in_training_mode_go_on_where_they_wer
     assert not torch.equal(straight.teacher.module[1].running_mean, teacher()[1].running_mean)  # pyright: ignore
     assert_same_weights(resumed.teacher.module.state_dict(), straight.teacher.module.state_dict())
     assert_same_weights(resumed, straight)
-
-
-def test_what_is_written_with_the_same_values_has_not_changed(tmp_path: Path, caplog: Any) -> None:
-    class Rewrites(Student):
-        def training_step(self, batch: Any) -> Any:
-            with torch.no_grad():
-                self.teacher.module[0].weight.mul_(1.0)
-            return super().training_step(batch)
-
-    with caplog.at_level(logging.INFO, "forge"):
-        fit_tiny([Checkpoint(every="1 update")], task=Rewrites(), run_dir=tmp_path)
-    assert "changes while" not in caplog.text
 
 
 # -- from a file ------------------------------------------------------------------------------------------------------
@@ -377,13 +360,6 @@ def adapted_on_ranks(run: str) -> dict[str, Any]:
         trainer.fit(task, tiny_batches((8, 8)))
     hashed = json.loads((Path(run) / "card.json").read_text())["frozen"]["net"]["sha256"]
     return {"names": list(task.state_dict()), "resumed": trainer.progress.update, "hash": hashed}
-
-
-@pytest.mark.slow
-def test_compiled_it_gives_what_it_gives() -> None:
-    expected, _ = fit_tiny(task=Student())
-    task, _ = fit_tiny([Compile(backend="aot_eager")], task=Student())
-    assert_same_weights(nets(task), nets(expected))
 
 
 def fitted_on_ranks(strategy: str, run: str) -> dict[str, Any]:

@@ -153,13 +153,6 @@ def test_no_worker_and_one_are_the_same() -> None:
     assert [batch[:, 0].tolist() for batch in helped] == [[2, 3], [4, 5], [6]]
 
 
-@pytest.mark.slow
-def test_streams_take_turns_as_torch_has_them() -> None:
-    loader: Any = Loader(Stream(11), 2, num_workers=3)
-    plain = DataLoader(Stream(11), 2, num_workers=3)
-    assert [batch[:, 0].tolist() for batch in loader] == [batch[:, 0].tolist() for batch in plain]
-
-
 def test_another_number_of_workers_is_refused() -> None:
     state = Loader(Counting(), 2, num_workers=2).state_dict()  # pyright: ignore[reportAttributeAccessIssue]
     one: Any = Loader(Counting(), 2)
@@ -191,11 +184,6 @@ def test_a_dataset_without_state_says_it_cannot_be_continued() -> None:
     assert not hasattr(loader, "seek")
     assert "Stream is an iterable dataset without a state" in str(resumable_reason(loader))
     assert resumable_reason(Loader(Counting(), 2)) is None
-
-
-def test_short_batches_can_be_dropped() -> None:
-    assert len(list(Loader(Stream(5), 2, drop_last=True))) == 2
-    assert [item[0].item() for item in Loader(Stream(3), None)] == [0, 1, 2]
 
 
 def test_a_length_is_known_only_where_it_can_be() -> None:

@@ -28,7 +28,6 @@ from forge.distributed.namespace import fresh_store
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive
 from forge.errors import PeerFailed
 from forge.runs.stall_clock import StallClock
-from forge.util import stacks
 from tests.support import forked
 
 DIED = 90
@@ -237,13 +236,6 @@ def test_a_rank_that_vanishes_with_exit_code_0_has_failed(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_in_a_hook_names_the_hook(start: Start) -> None:
-    ranks = start("hook")
-    assert ranks.codes() == [1, 1]
-    assert f"rank 1 of 2 on {HOST} failed first, in the task's forge_step_end, at update 3:" in ranks.text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_when_the_store_dies_the_other_rank_ends_too(start: Start, how: str) -> None:
     ranks = start(how, who=0)
@@ -427,16 +419,6 @@ def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
     assert report in ranks.text
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_that_holds_the_store_is_named_first(start: Start) -> None:
-    ranks = start("stop", who=0, at=600)  # when the other has heard of it
-    ranks.until_failing()
-    assert ranks.processes[1].wait(4 * DIED) == 1
-    stopped = ranks.processes[0].pid
-    assert f"rank 0 does not answer: its process {stopped} on {HOST} is stopped (SIGSTOP" in ranks.text
-    assert ranks.text.index("does not answer") < ranks.text.index("the store of this run no longer answers")
-
-
 def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
     go = threading.Event()
     thread = threading.Thread(target=go.wait, name="waiter")
@@ -456,14 +438,6 @@ def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
 
     text = stall_report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
     assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text
-
-
-@pytest.mark.slow
-def test_different_collectives_end_even_the_first_update_soon(start: Start) -> None:
-    ranks = start("differ", at=0)
-    assert ranks.codes() == [1, 1]
-    assert re.search("wait in barrier while it waits in|while it waits in barrier itself", ranks.text), ranks.text
-    assert "The ranks are in different collectives, number " in ranks.text
 
 
 def test_only_different_collectives_of_one_number_are_a_stall(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,17 +460,3 @@ def test_only_different_collectives_of_one_number_are_a_stall(store: TCPStore, m
     assert told(one, {"0/0+2": (6, "broadcast")}) is None  # rank 1 is late, and may come
     assert told(one, {"1/0+2": (7, "broadcast")}) is None
     assert told({}, two) is None
-
-
-def test_a_frame_in_an_instruction_of_no_line_has_a_place() -> None:
-    """As where Python itself makes instructions: the heartbeat, which asks at any moment, ended there."""
-    found: list[str] = []
-
-    def between_lines() -> None:
-        thread = threading.Thread(target=lambda: found.append(stacks.place()))
-        thread.start()
-        thread.join()
-
-    between_lines.__code__ = between_lines.__code__.replace(co_linetable=b"")
-    between_lines()
-    assert f"test_failures.py:{between_lines.__code__.co_firstlineno} between_lines" in found[0]

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge.distributed import flight_recorder, stall_report
-from tests.forge.distributed.test_failures import dumped
+from forge.distributed import flight_recorder
 from tests.support.lasting_ranks import ranks
 
 
@@ -41,16 +40,6 @@ def test_a_rank_is_where_it_first_waits(monkeypatch: pytest.MonkeyPatch) -> None
     assert flight_recorder.position([]) == "has no record of its collectives"
 
 
-def test_messages_between_two_ranks_have_their_own_numbers() -> None:
-    sent = entry("nccl:send 0->1", 5, True, is_p2p=True, p2p_seq_id=9)
-    assert flight_recorder.where(sent) == "send 0->1 of 3x4, one number, number 9 of 7"
-
-
-def test_a_completed_collective_is_done_before_it_is_retired() -> None:
-    assert flight_recorder.is_done(entry("nccl:all_reduce", 1, False, state="completed"))
-    assert not flight_recorder.is_done(entry("nccl:all_reduce", 1, False, state="started"))
-
-
 def test_the_recorder_is_on_unless_the_user_set_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, size in ((None, "2000"), ("0", "0")):
         monkeypatch.delenv(flight_recorder.SIZE_VARIABLE, raising=False)
@@ -67,21 +56,6 @@ def test_settings_are_those_of_communication_alone(monkeypatch: pytest.MonkeyPat
     assert found["NCCL_DEBUG"] == "INFO"
     assert found["torch"] == torch.__version__
     assert "secret" not in json.dumps(found)
-
-
-def test_settings_that_differ_between_ranks_are_named() -> None:
-    one, two = dumped({}, torch="2.15", NCCL_SOCKET_IFNAME="eth0"), dumped({}, torch="2.15")
-    text = stall_report.stall_report({0: one, 1: two}, "Stalled.")
-    assert "\nsettings: torch=2.15\n" in text
-    assert "\nNCCL_SOCKET_IFNAME differs: eth0 on rank 0, not set on rank 1.\n" in text
-
-
-def test_a_report_under_detail_does_not_clear_every_rank() -> None:
-    plain = stall_report.stall_report({0: dumped({}), 1: dumped({})}, "Stalled.")
-    detail = stall_report.stall_report({0: dumped({}, TORCH_DISTRIBUTED_DEBUG="DETAIL")}, "Stalled.")
-    assert "none is missing" in plain
-    assert "none is missing" not in detail
-    assert "ranks wait for each other before a collective counts" in detail
 
 
 def test_nccls_record_and_log_are_kept_beside_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,9 +17,7 @@ import pytest
 from forge.checkpoint import Checkpoints, StoredCheckpoint, load_weights
 from forge.cli import main, ranks
 from forge.distributed import worker_exit
-from forge.distributed.launch import nodes
 from forge.engine.signals import Signals
-from forge.errors import ForgeError
 from forge.testing import TinyTask, assert_same_weights
 from tests.support import forked
 from tests.support.context_kit import Tokens
@@ -253,14 +250,6 @@ def test_several_hosts_must_say_where_they_meet_and_write(capsys: pytest.Capture
     assert "--rdzv-endpoint HOST:PORT and --run-dir DIR" in capsys.readouterr().err
 
 
-def test_numbers_of_hosts_are_one_number_or_two() -> None:
-    assert nodes("2") == (2, 2)
-    assert nodes("1:4") == (1, 4)
-    for wrong in ("", "x", "0", "4:1", "1:x"):
-        with pytest.raises(ForgeError, match="--nnodes"):
-            nodes(wrong)
-
-
 # -- the pieces -------------------------------------------------------------------------------------------------------
 
 
@@ -284,15 +273,6 @@ def test_a_worker_gets_the_command_less_what_concerns_the_launch(monkeypatch: py
     assert (again.target, again.overrides, again.plugins) == ("small.py", ["task.lr=0.5"], ["ddp", "no:jsonl"])
     assert (again.nproc, again.run_dir, again.trace) == (None, str(Path("here").absolute()), True)
     assert again.weights == "w.safetensors"
-
-
-def test_the_card_of_a_worker_has_the_users_command(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["__main__.py", "what", "the", "launcher", "said"])
-    monkeypatch.setenv(ranks.COMMAND, "/bin/forge fit small.py --nproc 2 'and so on'")
-    assert main(["fit", "small.py", "--run-dir", "run", "trainer.max_updates=1", "-p", "no:progress", "-q"]) == 0
-    card = json.loads((empty_folder / "run" / "card.json").read_text())
-    assert card["command"] == "forge fit small.py --nproc 2 'and so on'"
-    assert ranks.COMMAND not in os.environ
 
 
 def test_only_codes_of_signals_are_hidden_from_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,15 +332,6 @@ def test_of_several_ranks_the_first_alone_writes_predictions(
     assert main(["predict", "quickstart", "-p", "no:progress", "trainer.device=cpu", "--out", "p.safetensors"]) == 0
     assert not (empty_folder / "p.safetensors").exists()
     assert "p.safetensors" not in capsys.readouterr().out
-
-
-def test_torch_is_told_to_share_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge.distributed.launch import _environment
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with _environment(10**6, "folder"):
-        assert os.environ["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_a_signal_from_launcher_and_scheduler_is_one(

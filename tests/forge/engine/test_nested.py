@@ -151,10 +151,6 @@ def test_a_fit_inside_an_evaluation_trains_what_was_made_before() -> None:
     assert all(map(torch.equal, task.state_dict().values(), alone.state_dict().values()))
 
 
-def test_a_run_without_a_seed_has_its_numbers_back_too() -> None:
-    assert outer(nested_fit, "step_end", seed=None) == outer(nothing, "step_end", seed=None)
-
-
 def test_a_trainer_made_earlier_gives_back_the_numbers_of_its_own_moment() -> None:
     made: list[forge.Trainer] = []
 
@@ -245,13 +241,3 @@ def test_the_draws_of_another_thread_are_not_blamed_on_a_validation(caplog: pyte
     said = [record.getMessage() for record in caplog.records]
     assert any("threads share the global generators" in each for each in said)
     assert not any("batch drew random numbers" in each for each in said)
-
-
-def test_runs_one_after_the_other_and_one_inside_another_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "forge"):
-        thread = threading.Thread(target=nested_fit)
-        thread.start()
-        thread.join()
-        nested_fit()
-        nested_in_nested()
-    assert not [record for record in caplog.records if "threads share" in record.getMessage()]

@@ -16,7 +16,6 @@ import pytest
 import forge
 from forge.checkpoint import Checkpoints
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.cli import main
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
@@ -162,18 +161,6 @@ def test_the_command_line_says_how_to_go_on(run_forge: Run, empty_folder: Path) 
     assert "continue with --resume" in done.stderr
     again = run_forge("fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run", "-p", "checkpoint", "--resume")
     assert again.returncode == 0, again.stderr
-
-
-def fit_with_broken_stderr() -> int:
-    read, write = os.pipe()
-    os.close(read)
-    os.dup2(write, 2)
-    return main(["fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run"])
-
-
-def test_a_broken_pipe_behind_stderr_keeps_the_exit_code(empty_folder: Path) -> None:
-    (empty_folder / "shot.py").write_text(TASK)
-    assert forked.call(fit_with_broken_stderr).returncode == 85
 
 
 TASK = """

@@ -61,11 +61,6 @@ def test_a_run_for_a_group_can_be_read_and_continued_by_it(tmp_path: Path) -> No
     assert mode(tmp_path / "mine" / "checkpoints" / "update-00000005" / "state.json") == 0o600
 
 
-def test_an_evaluation_makes_a_private_folder_too(tmp_path: Path) -> None:
-    forge.Trainer(plugins=[JSONL()], run_dir=tmp_path / "test", device="cpu").test(TinyTask(), tiny_batches())
-    assert mode(tmp_path / "test") == 0o700
-
-
 def test_every_new_folder_is_flushed_into_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(files, "sync_directory", synced.append)

@@ -123,16 +123,6 @@ class TestARunThatWasContinued:
         assert len(told(tmp_path)) == 2
 
 
-def test_a_run_of_one_life_looks_as_before(live: Live, tmp_path: Path) -> None:
-    live("forge fit mine", 3)
-    assert not (tmp_path / "lives.json").exists()
-    assert "Attempts" not in (tmp_path / "card.md").read_text()
-    text = Page(page([RunFolder(tmp_path)])).text
-    assert "Attempts" not in text
-    assert "command forge fit mine " in text
-    assert RunFolder(tmp_path).attempts == []
-
-
 def test_a_fit_into_the_folder_of_an_earlier_run_starts_afresh(live: Live, tmp_path: Path) -> None:
     live("forge fit mine", 2)
     live("forge fit mine --resume", 4, resume="auto")
@@ -142,12 +132,6 @@ def test_a_fit_into_the_folder_of_an_earlier_run_starts_afresh(live: Live, tmp_p
     assert told(tmp_path) == [("forge fit other", 0)]
     assert not (tmp_path / "lives.json").exists()
     assert "forge fit mine" not in page([RunFolder(tmp_path)])
-
-
-def test_a_resume_that_finds_no_checkpoint_is_a_first_life(live: Live, tmp_path: Path) -> None:
-    live("forge fit mine", 2, plugins=[JSONL()])
-    live("forge fit mine --resume", 4, plugins=[JSONL()], resume="auto")
-    assert told(tmp_path) == [("forge fit mine --resume", 0)]
 
 
 def test_a_run_that_branches_off_begins_a_life_of_its_own(live: Live, tmp_path: Path) -> None:
@@ -165,21 +149,6 @@ def test_a_run_without_a_history_is_continued_by_its_card(live: Live, tmp_path: 
     assert "resumed from update 2" in Page(page([RunFolder(tmp_path)])).text
     live("forge fit mine --resume --more", 6, resume="auto")
     assert told(tmp_path) == [("forge fit mine --resume", 2), ("forge fit mine --resume --more", 4)]
-
-
-def test_a_run_resumed_often_shows_first_and_last_lives(live: Live, tmp_path: Path) -> None:
-    live("forge fit mine", 1)
-    live("forge fit mine --resume", 2, resume="auto")
-    file = tmp_path / "lives.json"
-    first, second = json.loads(file.read_text())["lives"]
-    file.write_text(json.dumps({"lives": [first, *[{**second, "update": i} for i in range(1, 40)]]}))
-    text = page([RunFolder(tmp_path)])
-    assert text.count("forge fit mine") == 10
-    assert "30 more in lives.json." in text
-    assert "<td class='n'>39</td>" in text
-    fit(plugins=[JSONL()], run_dir="runs/other")
-    command = "forge fit mine; from update 1: forge fit mine --resume (39 times)"
-    assert command in page([RunFolder(tmp_path), RunFolder("runs/other")])
 
 
 def test_other_ranks_than_the_first_write_nothing(live: Live, tmp_path: Path) -> None:

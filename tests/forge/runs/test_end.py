@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 from pathlib import Path
@@ -64,17 +63,6 @@ def test_an_error_is_named(tmp_path: Path) -> None:
     assert status_of(tmp_path) == ("failed", "RuntimeError: on purpose")
 
 
-def test_an_error_at_the_end_is_named_too(tmp_path: Path) -> None:
-    class EndsBadly(forge.Plugin):
-        @forge.hookimpl
-        def forge_end(self) -> None:
-            raise RuntimeError("at the end")
-
-    with pytest.raises(RuntimeError):
-        fit(plugins=[EndsBadly(), JSONL()], run_dir=tmp_path)
-    assert status_of(tmp_path) == ("failed", "RuntimeError: at the end")
-
-
 def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
     task = Raises()
     task.error = KeyboardInterrupt()
@@ -92,15 +80,6 @@ def test_a_signal_is_no_failure_saved_or_not(tmp_path: Path, plugins: list[Any])
     assert reason.startswith(
         "SIGTERM: the state after update 2 is saved" if plugins else "signal 15: the state was not"
     )
-
-
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    class Odd(Classifier):
-        def evaluation_end(self, stage: str) -> dict[str, Any]:
-            return {"odd": math.nan}
-
-    fit(Odd(), val=make_batches(1), plugins=[], run_dir=tmp_path)
-    assert end_of(tmp_path)["metrics"]["val/odd"] is None
 
 
 def test_a_run_that_goes_on_has_no_end_meanwhile(tmp_path: Path) -> None:
@@ -170,25 +149,12 @@ def test_a_last_life_without_jsonl_is_told_as_it_was(tmp_path: Path) -> None:
     assert run.final == result.metrics
 
 
-def test_the_time_of_a_last_life_without_jsonl_is_added(tmp_path: Path) -> None:
-    twice(tmp_path, [JSONL()], [])
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert RunFolder(tmp_path).seconds == pytest.approx(json.loads(lines[-1])["time"] + end_of(tmp_path)["seconds"])
-
-
 def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:
     fit(max_epochs=1, plugins=[Checkpoint()], run_dir=tmp_path)
     stale = {**end_of(tmp_path), "started": "2020-01-01 12:00:00 +0000"}
     (tmp_path / "end.json").write_text(json.dumps(stale))
     (tmp_path / "weights.safetensors").unlink()
     assert (RunFolder(tmp_path).status, RunFolder(tmp_path).final) == ("killed", {})
-
-
-@pytest.mark.parametrize("plugins", [[JSONL()], []])
-def test_metrics_nobody_logs_any_more_are_no_results(tmp_path: Path, plugins: list[Any]) -> None:
-    result = twice(tmp_path, [JSONL(), Clip(0.5)], plugins)
-    assert "grad_norm/before" in result.metrics  # a resume is exact: what was restored is not forgotten
-    assert set(RunFolder(tmp_path).final) == LOGGED
 
 
 def test_a_killed_life_and_a_test_after_the_end_are_alike(tmp_path: Path) -> None:
@@ -213,15 +179,3 @@ def test_a_rewind_keeps_what_this_life_has_logged(tmp_path: Path) -> None:
     back.observer = True
     twice(tmp_path, [JSONL(), Clip(0.5)], [JSONL(), back], validate_every=None)
     assert set(end_of(tmp_path)["metrics"]) == LOGGED
-
-
-def test_an_earlier_lifes_validation_counts_until_another(tmp_path: Path) -> None:
-    result = twice(tmp_path, [], [], validate_every=None)
-    assert end_of(tmp_path)["metrics"] == result.metrics
-    assert "val/loss" in result.metrics
-
-
-def test_a_life_that_had_nothing_to_do_keeps_the_result(tmp_path: Path) -> None:
-    result = twice(tmp_path, [Clip(0.5)], [Clip(0.5)], max_epochs=1)
-    assert end_of(tmp_path)["metrics"] == result.metrics
-    assert "grad_norm/before" in result.metrics

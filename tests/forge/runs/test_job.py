@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import forge
-from forge.cli import main
 from forge.config import load_recipe
 from forge.runs.folder import RunFolder
 from forge.runs.job import another_job, changed_plan, job_in, job_of
@@ -141,16 +140,6 @@ def test_a_named_run_of_another_job_is_refused(tmp_path: Path, caplog: pytest.Lo
     assert "task.lr was 0.1 and is 0.2. The resumed run will differ" in caplog.text
 
 
-def test_a_complete_run_says_so_and_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    first = fit([Clip(1.0)], run_dir=tmp_path)
-    assert fit([Clip(1.0)], run_dir=tmp_path) == first
-    assert "this run is already complete (1 epochs, 5 updates); nothing is left to train" in caplog.text
-    with pytest.raises(forge.CheckpointError, match=r"already complete, and clip.max_norm was 1.0 and is 0.5"):
-        fit([Clip(0.5)], run_dir=tmp_path)
-    assert fit([Clip(0.5)], run_dir=tmp_path, max_epochs=2).updates == 10
-
-
 @pytest.mark.parametrize("names", [("Asia/Tokyo", "UTC"), ("UTC", "America/Los_Angeles")])
 def test_the_newest_run_goes_by_utc(names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
@@ -181,22 +170,3 @@ def test_a_run_of_an_older_version_has_a_job(tmp_path: Path) -> None:
     assert another_job(then, JOB) == changed_plan(then, JOB) == ""
     assert another_job(then, changed(data__noise=0.2)) == "data.noise was 0.1 and is 0.2"
     assert changed_plan(then, changed(stack=[{**CLIP, "options": {"max_norm": 0.5}}])).startswith("clip.max_norm was 1")
-
-
-@pytest.mark.slow
-def test_the_command_line_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["fit", "quickstart", "task.hidden=8", "trainer.max_epochs=1", "-p", "no:tensorboard"]
-
-    def said(*words: str) -> tuple[int, str]:
-        code, captured = main([*quick, *words]), capsys.readouterr()
-        return code, captured.out + captured.err
-
-    assert said("--run-dir", "runs/quickstart/first")[0] == 0
-    code, text = said("--resume")
-    assert (code, "already complete" in text, "as planned" in text) == (0, True, False)
-    code, text = said("--resume", "task.lr=5e-2")
-    assert code == 0
-    assert "(the newest, first, is another job: task.lr was 0.003 and is 0.05): a new run." in text
-    assert len(list(Path("runs/quickstart").iterdir())) == 2
-    code, text = said("--resume", "task.lr=5e-2", "--run-dir", "runs/quickstart/first")
-    assert (code, "holds another job: task.lr was 0.003 and is 0.05" in text) == (2, True)

@@ -75,18 +75,6 @@ def test_a_task_that_is_unknown_here_must_be_named(tmp_path: Path) -> None:
     assert isinstance(forge.load(tmp_path / "run", task=Local), Local)
 
 
-def test_an_imported_class_is_found_by_name(tmp_path: Path) -> None:
-    trained_run(tmp_path / "run", task=Unique())
-    assert type(forge.load(tmp_path / "run")) is Unique
-
-
-def test_a_class_defined_again_is_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained_run(tmp_path / "run", task=Unique())
-    again = type("Unique", (Classifier,), {"__module__": __name__})
-    monkeypatch.setattr(sys.modules[__name__], "Unique", again)
-    assert type(forge.load(tmp_path / "run")) is again
-
-
 def test_two_classes_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained_run(tmp_path / "run", task=Unique())
     other = types.ModuleType("another_module")
@@ -121,19 +109,3 @@ def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes().replace(b"Unique", b"os.sys"))
     with pytest.raises(forge.ForgeError, match=r"The task os.sys"):
         forge.load(tmp_path / "run")
-
-
-def test_an_installed_task_is_found_by_name(tmp_path: Path) -> None:
-    from forge.config import load_recipe
-
-    recipe = load_recipe("quickstart", ["trainer.max_updates=2", "trainer.device=cpu"])
-    forge.Trainer(recipe=recipe, run_dir=tmp_path / "run").fit(recipe.make_task(), recipe.make_data().train)
-    assert type(forge.load(tmp_path / "run")).__name__ == "DigitsMLP"
-
-
-def test_a_task_can_be_scripted() -> None:
-    task = Classifier().eval()
-    with pytest.warns((FutureWarning, DeprecationWarning), match="deprecated"):  # the latter in torch 2.10
-        script = torch.jit.script(task)
-    images = batches(3)[0][0]
-    assert torch.equal(script(images), task(images))

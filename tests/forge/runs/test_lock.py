@@ -107,35 +107,8 @@ def test_a_forked_worker_neither_has_the_lock_nor_drops_it(tmp_path: Path) -> No
     held.release()
 
 
-def test_releasing_twice_or_without_a_lock_does_nothing(tmp_path: Path) -> None:
-    held = RunLock(tmp_path)
-    held.release()
-    assert can_acquire(tmp_path)
-    held.acquire()
-    assert not can_acquire(tmp_path)
-    held.release()
-    held.release()
-    assert can_acquire(tmp_path)
-    held.acquire()
-    assert not can_acquire(tmp_path)
-    held.release()
-
-
-def test_the_lock_is_let_go_when_its_block_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), RunLock(tmp_path):
-        raise KeyError
-    assert can_acquire(tmp_path)
-
-
 def fails(*_: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
-
-
-def test_a_disk_error_at_the_release_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, RunLock(tmp_path):
-        patch.setattr(os, "ftruncate", fails)
-    assert can_acquire(tmp_path)
-    assert lock.is_held(tmp_path) is False
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite"])

@@ -19,7 +19,7 @@ import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader, TensorLoader
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
-from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Schedule
+from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
 from tests.support.profiles import few
 
 
@@ -263,12 +263,6 @@ def test_once_it_has_something_it_may_not_go(tmp_path: Path) -> None:
         live(tmp_path, [Checkpoint()])
 
 
-def test_a_guard_that_has_skipped_nothing_may_come_and_go(tmp_path: Path) -> None:
-    die(tmp_path, [Guard(), Checkpoint(every="1 update")], 3)
-    die(tmp_path, [Checkpoint(every="1 update")], 5)
-    assert live(tmp_path, [Guard(), Checkpoint()])[1].epochs == 3
-
-
 def test_allow_inexact_goes_on_without_the_state_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     die(tmp_path, [Counting(), Checkpoint(every="1 update")], 3)
     live(tmp_path, [Checkpoint()], allow_inexact=True)
@@ -463,30 +457,6 @@ def test_a_folder_that_another_run_has_is_not_swept(tmp_path: Path) -> None:
         assert leftover.exists()
 
     live(tmp_path, [second, Checkpoint()], max_epochs=4)
-
-
-def test_resuming_a_finished_run_logs_nothing_twice(tmp_path: Path) -> None:
-    def again() -> forge.FitResult:
-        plugins = [Schedule("cosine"), Checkpoint(), JSONL()]
-        return live(tmp_path, plugins, max_epochs=None, max_updates=7, log_every=3)[1]
-
-    expected = again()
-    before = log_of(tmp_path)
-    assert again().metrics == expected.metrics
-    assert log_of(tmp_path) == before
-
-
-def test_true_means_auto(tmp_path: Path) -> None:
-    live(tmp_path, [Checkpoint()], max_epochs=1)
-    assert live(tmp_path, [Checkpoint()], resume=True)[1].updates == 15
-
-
-def test_a_schedule_that_grows_with_its_run_is_worth_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    live(tmp_path, [Schedule("cosine"), Checkpoint()], max_epochs=2)
-    live(tmp_path, [Schedule("cosine"), Checkpoint()], max_epochs=3)
-    assert "planned for 10 updates and is now for 15" in caplog.text
 
 
 class Late(forge.Plugin):

@@ -16,7 +16,7 @@ import forge
 from forge.config import load_recipe
 from forge.report.page import page
 from forge.runs.folder import RunFolder
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, assert_same_weights
 from forge_plugins import JSONL, Checkpoint
 from tests.forge.snapshot.test_resume import die, live, log_of
 from tests.support.tasks import fit, make_batches
@@ -162,11 +162,6 @@ class Remembers(TinyTask):
         self.seen = state
 
 
-def test_extra_state_may_change_its_size(tmp_path: Path) -> None:
-    resumed = ends_the_same(tmp_path, Remembers)
-    assert len(resumed.seen) == 3 * len(tiny_batches())
-
-
 class Numbers(TinyTask):
     """Metrics and weights that are numpy's numbers."""
 
@@ -175,11 +170,6 @@ class Numbers(TinyTask):
 
     def num_items(self, batch: Any) -> Any:
         return np.int64(len(batch[0]))
-
-
-@pytest.mark.slow
-def test_numbers_of_numpy_are_saved_like_any_other(tmp_path: Path) -> None:
-    ends_the_same(tmp_path, Numbers)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +185,6 @@ def test_another_optimizer_is_refused_and_nothing_changed(tmp_path: Path, then: 
     with pytest.raises(forge.CheckpointError, match=said):
         live(tmp_path, [Checkpoint()], task=task)
     assert_same_weights(task, TinyTask())
-
-
-def test_an_lr_that_is_not_used_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    die(tmp_path, [Checkpoint(every="1 update")], 3, task=Built(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)))
-    live(tmp_path, [Checkpoint()], task=Built(lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.6)))
-    assert "SGD continues with lr=0.1 from the checkpoint; 0.2 is ignored" in caplog.text
-    assert "SGD continues with momentum=0.5 from the checkpoint; 0.6 is ignored" in caplog.text
 
 
 KEPT = "SGD lr=0.1 (0.2 is not used), SGD momentum=0.5 (0.6 is not used)"
