@@ -44,7 +44,7 @@ def test_the_gallery_has_the_lines_that_there_are(title: str) -> None:
     assert (int(ours), int(theirs)) == (lines_of_code(example.code), lines_of_code(example.twin_code))
 
 
-@pytest.mark.parametrize("title", BY_TITLE)
+@pytest.mark.parametrize("title", some(BY_TITLE))
 def test_both_versions_are_formatted_alike(title: str) -> None:
     example = BY_TITLE[title]
     for name, text in (("the page", example.code), (example.twin, example.twin_code)):
@@ -53,7 +53,8 @@ def test_both_versions_are_formatted_alike(title: str) -> None:
         assert lines_of_code(done.stdout) == lines_of_code(text), name
 
 
-@pytest.mark.parametrize("title", some(["Sequence to sequence", "Staged fine-tuning"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["Sequence to sequence", "Staged fine-tuning"])
 def test_a_long_example_takes_its_first_steps(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The full profile runs the page to its end."""
     trainer = forge.Trainer

@@ -43,17 +43,11 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-LONG = ("autotune", "compile", "context_parallel", "ddp", "fsdp", "pipeline", "tensor_parallel", "wandb", "zero")
-"""Seconds each: in the quick profile the tests of these plugins are enough."""
+QUICK = ("clip", "freeze")
+"""Whose examples the quick profile runs; the page of commands and the plugins' own tests stand for the others."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG or place % 3 else ())
-        for place, name in enumerate(OURS)
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OURS])
 def test_the_example_of_a_page_runs(
     name: str, empty_folder: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_manifest_is_the_last_to_come_and_first_to_go(tmp_path: Path) -> Non
 # -- an empty machine -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_empty_machine_resumes_in_the_same_bits(tmp_path: Path, straight: Classifier) -> None:
     train(tmp_path / "one/first", updates=3)
     resumed = train(tmp_path / "two/first")

@@ -286,6 +286,7 @@ def drawn() -> tuple[float, list[int]]:
     return seen[-1]
 
 
+@pytest.mark.slow
 def test_each_rank_draws_its_own_numbers_for_its_own_positions() -> None:
     (first, head), (second, tail) = ranks(2)(drawn)
     assert first != second
@@ -421,6 +422,7 @@ def validated_stranger() -> None:
     trainer.validate(kit.Stranger(), kit.token_batches())
 
 
+@pytest.mark.slow
 def test_a_validation_alone_is_compared_too() -> None:
     for error in ranks(2).errors(validated_stranger):
         assert DIFFERS in error

@@ -259,6 +259,7 @@ def test_a_logger_that_one_rank_has_is_saved_and_goes_on(tmp_path: Path) -> None
     assert ranks(2)(watched, str(tmp_path), 4) == [4, 4]
 
 
+@pytest.mark.slow
 @WITH_AND_WITHOUT_SHARDS
 def test_export_validate_and_predict_are_those_of_one_process(
     count: int, options: dict[str, Any], tmp_path: Path

@@ -75,6 +75,7 @@ def words(empty_folder: Path) -> WikiText2:
     return WikiText2()
 
 
+@pytest.mark.slow
 def test_demo_model_also_with_accumulated_gradients() -> None:
     train = own(RandomDataset(32, 24), batch_size=4)
     ours = [made(DemoModel), made(DemoModel)]
@@ -95,6 +96,7 @@ def test_their_own_data_and_setup_are_used_without_a_loader(words: WikiText2) ->
     assert len(forge.Trainer(plugins=[]).predict(data, data.predict_loader())) == 64
 
 
+@pytest.mark.slow
 def test_manual_optimization_trains_the_same_weights() -> None:
     train = own(RandomDataset(32, 16))
     theirs, ours = by_lightning(made(ManualOptimBoringModel), train), made(ManualOptimBoringModel)

@@ -51,6 +51,7 @@ def read_last(folder: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
+@pytest.mark.slow
 def test_callbacks_are_set_up_inside_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     stops = {}

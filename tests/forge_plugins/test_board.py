@@ -132,6 +132,7 @@ def test_without_tensorboard_it_says_how_to_get_it(
     assert "pip install tensorboard" in error(capsys)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
     make_run(empty_folder / "runs/x")
     with socket.create_server(("localhost", 0)) as taken:
@@ -233,6 +234,7 @@ def test_hyperparameters_begin_with_what_runs_differ_in(served: Board) -> None:
     assert columns["hparamInfos"][0]["name"] == "task.hidden"  # in which the two differ
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_cleanly_and_torch_was_never_needed(served: Board) -> None:
     links = Path(served.ask("/data/environment")["data_location"])
     assert links.is_dir()

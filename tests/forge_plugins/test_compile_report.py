@@ -85,6 +85,7 @@ def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureFixture) -> None:
     with torch._dynamo.config.patch(recompile_limit=4):
         plugin = Compile(backend="eager", dynamic=False)

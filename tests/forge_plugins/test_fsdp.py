@@ -133,6 +133,7 @@ def collectives(window: int) -> list[int]:
     return counts[:-1]
 
 
+@pytest.mark.slow
 def test_an_update_takes_one_round_of_gradients() -> None:
     units = 4  # three blocks, and the rest
     assert ranks(2)(collectives, 1) == [[units] * 6] * 2
@@ -169,6 +170,7 @@ def from_meta() -> dict[str, Any]:
     return {"started": started, "trained": trained}
 
 
+@pytest.mark.slow
 def test_weights_drawn_by_block_are_those_of_a_full_task() -> None:
     torch.manual_seed(7)
     full = Attended()

@@ -86,6 +86,7 @@ def test_a_failed_run_says_so(tmp_path: Path) -> None:
     assert run_of(tmp_path / "run").info.status == "FAILED"
 
 
+@pytest.mark.slow
 def test_checkpoints_are_artifacts_only_on_request(tmp_path: Path) -> None:
     best = Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"})
     for asked in (False, True):

@@ -129,6 +129,7 @@ def test_checkpoints_are_an_artifact_only_on_request(tmp_path: Path) -> None:
             assert "manifest.json" in names
 
 
+@pytest.mark.slow
 def test_no_key_enters_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     fit(plugins=[Wandb(), Checkpoint()], run_dir=tmp_path / "run", seed=0)

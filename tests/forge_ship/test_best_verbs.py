@@ -48,6 +48,7 @@ def test_export_writes_the_best_weights(run: torch.Tensor, capsys: pytest.Captur
     assert torch.allclose(answer, run, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
     command = [sys.executable, "-m", "forge", "serve", BEST, "--port", "0", *NAMED]
     paths = os.pathsep.join(path for path in sys.path if path)

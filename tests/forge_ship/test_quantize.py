@@ -179,6 +179,7 @@ def test_native_code_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_p
 # -- ranges that qat has learnt ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_learnt_ranges_give_the_rounded_models_outputs() -> None:
     """What was validated in training is what is exported, although batch norm is folded into the weights."""
     model, (x,) = Net(), examples((64,))[0]

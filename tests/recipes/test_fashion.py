@@ -187,6 +187,7 @@ def recipe_run(name: str, overrides: list[str], updates: int, **given: Any) -> t
     return forge.Trainer(recipe=recipe, max_updates=updates, **given), task, data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fashion_mlp", pytest.param("fashion_cnn", marks=pytest.mark.slow)])
 def test_the_recipe_learns_and_draws_what_there_is_to_see(name: str, small_data: Path) -> None:
     small = ["task.hidden=64"] if name == "fashion_mlp" else ["task.widths=[8,16]", "task.depths=[0,1]", "task.lr=0.02"]

@@ -232,6 +232,7 @@ def every_kill(tmp_path: Path, prepare: Callable[[Path], Any], action: Callable[
     return folders
 
 
+@pytest.mark.slow
 def test_a_new_checkpoint_killed_anywhere_is_there_or_not(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         write_checkpoint(folder / "update-00000001", tree_of(1))
@@ -265,6 +266,7 @@ def test_a_replacement_killed_anywhere_is_the_old_or_the_new(tmp_path: Path) -> 
     assert seen == {2, 3}
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_at_any_system_call_loses_nothing(tmp_path: Path) -> None:
     dead = forked.fork()
     if dead == 0:

@@ -226,6 +226,7 @@ def test_a_forged_manifest_is_refused(case: str, tmp_path: Path) -> None:
     check_refused(tmp_path / "update-00000001", "manifest")
 
 
+@pytest.mark.slow
 def test_every_damage_to_every_file_is_found(saved: Path, tmp_path: Path) -> None:
     dice = random.Random(7)
     names = sorted(path.name for path in (saved / "update-00000002").iterdir())

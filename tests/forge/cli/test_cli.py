@@ -162,6 +162,7 @@ def test_quickstart_reads_digits_with_at_least_97_percent(forge):
     assert accuracies[-1] >= 0.97
 
 
+@pytest.mark.slow
 def test_the_runs_config_is_a_recipe_that_gives_the_same_weights(forge):
     forge("fit", "quickstart", *QUICK, "--run-dir", "a")
     forge("fit", "a/config.yaml", "--run-dir", "b")
@@ -289,6 +290,7 @@ def test_a_smoke_run_tries_every_stage_and_keeps_nothing(forge, ring):
     assert "--smoke keeps nothing" in forge.refused("fit", "ring.py:Ring", "--smoke", "--resume")
 
 
+@pytest.mark.slow
 def test_weights_of_other_options_say_which_and_what_to_type(forge, ring):
     forge("fit", "ring.py:Ring", "task.hidden=16", "trainer.max_updates=1", "-p", "no:tensorboard", "--run-dir", "run")
     given = ["ring.py:Ring", "data.points=200", "trainer.max_updates=1", "--weights", "run"]
@@ -401,6 +403,7 @@ def test_a_broken_plugin_is_listed_and_named_when_asked_for(forge, broken_plugin
 # -- new --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_new_task_trains_at_once_and_can_be_tested(forge, ring):
     out = forge("fit", "ring.py:Ring", "--run-dir", "run")
     assert "10 epochs, 250 updates, as planned (max_epochs)" in out

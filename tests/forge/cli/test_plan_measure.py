@@ -51,6 +51,7 @@ def test_json_holds_the_measured_costs(forge: Forge) -> None:
     assert sum(row["share"] for row in measured["rows"]) <= 1
 
 
+@pytest.mark.slow
 def test_what_a_task_prints_does_not_get_into_the_json(forge: Forge) -> None:
     Path("chatty.py").write_text(
         """

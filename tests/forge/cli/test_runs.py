@@ -274,6 +274,7 @@ class TestCompare:
         assert ["task.lr", "0.1", "0.2"] in lines
 
 
+@pytest.mark.slow
 def test_a_quiet_fit_prints_nothing_and_an_error_is_still_told(capsys: Any) -> None:
     small = ["quickstart", "task.hidden=8", "trainer.max_updates=2", "schedule.warmup=1", "-p", "no:tensorboard"]
     assert main(["fit", *small, "-q"]) == 0

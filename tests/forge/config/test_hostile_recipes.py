@@ -86,6 +86,7 @@ def test_bases_are_bounded_together(tmp_path: Path) -> None:
     assert "with its bases is nested deeper" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_largest_recipe_is_read_within_the_limits(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("task:\n" + "".join(f"  a{i}: 1\n" for i in range(5500)))

@@ -216,6 +216,7 @@ def test_a_teacher_that_came_or_went_is_refused(tmp_path: Path) -> None:
         live(tmp_path / "two", [Checkpoint(every="1 update")], task=with_another_teacher())
 
 
+@pytest.mark.slow
 def test_what_changes_in_it_is_said_and_goes_on_where_it_was(tmp_path: Path, caplog: Any) -> None:
     make = lambda: Student(kind=Counting)  # noqa: E731
     with caplog.at_level(logging.INFO, "forge"):
@@ -286,6 +287,7 @@ def test_copies_for_probes_carry_no_hooks_of_it_and_buffers_are_put_back() -> No
     assert int(task.teacher.calls) == 0
 
 
+@pytest.mark.slow
 def test_the_dry_run_counts_its_memory() -> None:
     class Wide(Student):
         def __init__(self) -> None:
@@ -338,6 +340,7 @@ def test_a_lightning_module_has_one_too(tmp_path: Path) -> None:
         assert frozen_in(task)["teacher"].module[0].weight.dtype is torch.float64  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_an_adapter_is_divided_like_any_model(tmp_path: Path) -> None:
     one, two = ranks(2)(adapted_on_ranks, str(tmp_path / "run"))
     assert one == two

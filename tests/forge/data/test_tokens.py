@@ -143,6 +143,7 @@ def test_the_fingerprint_knows_the_data_and_the_window() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_pickled_stream_holds_no_tokens_and_goes_on(tmp_path: Path) -> None:
     stream = TokenStream(write(tmp_path / "t.bin", np.arange(50_000)), 8, 4, seed=1)
     straight = list(stream)

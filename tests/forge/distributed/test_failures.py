@@ -404,6 +404,7 @@ def test_the_report_names_the_missing_ranks_of_each_group() -> None:
     assert "they wait for rank 1." in silent
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
     ranks = start("stop", options=("ddp.watchdog=3",))
     ranks.until_failing()

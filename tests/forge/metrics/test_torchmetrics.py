@@ -235,6 +235,7 @@ def test_training_logs_a_metric_over_its_log_interval() -> None:
     assert {line["val/seen"] for line in lines if "val/seen" in line} == {float(sum(SIZES))}
 
 
+@pytest.mark.slow
 def test_a_run_cut_in_an_interval_logs_the_same() -> None:
     whole = run_of(Measured(), "whole")
     with pytest.raises(RuntimeError, match="power"):

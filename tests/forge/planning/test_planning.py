@@ -179,6 +179,7 @@ def test_two_optimizers_are_planned() -> None:
     assert footprint.optimizer > 2 * footprint.parameters
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_no_trace() -> None:
     state = torch.get_rng_state()
     run_dry(Net, (torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, dtype=torch.long)))

@@ -92,6 +92,7 @@ def test_text_is_escaped_and_what_xml_cannot_hold_is_left_out() -> None:
     assert "<script>" not in svg
 
 
+@pytest.mark.slow
 def test_many_points_are_drawn_by_their_extremes() -> None:
     points = [(i, random.Random(i).random()) for i in range(50_000)]
     points[31_234] = (31_234, 9.0)

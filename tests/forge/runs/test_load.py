@@ -86,6 +86,7 @@ def test_two_classes_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch:
         forge.load(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_task_fitted_from_python_is_found_where_installed(tmp_path: Path) -> None:
     """In a process that has not imported it."""
     data = digits().train

@@ -157,6 +157,7 @@ def test_reading_the_lock_file_does_not_drop_the_lock(tmp_path: Path) -> None:
     assert can_acquire(tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "TRIES", 1)
     with RunLock(tmp_path):
@@ -179,6 +180,7 @@ def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: 
         os.waitpid(asking, 0)
 
 
+@pytest.mark.slow
 def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path) -> None:
     started, done = os.pipe(), os.pipe()
     run = forked.fork()
@@ -224,6 +226,7 @@ def test_a_run_of_an_older_version_is_seen(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_without_ofd_locks_another_kind_holds_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "SET", None)
     with RunLock(tmp_path / "run"):

@@ -138,6 +138,7 @@ def test_any_number_of_deaths_ends_in_the_same_run(
 # What may change between two lives
 
 
+@pytest.mark.slow
 def test_workers_and_prefetch_may_change_between_lives(tmp_path: Path) -> None:
     straight, _ = live(tmp_path / "straight", everything(), train=Loader(Noisy(), 8, shuffle=True))
     die(tmp_path / "cut", everything(), 4, train=Loader(Noisy(), 8, shuffle=True, num_workers=2))

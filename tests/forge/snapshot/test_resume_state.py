@@ -138,6 +138,7 @@ class Thaws(TinyTask):
             self.net[1].eval()
 
 
+@pytest.mark.slow
 def test_what_was_thawed_or_put_to_rest_on_the_way_stays_so(tmp_path: Path) -> None:
     resumed = ends_the_same(tmp_path, Thaws, cut=7)
     assert resumed.net[0].weight.requires_grad

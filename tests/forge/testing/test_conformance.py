@@ -129,6 +129,7 @@ def test_a_callback_passes() -> None:
     check_plugin(make, leave_out=PLAINEST)
 
 
+@pytest.mark.slow
 def test_what_a_plugin_requires_can_stand_beside_it() -> None:
     class Needy(forge.Plugin):
         """Does nothing without shrink."""
@@ -326,6 +327,7 @@ def test_make_must_make_a_new_plugin_each_time() -> None:
         check_plugin(lambda: one)
 
 
+@pytest.mark.slow
 def test_a_plugin_is_made_anew_from_its_options() -> None:
     assert check_plugin(Shrink(rate=0.2), leave_out=["runs", "order", "exceptions", "cost"]).name == "shrink"
 
@@ -350,6 +352,7 @@ def test_a_callback_can_be_handed_over_as_it_is() -> None:
         check_plugin(meddle)
 
 
+@pytest.mark.slow
 def test_the_report_tells_what_was_checked_and_what_it_costs() -> None:
     report = check_plugin(Shrink, leave_out=["order", "exceptions", TWO, f"{TWO} and accumulation"])
     assert report.checked == ("leaks", "state", "runs", "files", "graphs")
@@ -367,6 +370,7 @@ def test_hooks_on_all_modules_that_others_left_are_not_its_own() -> None:
         handle.remove()
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_cost_is_held() -> None:
     class Slow(forge.Plugin):
         """Computes for nothing."""

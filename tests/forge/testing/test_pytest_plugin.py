@@ -119,6 +119,7 @@ def test_the_fixtures_are_there(forge_run, tiny_task, event_trace):
 """
 
 
+@pytest.mark.slow
 def test_other_projects_get_the_fixtures_and_pay_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_alone=ALONE, test_using=USING)
     pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist", "test_alone.py").assert_outcomes(passed=1)
