@@ -199,6 +199,7 @@ def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, 
     assert_same_weights(*ended)
 
 
+@pytest.mark.slow
 def test_ppo_on_its_page_is_the_recipes() -> None:
     """tests/recipes/test_reinforcement.py holds the recipe's beside a loop by hand, and cuts it."""
     pytest.importorskip("gymnasium")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import Unsupported
 
 from forge.testing import check_against_reference, check_compiles_whole, poisoned_memory
+from tests.support.profiles import some
 from tests.support.toy_kernels import TOY
 
 DTYPES = list(TOY.tolerance)
@@ -20,7 +21,7 @@ def argument(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(5, 3).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", some(DTYPES, quick=1))
 def test_a_third_partys_kernel_passes(dtype):
     for case in TOY.cases:
         args = case.make(torch.device("cpu"), dtype)

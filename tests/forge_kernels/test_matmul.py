@@ -23,6 +23,7 @@ from tests.support.kernel_kit import (
     in_float64,
     run,
 )
+from tests.support.profiles import some
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 activations = st.sampled_from(list(ACTIVATIONS))
@@ -48,7 +49,7 @@ def test_any_shape_dtype_and_activation_equals_the_reference(rows, depth, column
     check_against_reference(MATMUL, args, {"activation": activation})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], quick=1))
 @few
 @given(
     layouts=st.tuples(*[st.sampled_from(["rows", "columns", "part of a larger one", "spread"])] * 2),

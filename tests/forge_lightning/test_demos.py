@@ -238,6 +238,7 @@ def rich_without_dropout(*plugins: Any) -> tuple[dict[str, Any], dict[str, Any]]
     return {name: value.tolist() for name, value in module.state_dict().items()}, dict(result.metrics)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains() -> None:
     weights, metrics = rich_without_dropout()
     for ours, logged in ranks(2)(rich_without_dropout, DDP()):

@@ -67,6 +67,7 @@ def fit_on(folder: str, kind: type[Any]) -> None:
     fit(Path(folder), kind())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some([DDP, FSDP, Zero]))
 def test_model_checkpoint_writes_whole_weights_on_ranks(kind: type[Any], tmp_path: Path) -> None:
     ranks(2)(fit_on, str(tmp_path), kind)

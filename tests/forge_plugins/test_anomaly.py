@@ -19,6 +19,7 @@ from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import NonFiniteError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Clip, Guard
+from tests.support.profiles import some
 
 
 class Head(nn.Module):
@@ -287,9 +288,9 @@ def test_a_skipped_update_is_reported_and_training_goes_on(caplog: pytest.LogCap
 # -- no trace ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", some([1, -1], quick=1))
 @pytest.mark.parametrize("kind", [TinyTask, TinyGAN])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", some([1, 2], quick=1))
 def test_an_analysis_changes_nothing(order: int, kind: Any, window: int) -> None:
     beside: Any = lambda: [Accumulate(window), Clip(1.0)]  # noqa: E731
     plain, expected = fit([Guard("skip"), *beside()], with_bad(math.nan), kind())

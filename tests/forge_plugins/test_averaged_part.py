@@ -17,6 +17,7 @@ from forge_plugins import EMA, SWA, Accumulate, Checkpoint
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.ddp_kit import Plain, train
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 DECAY = 0.9
 
@@ -86,8 +87,8 @@ def test_a_task_trains_as_with_a_target_network_by_hand(kind: type[TinyTask], wi
     assert_same_weights(task, by_hand(kind is InEval, window=window))
 
 
-@pytest.mark.parametrize("kind", [MeanTeacher, InEval, Later])
-@pytest.mark.parametrize("cut", [1, 6])
+@pytest.mark.parametrize("kind", some([MeanTeacher, InEval, Later], quick=1))
+@pytest.mark.parametrize("cut", some([1, 6], quick=1))
 def test_a_cut_run_ends_as_one_that_was_not(kind: type[TinyTask], cut: int, tmp_path: Path) -> None:
     plugins = lambda: [EMA(DECAY), Checkpoint(every="1 update")]  # noqa: E731
     straight, _ = live(tmp_path / "straight", plugins(), task=kind())

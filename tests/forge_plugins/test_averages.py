@@ -26,6 +26,7 @@ from tests.support.averages import (
     train,
 )
 from tests.support.averages_kit import Half, Kind, Thawing
+from tests.support.profiles import some
 
 kind = averages_kit.kind
 
@@ -141,7 +142,7 @@ def thawing(phase: str) -> forge.Plugin:
 
 @pytest.mark.parametrize(
     ("phase", "thawed_first", "start"),
-    [("step_end", True, 0), ("step_end", False, 6), ("boundary", True, 6), ("boundary", False, 0)],
+    some([("step_end", True, 0), ("step_end", False, 6), ("boundary", True, 6), ("boundary", False, 0)], quick=2),
 )
 def test_a_thawed_parameter_is_averaged_as_if_it_always_was(
     kind: Kind, phase: str, thawed_first: bool, start: int

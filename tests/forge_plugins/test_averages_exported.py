@@ -85,6 +85,7 @@ def test_apply_to_gives_the_average_to_any_task_that_fits(kind: Kind) -> None:
 # -- resumed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

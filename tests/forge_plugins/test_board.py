@@ -220,6 +220,7 @@ def served(runs: Path) -> Iterator[Board]:
     found.process.communicate()
 
 
+@pytest.mark.slow
 def test_the_address_is_printed_and_the_runs_have_their_names(served: Board) -> None:
     assert served.said.startswith("TensorBoard shows 2 runs at http://localhost:")
     served.wait_for_runs({"small/a", "small/b"})

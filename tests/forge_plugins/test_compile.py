@@ -16,6 +16,7 @@ from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Clip, Compile
 from tests.support import compile_kit, reference
 from tests.support.compile_kit import EVEN, Breaks, Chain, Plain, counts, fit
+from tests.support.profiles import some
 
 nothing_of_the_last_test = compile_kit.nothing_of_the_last_test
 every_line = compile_kit.every_line
@@ -58,7 +59,7 @@ def test_weights_equal_the_loop_around_a_compiled_module() -> None:
 # In place
 
 
-@pytest.mark.parametrize("blocks", [None, "Sequential"])
+@pytest.mark.parametrize("blocks", some([None, "Sequential"], quick=1))
 def test_names_stay_clean_and_the_task_is_handed_back_as_it_was(blocks: str | None) -> None:
     names: list[list[str]] = []
 

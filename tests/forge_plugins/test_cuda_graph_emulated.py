@@ -22,7 +22,7 @@ from forge.testing import assert_same_weights
 from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Monitor, Schedule
 from tests.forge.snapshot.test_resume import ends_as_if_it_had_not_been_cut
 from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
-from tests.support.profiles import covering
+from tests.support.profiles import covering, some
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,7 @@ def live(folder: Path, *more: Any) -> nn.Module:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [17, *(pytest.param(update, marks=pytest.mark.slow) for update in (4, 30))])
 def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
     ends_as_if_it_had_not_been_cut(live, tmp_path, update)
@@ -143,7 +144,8 @@ def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("who", "draw"), [("numpy", np.random.rand), ("random", random.random), ("torch", lambda: float(torch.rand(())))]
+    ("who", "draw"),
+    some([("numpy", np.random.rand), ("random", random.random), ("torch", lambda: float(torch.rand(())))], quick=1),
 )
 def test_numbers_drawn_on_the_host_are_refused(who: str, draw: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Draws(Net):
@@ -196,7 +198,7 @@ def norm_in_evaluation(step: forge.Step) -> None:
     step.trainer.task.net[1].eval()
 
 
-@pytest.mark.parametrize("act", [moved_parameter, loaded_state, norm_in_evaluation])
+@pytest.mark.parametrize("act", some([moved_parameter, loaded_state, norm_in_evaluation], quick=1))
 def test_what_a_callback_changes_is_captured_anew(act: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="forge"):
         graph = compare(lambda: [at(15, act)], 25)

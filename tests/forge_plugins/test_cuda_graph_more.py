@@ -219,7 +219,7 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("stack", HALVES.values(), ids=HALVES.keys())
+@pytest.mark.parametrize("stack", some(HALVES.values(), quick=1), ids=HALVES.keys())
 def test_a_loss_scaler_skips_what_it_skips_without_graphs(stack: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="forge"):
         compare(stack, 15, task=Spikes)

@@ -17,6 +17,7 @@ import forge
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import EMA
 from tests.support.averages import Watched, applied, by_hand, ema_of, loss_of, parameters, train
+from tests.support.profiles import some
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.999])
@@ -116,7 +117,7 @@ class Replacing(TinyTask):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("in_training", [True, False])
+@pytest.mark.parametrize("in_training", some([True, False], quick=1))
 @pytest.mark.parametrize("start", [0, 7])
 def test_a_buffer_that_an_evaluation_replaces_is_put_back(tmp_path: Path, in_training: bool, start: int) -> None:
     task, plain = Replacing(in_training), Replacing(in_training)

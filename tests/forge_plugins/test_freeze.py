@@ -212,6 +212,7 @@ def test_two_optimizers_take_turns_over_what_is_not_frozen() -> None:
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_rewind_over_a_thaw_freezes_again_until_it_comes(order: int, tmp_path: Path) -> None:
     data = tiny_batches([8] * 8)

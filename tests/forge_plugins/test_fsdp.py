@@ -103,6 +103,7 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
     return {n: p.full_tensor().detach() for n, p in task.named_parameters() if isinstance(p, DTensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
 def test_a_stack_is_fsdp2_written_by_hand_bit_for_bit(options: dict[str, Any]) -> None:
     ours, theirs = ranks(2)(levers, options), ranks(2)(levers_by_hand, options)

@@ -16,6 +16,7 @@ from forge.metrics.means import PendingMeans
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
 from forge_plugins.common.sinks import appending
+from tests.support.profiles import some
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
 
@@ -206,7 +207,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "texts.jsonl"])
+@pytest.mark.parametrize("name", some(["metrics.jsonl", "texts.jsonl"], quick=1))
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_log_does_not_keep_a_run_from_resuming(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, name: str

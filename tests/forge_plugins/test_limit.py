@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "option"), CASES)
 def test_a_limited_run_resumes_in_the_same_bits(kind: str, option: str, tmp_path: Path) -> None:
     options = {option: 4}

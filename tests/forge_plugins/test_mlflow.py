@@ -62,6 +62,7 @@ def test_a_run_has_its_metrics_parameters_and_pictures(tmp_path: Path) -> None:
     assert Path(path).read_text() == "**bold**"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Mlflow, tmp_path / "straight")

@@ -25,6 +25,7 @@ from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 from forge_plugins.checkpoint.rehearsal import FitStart
+from tests.support.profiles import some
 
 EXACT = "Resume rehearsed: a second process continued this run bit for bit."
 
@@ -142,14 +143,17 @@ class Spawns(Scaled):
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [
-        (InAttribute, "task.count"),
-        (OnClass, "(class OnClass).total"),
-        (InClosure, "task.next.calls[0]"),
-        (InGenerator, "running generators"),
-        (Teacher, "task.teachers[0]"),
-        (ByHand, "task.schedule"),
-    ],
+    some(
+        [
+            (InAttribute, "task.count"),
+            (OnClass, "(class OnClass).total"),
+            (InClosure, "task.next.calls[0]"),
+            (InGenerator, "running generators"),
+            (Teacher, "task.teachers[0]"),
+            (ByHand, "task.schedule"),
+        ],
+        quick=2,
+    ),
 )
 def test_a_run_that_cannot_be_resumed_is_told_with_the_place(tmp_path: Path, kind: type[Scaled], named: str) -> None:
     OnClass.total = 0
@@ -173,7 +177,7 @@ def test_by_default_a_difference_is_a_warning(
     assert record.finding == "state_not_saved"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("kind", [TinyTask, Spawns])
+@pytest.mark.parametrize("kind", some([TinyTask, Spawns], quick=1))
 def test_a_run_that_can_be_resumed_is_told_so(
     tmp_path: Path, kind: type[TinyTask], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,7 +333,7 @@ class Refuses(TinyTask):
 # -- a real resume ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [InAttribute, TinyTask])
+@pytest.mark.parametrize("kind", some([InAttribute, TinyTask], quick=1))
 def test_an_attempt_is_compared_with_the_one_that_it_continues(
     tmp_path: Path, kind: type[TinyTask], caplog: pytest.LogCaptureFixture
 ) -> None:

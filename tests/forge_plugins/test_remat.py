@@ -22,7 +22,7 @@ from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Remat
 from forge_plugins.remat.budget import Meter
 from tests.support import reference
-from tests.support.profiles import covering, few
+from tests.support.profiles import covering, few, some
 
 WIDTH = 16
 
@@ -208,7 +208,7 @@ def test_less_is_kept_for_backward() -> None:
     assert everything - nothing > 4 * 4 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("budget", [0.9, 0.6, 0.35])
+@pytest.mark.parametrize("budget", some([0.9, 0.6, 0.35], quick=1))
 def test_a_budget_takes_as_few_blocks_as_it_needs(budget: float, caplog: pytest.LogCaptureFixture) -> None:
     task = deep(blocks=6)
     batch = tiny_batches([64])

@@ -85,7 +85,7 @@ REFUSED_BY_EACH = [("t5", "pipeline"), ("mistral", "context")]
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), some([*REFUSED_BY_EACH, *(pair for pair in REFUSED if pair not in REFUSED_BY_EACH)], quick=2)
+    ("name", "strategy"), some([*REFUSED_BY_EACH, *(pair for pair in REFUSED if pair not in REFUSED_BY_EACH)], quick=1)
 )
 def test_what_cannot_be_divided_is_refused_with_the_cure(name: str, strategy: str) -> None:
     errors = ranks(kit.STRATEGIES[strategy][0]).errors(kit.fit, name, strategy)

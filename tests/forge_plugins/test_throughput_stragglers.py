@@ -89,6 +89,7 @@ def run_by(clock: Clock, strategy: str, forward: float, load: float) -> Any:
     return sink.logs, [text for text in messages.texts if "holds up" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", some(["ddp", "zero", "accumulate"]))
 def test_a_rank_that_sleeps_is_named_once(strategy: str) -> None:
     (logs, told), (others, silent) = ranks(2)(run, strategy, (10.0, 60.0))

@@ -15,6 +15,7 @@ import pytest
 from forge.errors import StackError
 from forge_plugins import Checkpoint, Wandb
 from tests.support.logger_runs import LAST, bytes_below, live, live_twice
+from tests.support.profiles import some
 from tests.support.tasks import fit, make_batches
 
 wandb = pytest.importorskip("wandb")
@@ -102,6 +103,7 @@ def test_a_run_has_its_metrics_config_and_pictures(tmp_path: Path) -> None:
     assert "<strong>bold</strong>" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Wandb, tmp_path / "straight")
@@ -171,7 +173,7 @@ class Online:
         pass
 
 
-@pytest.mark.parametrize("has", [0, 3, 5, 7])
+@pytest.mark.parametrize("has", some([0, 3, 5, 7], quick=1))
 def test_online_what_the_server_lacks_is_sent_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: int
 ) -> None:

@@ -37,7 +37,7 @@ def exported(task: forge.TaskModule, folder: Path, to: str = "torchscript", **op
 # -- what is proved ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["pt2", "onnx", "torchscript", "safetensors", "pt", *LONG])
+@pytest.mark.parametrize("to", [*some(["pt2", "safetensors", "onnx", "torchscript", "pt"], quick=2), *LONG])
 def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> None:
     if to in ("onnx", "triton-repository"):
         pytest.importorskip("onnxruntime")

@@ -20,6 +20,7 @@ from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of
 from tests.support.lasting_ranks import ranks as pair
+from tests.support.profiles import some
 
 
 def by_hand(start: int = 0, momentum: float = 0.01, window: int = 1) -> TinyTask:
@@ -74,7 +75,7 @@ def images() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("start", "momentum", "window"), [(0, 0.01, 1), (0, 0.5, 1), (3, 0.01, 1), (0, 0.01, 2), (1, 1.0, 2)]
+    ("start", "momentum", "window"), some([(0, 0.01, 1), (0, 0.5, 1), (3, 0.01, 1), (0, 0.01, 2), (1, 1.0, 2)], quick=2)
 )
 def test_a_fit_is_a_plain_loop_that_rounds(start: int, momentum: float, window: int) -> None:
     task, _ = fit_tiny([QAT(start, momentum=momentum), Accumulate(window)])
@@ -138,7 +139,7 @@ def test_layers_can_be_kept_in_float() -> None:
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("start", some([0, 5], quick=1))
 def test_a_resume_is_exact(tmp_path: Path, start: int) -> None:
     def plugins() -> list[Any]:
         return [QAT(start, momentum=0.3), Checkpoint(every="2 updates")]

@@ -21,6 +21,7 @@ from forge_plugins import Checkpoint, Clip, FusedOptimizer
 from forge_speed import autotune
 from forge_speed.autotune import Autotune
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 
 class Searches:
@@ -136,7 +137,7 @@ def test_the_run_keeps_the_answer_in_its_config_and_checkpoints(searches: Search
     assert {"fused_optimizer", "clip"} <= {plugin["name"] for plugin in outline["stack"]}
 
 
-@pytest.mark.parametrize("how", ["auto", "run", "checkpoint", "named"])
+@pytest.mark.parametrize("how", some(["auto", "run", "checkpoint", "named"], quick=1))
 def test_a_resume_reuses_the_answer_bit_for_bit(searches: Searches, empty_folder: Path, how: str) -> None:
     whole = fit(Autotune(cache=False), Checkpoint(), max_epochs=4)[1]
     options: dict[str, Any] = {"run_dir": "run"} if how != "named" else {"run_dir": None}

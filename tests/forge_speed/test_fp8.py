@@ -32,6 +32,7 @@ from tests.support import reference
 from tests.support.averages import loss_of
 from tests.support.float8 import emulate
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_compiled_fit_equals_an_eager_one(emulated: None) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("modules", ["Sequential", "Linear"])
+@pytest.mark.parametrize("modules", some(["Sequential", "Linear"], quick=1))
 @pytest.mark.parametrize("first", [True, False])
 def test_recomputed_blocks_compute_the_same(modules: str, first: bool, emulated: None) -> None:
     stack: list[Any] = [FP8("all"), Remat(modules)]

@@ -20,6 +20,7 @@ from forge.data import Splits, TensorLoader
 from forge_recipes.fashion_cnn import FashionCNN, moved
 from forge_recipes.fashion_mlp import FashionMLP
 from forge_recipes.fashion_mnist import MEAN, STD, fashion_mnist, read_idx
+from tests.support.profiles import some
 from tests.support.small_data import TEST, TRAIN
 
 TINY: dict[str, Any] = {"widths": (4, 8), "depths": (0, 1)}
@@ -153,7 +154,7 @@ def test_the_recipe_is_the_labs() -> None:
     assert recipe["trainer"]["max_epochs"] == 10
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", some([False, True], quick=1))
 def test_fashion_mlp_trains_as_the_loop_by_hand_does_bit_for_bit(fused: bool, small_data: Path) -> None:
     torch.manual_seed(5)
     task = FashionMLP(fused=fused)

@@ -76,6 +76,7 @@ RESUMED: dict[str, tuple[Callable[[], Any], Callable[[], Splits]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(RESUMED))
 def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str) -> None:
     make_task, make_splits = RESUMED[name]

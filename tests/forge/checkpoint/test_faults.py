@@ -25,6 +25,7 @@ from benchmarks.fault_kinds.replay import read_log
 from benchmarks.fault_kinds.victim import HANG, exit_code
 from tests.conftest import REPO
 from tests.support import forked
+from tests.support.profiles import some
 
 FEW = [f"--only={case}" for case in ("run:2", "signal:15")]
 """A run that is killed, and one that is told to stop; damage and logs have tests of their own beside this one."""
@@ -46,7 +47,7 @@ def rows(*words: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("words", "cases", "deaths"),
     [
-        ([*FEW, "--jobs=1"], 2, 2),
+        pytest.param([*FEW, "--jobs=1"], 2, 2, marks=pytest.mark.slow),
         pytest.param(MANY, 44, 24, marks=pytest.mark.slow),
     ],
     ids=["few", "many"],
@@ -114,7 +115,7 @@ def run_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subproce
 
 @needs_cc
 @pytest.mark.parametrize("kind", ["open", "read", "write", "rename", "fsync", "entry"])
-@pytest.mark.parametrize("for_good", [0, 1])
+@pytest.mark.parametrize("for_good", some([0, 1], quick=1))
 def test_the_nth_call_fails_once_or_for_good(tmp_path: Path, run_with: Any, kind: str, for_good: int) -> None:
     folder, report = tmp_path / "run", tmp_path / "failed"
     folder.mkdir()

@@ -35,6 +35,7 @@ from forge.errors import CheckpointError
 from tests.conftest import PROFILE
 from tests.forge.checkpoint.test_tree import same, tensor_of
 from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
+from tests.support.profiles import some
 from tests.support.ranks import in_threads, pretending
 from tests.support.sharded_kit import S0, S1, R, write_pretended
 
@@ -94,7 +95,9 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
 OTHERS = [*LAYOUTS[:2], *LAYOUTS[6:11]] if PROFILE == "full" else [LAYOUTS[1], LAYOUTS[9]]
 
 
-@pytest.mark.parametrize(("mesh", "placements"), LAYOUTS, ids=[f"{mesh} {places}" for mesh, places in LAYOUTS])
+@pytest.mark.parametrize(
+    ("mesh", "placements"), some(LAYOUTS, quick=3), ids=[f"{mesh} {places}" for mesh, places in LAYOUTS]
+)
 def test_every_placement_comes_back_whole_and_into_every_other(
     mesh: tuple[int, ...], placements: list[Any], tmp_path: Path
 ) -> None:

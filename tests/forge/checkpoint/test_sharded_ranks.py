@@ -75,6 +75,7 @@ def load_by_two(rank: int, store: dist.Store, folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_one_process_loads_what_two_fsdp_ranks_save(saved: Path) -> None:
     checkpoint = StoredCheckpoint(saved / "update-00000002")
     loaded = checkpoint.load()

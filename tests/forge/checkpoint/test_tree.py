@@ -19,6 +19,7 @@ from forge.checkpoint import StoredCheckpoint, check_savable, write_checkpoint
 from forge.checkpoint.tensors import DTYPES, NOTED, as_bytes
 from forge.checkpoint.tree import MAX_DEPTH, join, split
 from forge.errors import CheckpointError
+from tests.support.profiles import covering
 
 ALL_DTYPES = [*DTYPES.values(), *NOTED.values()]
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3), (2, 3, 4), (1, 1, 7)]
@@ -93,8 +94,7 @@ def test_what_is_saved_is_what_is_loaded(tree: dict[Any, Any], tmp_path: Path) -
     assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "shape"), covering(ALL_DTYPES, SHAPES))
 def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
     tree = {"model": {"w": tensor_of(dtype, shape)}, "state": [tensor_of(dtype, shape, seed=1)]}
     write_checkpoint(tmp_path / "it", tree)

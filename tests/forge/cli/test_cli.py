@@ -282,6 +282,7 @@ def test_a_bound_is_a_number_and_nan_is_below_it(value, fails):
         check_bounds({"test/accuracy": value}, [("test/accuracy", 0.9)])
 
 
+@pytest.mark.slow
 def test_a_smoke_run_tries_every_stage_and_keeps_nothing(forge, ring):
     said = forge("fit", "ring.py:Ring", "--smoke", "data.points=200")
     for name in ("train/loss", "val/loss", "test/loss", "two batches of each stage"):

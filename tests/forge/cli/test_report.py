@@ -21,6 +21,7 @@ from forge.report.images import pictures
 from forge.report.page import page
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
+from tests.support.profiles import some
 from tests.support.tasks import Classifier, fit, make_batches
 
 HOSTILE = """</pre></td></svg></style><script>alert('x"')</script><img src=x onerror=alert(1)>"""
@@ -213,18 +214,21 @@ class TestTexts:
 
     @pytest.mark.parametrize(
         "hostile",
-        [
-            HOSTILE,
-            f"- item\n\n    {HOSTILE}\n\n> {HOSTILE}",
-            f"```{{#x .y onclick=alert(1)}}\n{HOSTILE}\n```",
-            f"| a | b |\n|---|---|\n| {HOSTILE} | `{HOSTILE}` |",
-            "[a](javascript:alert(1)) ![b](http://elsewhere/x.png) [c][d] ![e][d] <http://elsewhere> <a@b.example>"
-            "\n\n[d]: javascript:alert(1)",
-            "&#60;script&#62; &lt;img src=x&gt;",
-            "\x02wzxhzdk:0\x03 \ufdd0script\ufdd2",
-            "1. " * 6000,
-            "[" * 60_000,
-        ],
+        some(
+            [
+                HOSTILE,
+                f"- item\n\n    {HOSTILE}\n\n> {HOSTILE}",
+                f"```{{#x .y onclick=alert(1)}}\n{HOSTILE}\n```",
+                f"| a | b |\n|---|---|\n| {HOSTILE} | `{HOSTILE}` |",
+                "[a](javascript:alert(1)) ![b](http://elsewhere/x.png) [c][d] ![e][d] <http://elsewhere> <a@b.example>"
+                "\n\n[d]: javascript:alert(1)",
+                "&#60;script&#62; &lt;img src=x&gt;",
+                "\x02wzxhzdk:0\x03 \ufdd0script\ufdd2",
+                "1. " * 6000,
+                "[" * 60_000,
+            ],
+            quick=7,
+        ),
     )
     def test_markdown_passes_no_markup_or_address_through(self, make_run: Any, hostile: str) -> None:
         shown = Page(self.shown(make_run, hostile))
@@ -295,24 +299,31 @@ LINE = {"update": 1, "train/loss": 1.0}
 
 @pytest.mark.parametrize(
     ("lines", "files", "recipe"),
-    [
-        ([LINE], {"card": {"stack": 3}}, ""),
-        ([LINE], {"card": {"stack": True, "planned_updates": 10**400, "task": {"parameters": 10**400}}}, ""),
-        ([LINE], {"card": {"task": {"class": "Net", "options": {"a": nested(300)}}}}, ""),
-        ([LINE], {"lives": {"lives": 3}}, ""),
-        ([LINE], {"lives": {"lives": [3, {}, {"update": 10**400, "setup": [1]}]}}, ""),
-        ([LINE], {"lives": {"lives": [{"started": {}, "command": nested(20), "setup": {"a": {}}}] * 50}}, ""),
-        ([LINE], {"ledger": {"rows": 3}}, ""),
-        ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
-        ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
-        ([LINE], {"end": {"status": "finished", "seconds": 1e-320, "samples": 2**53 - 1}}, ""),
-        ([LINE], {"end": {"status": "finished", "seconds": 1e308}}, ""),
-        ([{**LINE, "time": 10**400}, {**LINE, "time": 1e308, "sample": 10**400}], {"card": {"resumed_from": 1}}, ""),
-        ([{"update": i, "train/loss": y, "other": -y} for i, y in enumerate((0.0, 5e-324))], {}, ""),
-        ([{"update": i, "train/loss": y} for i, y in enumerate((1e-310, 3e-310, 2e-305))], {}, ""),
-        ([LINE], {}, ITSELF),
-        ([LINE], {}, LAUGHS),
-    ],
+    some(
+        [
+            ([LINE], {"card": {"stack": 3}}, ""),
+            ([LINE], {"card": {"stack": True, "planned_updates": 10**400, "task": {"parameters": 10**400}}}, ""),
+            ([LINE], {"card": {"task": {"class": "Net", "options": {"a": nested(300)}}}}, ""),
+            ([LINE], {"lives": {"lives": 3}}, ""),
+            ([LINE], {"lives": {"lives": [3, {}, {"update": 10**400, "setup": [1]}]}}, ""),
+            ([LINE], {"lives": {"lives": [{"started": {}, "command": nested(20), "setup": {"a": {}}}] * 50}}, ""),
+            ([LINE], {"ledger": {"rows": 3}}, ""),
+            ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
+            ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
+            ([LINE], {"end": {"status": "finished", "seconds": 1e-320, "samples": 2**53 - 1}}, ""),
+            ([LINE], {"end": {"status": "finished", "seconds": 1e308}}, ""),
+            (
+                [{**LINE, "time": 10**400}, {**LINE, "time": 1e308, "sample": 10**400}],
+                {"card": {"resumed_from": 1}},
+                "",
+            ),
+            ([{"update": i, "train/loss": y, "other": -y} for i, y in enumerate((0.0, 5e-324))], {}, ""),
+            ([{"update": i, "train/loss": y} for i, y in enumerate((1e-310, 3e-310, 2e-305))], {}, ""),
+            ([LINE], {}, ITSELF),
+            ([LINE], {}, LAUGHS),
+        ],
+        quick=4,
+    ),
 )
 def test_a_broken_or_hostile_file_costs_itself_and_no_more(make_run: Any, lines: Any, files: Any, recipe: str) -> None:
     folder, other = make_run(lines, **files), make_run([{"update": 1, "train/loss": 2.0}], name="other")

@@ -92,6 +92,7 @@ def test_a_range_test_prints_rates_and_the_command_for_them(capsys: Any) -> None
     assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.png")}
 
 
+@pytest.mark.slow
 def test_of_layer_wise_rates_it_says_what_the_suggestion_is_of(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "lr", file + ":Layers", "--updates", "40", "--min", "1e-4")
     rates = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
@@ -185,6 +186,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_timer, name, value)
 
 
+@pytest.mark.slow
 def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], file: str, quick: None) -> None:
     words = [f"{file}:Task", "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
     out, err = ask(capsys, "speed", *words)

@@ -102,7 +102,7 @@ def test_without_a_seed_of_its_own_two_lives_begin_alike(file: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("no_kill")
-@pytest.mark.parametrize(("task", "part"), some([("Counts", "hidden"), ("Sound", None), ("Drifts", "hidden")], quick=2))
+@pytest.mark.parametrize(("task", "part"), some([("Counts", "hidden"), ("Sound", None), ("Drifts", "hidden")], quick=1))
 def test_a_second_life_goes_on_from_the_newest_checkpoint(
     file: Path, tmp_path: Path, task: str, part: str | None
 ) -> None:

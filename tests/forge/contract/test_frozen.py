@@ -26,6 +26,7 @@ from forge_plugins.checkpoint import SWITCH
 from tests.forge.snapshot.test_resume import die, live
 from tests.support import forked
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 
 class Counting(nn.Module):
@@ -377,7 +378,7 @@ def fitted_on_ranks(strategy: str, run: str) -> dict[str, Any]:
     return {"plain": all(type(t) is Tensor for t in held.values()), "weight": held["0.weight"], "first": first}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", some(["ddp", "fsdp"], quick=1))
 def test_ranks_neither_divide_it_nor_reduce_its_gradients(strategy: str, tmp_path: Path) -> None:
     one, two = ranks(2)(fitted_on_ranks, strategy, str(tmp_path / "run"))
     assert one["plain"]

@@ -140,6 +140,7 @@ def run_tests(path: Path) -> int:
 # A broken one
 
 
+@pytest.mark.slow
 def test_a_broken_package_is_listed_and_breaks_nothing(broken: Path, run_forge: Run) -> None:
     done = run_forge("plugins", paths=[broken])
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ from torch.utils.data import (
 import forge
 from forge.data import DevicePrefetch, Loader, TensorLoader, adopt, resumable_reason
 from forge.data.adapt import by_name, has_single_position
-from tests.support.profiles import few
+from tests.support.profiles import few, some
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -226,7 +226,7 @@ def list_of(sampler: Sampler[int]) -> Any:
 
 
 class TestOwnSamplers:
-    @pytest.mark.parametrize("name", own_kinds())
+    @pytest.mark.parametrize("name", some(own_kinds(), quick=2))
     @few
     @given(epoch=st.integers(0, 3), data=st.data())
     def test_they_are_continued_exactly(self, name: str, epoch: int, data: st.DataObject) -> None:

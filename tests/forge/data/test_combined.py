@@ -104,6 +104,7 @@ def test_the_same_step_as_with_batches_made_by_hand() -> None:
     assert_same_weights(combined, by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_over_several_loaders_resumes(tmp_path: Path, limited: bool) -> None:
     plugins = lambda: [Checkpoint("1 updates", background=False), *([Limit(train=5)] if limited else [])]  # noqa: E731

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import forge
 from forge.data import Loader, resumable_reason
+from tests.support.profiles import some
 
 
 class Stream(IterableDataset):
@@ -122,6 +123,7 @@ def test_a_run_continued_anywhere_is_the_straight_run(kind: type[Stream], length
     assert given_ == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("persistent", "stop"),
     [(True, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 7), (False, 2), (True, 6)))],
@@ -269,7 +271,7 @@ def split(worker: int) -> None:
     whole.end = min(whole.start + each, whole.end)
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", some([False, True], quick=1))
 def test_a_worker_init_fn_splits_the_dataset(ours: bool) -> None:
     """Torch's documented way. It changed forge's wrapper once, and each worker gave every item."""
     loader: Any = DataLoader(Range(3, 11), batch_size=2, num_workers=2, worker_init_fn=split)

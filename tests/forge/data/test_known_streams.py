@@ -123,6 +123,7 @@ def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None
     assert result.metrics == expected.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("buffer", some([16, 1]))
 def test_a_stream_of_the_hub_resumes_to_the_same_bits(tmp_path: Path, buffer: int, workers: int) -> None:
@@ -299,12 +300,15 @@ def counting_stateful_loader() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [
-        (lambda: Loader(HubStream(), 8), ""),
-        (lambda: DataLoader(HubStream(), 8), ""),
-        (counting_stateful_loader, ""),
-        (lambda: Loader(CountsReads(), 8), "train dataset.reads"),
-    ],
+    some(
+        [
+            (lambda: Loader(HubStream(), 8), ""),
+            (lambda: DataLoader(HubStream(), 8), ""),
+            (counting_stateful_loader, ""),
+            (lambda: Loader(CountsReads(), 8), "train dataset.reads"),
+        ],
+        quick=1,
+    ),
     ids=["stream", "stream in a DataLoader", "torchdata", "indices: not saved"],
 )
 def test_only_state_that_no_loader_saves_is_named(

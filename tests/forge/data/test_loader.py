@@ -334,6 +334,7 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match="killed by signal 9"):
             list(taken)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("persistent", some([True, False]))
     def test_a_worker_killed_with_a_lock_is_named_in_any_thread(
         self, persistent: bool, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ import forge
 import forge.errors
 from forge.data import Loader
 from forge.testing import TinyTask, tiny_batches
+from tests.support.profiles import some
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "run_dir": False}
 
@@ -127,7 +128,7 @@ INSIDE = [
 
 
 @pytest.mark.parametrize("hook", ["step_end", "validation"])
-@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("inside", some(INSIDE, quick=1))
 def test_a_run_inside_a_run_leaves_it_as_it_was(inside: Callable[[], None], hook: str) -> None:
     assert outer(inside, hook) == outer(nothing, hook)
 

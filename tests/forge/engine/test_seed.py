@@ -114,6 +114,7 @@ def test_a_trainer_without_a_seed_touches_no_generator() -> None:
     assert before == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", pytest.param("docs/start.md", marks=pytest.mark.slow)])
 def test_the_code_of_a_page_gives_the_same_bits_twice(
     page: str, fresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
 from tests.support import forked
+from tests.support.profiles import some
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
@@ -57,7 +58,7 @@ def fit(folder: Path, task: forge.TaskModule, plugins: list[Any] | None = None) 
     return forge.Trainer(plugins=plugins, **options).fit(task, tiny_batches(), tiny_batches(seed=1))
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", some(SIGNALS, quick=1))
 def test_a_signal_saves_and_the_resumed_run_is_bit_equal(tmp_path: Path, number: int) -> None:
     straight = TinyTask()
     fit(tmp_path / "straight", straight)

@@ -86,6 +86,7 @@ def test_a_torchmetrics_object_has_no_epoch_mean() -> None:
     assert "train/peak_epoch" not in names
 
 
+@pytest.mark.slow
 def test_a_run_cut_within_an_epoch_logs_the_same_means(tmp_path: Path) -> None:
     plugins = lambda: [Checkpoint("1 updates", background=False), JSONL()]  # noqa: E731
     data = lambda: TensorLoader(torch.randn(72, 6), torch.randint(3, (72,)), batch_size=8, shuffle=True)  # noqa: E731

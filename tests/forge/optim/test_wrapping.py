@@ -187,8 +187,8 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-APART = {"two states", "parameters as keys", "no Optimizer"}
-"""The kinds that differ most from an optimizer of torch."""
+APART = {"no Optimizer"}
+"""The kind that differs most from an optimizer of torch."""
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ class TestOneCommand:
         assert "2 finished" in done.stdout
         assert "trainer.seed=1" in group.runs[1].card["command"]
 
+    @pytest.mark.slow
     def test_folds_are_handed_to_the_data_function(self) -> None:
         done = command(*WORDS, "trainer.seed=3", "--folds", "2", "--run-dir", "g", "--jobs", "2", "-q")
         assert done.returncode == 0, done.stderr

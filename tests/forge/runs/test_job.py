@@ -16,6 +16,7 @@ from forge.runs.folder import RunFolder
 from forge.runs.job import another_job, changed_plan, job_in, job_of
 from forge.testing.tiny import TinyTask, tiny_batches
 from forge_plugins import DDP, JSONL, Checkpoint, Clip
+from tests.support.profiles import some
 
 OPTIONS = {"lr": 0.1, "width": [8, 8], "act": "<function gelu at 0x7f01>", "opt": {"a": 1}}
 JOB: dict[str, Any] = {
@@ -105,7 +106,7 @@ def fit(plugins: Any = (), lr: float = 0.1, **options: Any) -> forge.FitResult:
     return forge.Trainer(plugins=[Checkpoint(), *plugins], **settings).fit(TinyTask(lr=lr), tiny_batches())
 
 
-@pytest.mark.parametrize("other", [{"lr": 0.2}, {"plugins": [Clip(0.5)]}, {"seed": 1}])
+@pytest.mark.parametrize("other", some([{"lr": 0.2}, {"plugins": [Clip(0.5)]}, {"seed": 1}], quick=1))
 def test_another_job_begins_a_new_run(caplog: pytest.LogCaptureFixture, other: dict[str, Any]) -> None:
     caplog.set_level(logging.INFO, "forge")
     first = fit()

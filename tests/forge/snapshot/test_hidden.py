@@ -23,6 +23,7 @@ from forge.snapshot.sandbox import without_side_effects
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Checkpoint
 from tests.forge.snapshot.test_resume import die, live
+from tests.support.profiles import some
 
 MODULE_RNG = np.random.default_rng(8)
 """A global of a task's module."""
@@ -200,12 +201,13 @@ def resumes(folder: Path, loader: Callable[[], Any], cut: int = 8) -> None:
     assert_same_weights(resumed, straight)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", some(LOADERS, quick=1))
 def test_generators_of_the_data_go_on(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     resumes(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 0))
     assert "changes during training" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind == "Loader" else pytest.param(kind, marks=pytest.mark.slow) for kind in LOADERS]
 )
@@ -261,6 +263,7 @@ class HostPrefetch(DevicePrefetch):
         return HostCopies()
 
 
+@pytest.mark.slow
 def test_generators_of_prefetched_data_go_on(tmp_path: Path) -> None:
     resumes(tmp_path, lambda: HostPrefetch(Loader(Augmented(Jitter()), 8, shuffle=True), "cpu"))
 

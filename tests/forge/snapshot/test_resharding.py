@@ -171,6 +171,7 @@ SHARDED = "sharded stages"
 INTO_AND_OUT_OF = [pair for other in (None, *STRATEGIES) for pair in ((SHARDED, other), (other, SHARDED))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "pairs"),
     some(

@@ -91,7 +91,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("multi-step", "per epoch"))) for kind in SCHEDULES]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "sequential")) for kind in SCHEDULES]
 )  # it is a part of the sequential one
 def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     ends_the_same(tmp_path, lambda: Built(lambda p: SCHEDULES[kind](torch.optim.SGD(p, lr=0.1))))
@@ -101,7 +101,7 @@ def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     "make",
     [
         Finer,
-        lambda p: torch.optim.LBFGS(p, max_iter=3),
+        pytest.param(lambda p: torch.optim.LBFGS(p, max_iter=3), marks=pytest.mark.slow),
         pytest.param(lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)), marks=pytest.mark.slow),
         pytest.param(lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True), marks=pytest.mark.slow),
     ],

@@ -19,6 +19,7 @@ from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from tests.conftest import PROFILE
 from tests.support import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
 from tests.support.plugin_kit import ACTING, LEFT_OUT, PACKAGES, PLAINEST, TWO
+from tests.support.profiles import some
 
 
 @pytest.fixture(autouse=True)
@@ -32,35 +33,19 @@ NOT_ALONE = {"tensor_parallel", "torchft"}
 and tests/forge_cluster/test_torchft.py have them."""
 
 
-THOROUGH = {"amp", "clip", "ema", "freeze"}
+THOROUGH = {"amp", "ema"}
 """Also checked with two optimizers and with exceptions in the quick profile, which has one optimizer for the others."""
 
 
-WRITE = {
-    "anomaly",
-    "checkpoint",
-    "csv",
-    "jsonl",
-    "ledger",
-    "monitor",
-    "profiler",
-    "progress",
-    "tensorboard",
-    "throughput",
-}
-"""Which files are written is checked for these in the quick profile, which leaves the others to the full one."""
-
-
-LONG = {"autotune", "compile", "kernels", "wandb"}
-"""Where a fit takes a second, the quick profile has tests/forge/engine/test_composition_levers.py for compile, and
-tests/forge_speed/test_kernels.py, test_autotune.py and tests/forge_plugins/test_wandb.py for the others."""
+QUICK = {"checkpoint", "clip", "guard", "jsonl", "remat"}
+"""The quick profile has these too, one of a kind: the full one has every plugin."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG or place % 3 else ())
-        for place, name in enumerate(sorted(registry.installed("plugin").keys() - NOT_ALONE))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in THOROUGH | QUICK))
+        for name in sorted(registry.installed("plugin").keys() - NOT_ALONE)
     ],
 )
 def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,7 +60,6 @@ def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytes
     ):  # that the order of a stack makes no difference is a law of tests/forge/engine/test_composition.py
         leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]
         leave_out.append("purity")  # tests/forge/testing/test_purity.py has it
-        leave_out += ["files"] * (name not in THOROUGH | WRITE)
     if name == "autotune" and "exceptions" not in leave_out:
         leave_out.append("exceptions")  # the kit's errors occur once: its trials meet them, and the run does not
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
@@ -117,6 +101,7 @@ class Shrink(forge.Plugin):
         self.scale = state["scale"]
 
 
+@pytest.mark.slow
 def test_a_callback_passes() -> None:
     def make() -> forge.Plugin:
         @forge.on("step_end", every="2 updates")
@@ -298,21 +283,24 @@ class Clinger(forge.Plugin):
 
 @pytest.mark.parametrize(
     ("broken", "complaint"),
-    [
-        (Undocumented, "Undocumented.Config does not describe rate"),
-        (Silent, "Silent has no docstring"),
-        (Misspelt, "forge_edit_gradients, which is no hook"),
-        (Unmarked, "forge_step_end is not marked"),
-        (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
-        (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
-        (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
-        (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
-        (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
-        (Forgetful, "'forgetful' does not restore its state"),
-        (OneWay, "'one_way' defines only forge_state_dict"),
-        (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
-        (Clinger, "'clinger' keeps the task alive"),
-    ],
+    some(
+        [
+            (Undocumented, "Undocumented.Config does not describe rate"),
+            (Silent, "Silent has no docstring"),
+            (Misspelt, "forge_edit_gradients, which is no hook"),
+            (Unmarked, "forge_step_end is not marked"),
+            (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
+            (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
+            (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
+            (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
+            (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
+            (Forgetful, "'forgetful' does not restore its state"),
+            (OneWay, "'one_way' defines only forge_state_dict"),
+            (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
+            (Clinger, "'clinger' keeps the task alive"),
+        ],
+        quick=6,
+    ),
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_a_broken_plugin_is_caught_and_told_what_is_wrong(broken: Callable[[], forge.Plugin], complaint: str) -> None:

@@ -28,6 +28,7 @@ from forge.tuning.lr import has_diverged, longest_fall, smooth
 from forge.tuning.plot import HEIGHT, PICK, WIDTH
 from forge.util import peak_memory
 from forge_plugins import Accumulate, Clip
+from tests.support.profiles import some
 
 clean = peak_memory.clean
 
@@ -325,7 +326,7 @@ def loader(samples: int = 400) -> Any:
     return lambda size: TensorLoader(x, y, batch_size=size)
 
 
-@pytest.mark.parametrize("limit", [2, 31, 100])
+@pytest.mark.parametrize("limit", some([2, 31, 100], quick=1))
 def test_the_largest_batch_that_fits_is_found_exactly(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Eats, "limit", limit)
     report = batch_range(Eats, loader(), exact=True, highest=128, updates=3, device="cpu")
