@@ -17,12 +17,13 @@ from forge_plugins import Checkpoint, Mlflow
 from tests.support.logger_runs import KILLED, LAST, SAVED, bytes_below, live, live_twice
 from tests.support.tasks import Classifier, fit, make_batches
 
-mlflow = pytest.importorskip("mlflow")
+pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A store of files: a database takes seconds to make."""
+    pytest.importorskip("mlflow")
     uri = (tmp_path / "store").as_uri()
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -30,6 +31,8 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def client() -> Any:
+    import mlflow
+
     return mlflow.MlflowClient()
 
 
@@ -62,8 +65,7 @@ def test_a_run_has_its_metrics_parameters_and_pictures(tmp_path: Path) -> None:
     assert Path(path).read_text() == "**bold**"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Mlflow, tmp_path / "straight")
     live_twice(Mlflow, tmp_path / "cut", killed)
@@ -87,7 +89,6 @@ def test_a_failed_run_says_so(tmp_path: Path) -> None:
     assert run_of(tmp_path / "run").info.status == "FAILED"
 
 
-@pytest.mark.slow
 def test_checkpoints_are_artifacts_only_on_request(tmp_path: Path) -> None:
     best = Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"})
     for asked in (False, True):

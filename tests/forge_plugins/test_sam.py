@@ -133,7 +133,7 @@ def gan_by_hand(gan: TinyGAN, batches: Sequence[Any], epochs: int, rho: float, w
                 optimizers[name].step()
 
 
-@pytest.mark.parametrize(("kind", "adaptive"), covering([TinyTask, Decayed], [False, True], quick=1))
+@pytest.mark.parametrize(("kind", "adaptive"), covering([TinyTask, Decayed], [False, True]))
 @few
 @given(
     sizes=st.lists(st.integers(2, 6), min_size=1, max_size=6),

@@ -15,16 +15,16 @@ import pytest
 from forge.errors import StackError
 from forge_plugins import Checkpoint, Wandb
 from tests.support.logger_runs import LAST, bytes_below, live, live_twice
-from tests.support.profiles import some
 from tests.support.tasks import fit, make_batches
 
-wandb = pytest.importorskip("wandb")
+pytestmark = pytest.mark.slow  # each run starts a process of its own
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No network, and nothing outside the test's folder."""
+    pytest.importorskip("wandb")
     for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -103,8 +103,7 @@ def test_a_run_has_its_metrics_config_and_pictures(tmp_path: Path) -> None:
     assert "<strong>bold</strong>" in note
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Wandb, tmp_path / "straight")
     live_twice(Wandb, tmp_path / "cut", killed)
@@ -115,7 +114,6 @@ def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: b
     assert [step for step, _ in series(tmp_path / "cut", "val/picture")] == [10, 20, 30, 40]
 
 
-@pytest.mark.slow
 def test_checkpoints_are_an_artifact_only_on_request(tmp_path: Path) -> None:
     best = Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"})
     for asked in (False, True):
@@ -131,7 +129,6 @@ def test_checkpoints_are_an_artifact_only_on_request(tmp_path: Path) -> None:
             assert "manifest.json" in names
 
 
-@pytest.mark.slow
 def test_no_key_enters_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     fit(plugins=[Wandb(), Checkpoint()], run_dir=tmp_path / "run", seed=0)
@@ -154,7 +151,7 @@ def test_a_failure_is_logged_once_and_the_run_goes_on(
     def fails(**options: Any) -> None:
         raise RuntimeError("no way to https://me:secret@host/api")
 
-    monkeypatch.setattr(wandb, "init", fails)
+    monkeypatch.setattr("wandb.init", fails)
     assert fit(train=make_batches(6), plugins=[Wandb()], run_dir=tmp_path, log_every=1).updates == 6
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert said.startswith("wandb: nothing more is logged there: RuntimeError: no way to https://***@host/api.")
@@ -173,14 +170,14 @@ class Online:
         pass
 
 
-@pytest.mark.parametrize("has", some([0, 3, 5, 7], quick=1))
+@pytest.mark.parametrize("has", [0, 3, 5, 7])
 def test_online_what_the_server_lacks_is_sent_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: int
 ) -> None:
     """Update 4 is the checkpoint; the server heard of updates below `has` before the kill."""
     monkeypatch.setattr("forge_plugins.wandb.log_in", lambda: None)
     run = Online(0)
-    monkeypatch.setattr(wandb, "init", lambda **options: run)
+    monkeypatch.setattr("wandb.init", lambda **options: run)
     options: dict[str, Any] = {"run_dir": tmp_path, "log_every": 1, "seed": 0, "train": make_batches(8)}
     fit(plugins=[Wandb(mode="online"), Checkpoint("4 updates")], max_updates=4, **options)
     whole = run.rows
