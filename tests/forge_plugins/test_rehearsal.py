@@ -371,7 +371,8 @@ def data():
 """
 
 
-@pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [False, True])
 def test_from_the_command_line_it_is_a_new_process(tmp_path: Path, run_forge: Any, reads: bool) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     words = [f"task.reads={reads}", "trainer.max_updates=8", "checkpoint.every=4 updates", "checkpoint.rehearse=strict"]
