@@ -72,6 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(cpu_times.CPUTimes())
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What would be skipped as a whole is not imported, unless it is named: tests of a GPU, and of a browser."""
+    if any(collection_path == Path(word.partition("::")[0]).resolve() for word in config.args):
+        return None
+    of_a_gpu = collection_path.name.endswith("_cuda.py") and not torch.cuda.is_available()
+    of_a_browser = collection_path == REPO / "tests" / "browser" and os.environ.get("FORGE_BROWSER") != "1"
+    return True if of_a_gpu or of_a_browser else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a GPU, and leave out what is long; a long test named with `::` is skipped and says why."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")

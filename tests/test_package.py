@@ -93,6 +93,7 @@ raise SystemExit(main(["plugins"]) or main(["recipes"]))
 """
 
 
+@pytest.mark.slow
 def test_an_installed_forge_is_the_wheels_and_finds_its_plugins_and_recipes(installed: Path, run_python: Run) -> None:
     done = run_python("-c", INSTALLED, python=installed)
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ from forge_ship.open_engine import open_engine
 from forge_speed.levers import LeverSituation, levers
 from forge_speed.step_facts import StepFacts
 from tests.support.docs_pages import blocks
+from tests.support.profiles import some
 
 PAGE = "docs/writing-packages.md"
 BROKEN = """
@@ -261,15 +262,24 @@ def test_a_broken_strategy_is_left_out_by_name(broken: None, caplog: pytest.LogC
 
 @pytest.mark.parametrize(
     ("format", "said"),
-    [
-        ("bare", "of forge-broken 0.1.0 is malformed .* without write and open_file or read_file or RUNS_AS"),
-        ("lost", "of forge-broken 0.1.0 cannot be imported"),
-        ("needy", "needs nobody.has_this: pip install nobody.has_this$"),
-        ("needy_extra", r"needs nobody: pip install 'forge-broken\[all\]'$"),
-        ("unwritten", r"of forge-broken 0.1.0 failed to write model.bin: KeyError: 'cannot write' \(\S*:3\)\. Repair"),
-        ("forgetful", r"failed to write model.bin: FileNotFoundError: .* is not there\. Repair"),
-        ("unopened", r"of forge-broken 0.1.0 failed to open model.bin: KeyError: 'cannot open' \(\S*:\d+\)\. Repair"),
-    ],
+    some(
+        [
+            ("bare", "of forge-broken 0.1.0 is malformed .* without write and open_file or read_file or RUNS_AS"),
+            ("lost", "of forge-broken 0.1.0 cannot be imported"),
+            ("needy", "needs nobody.has_this: pip install nobody.has_this$"),
+            ("needy_extra", r"needs nobody: pip install 'forge-broken\[all\]'$"),
+            (
+                "unwritten",
+                r"of forge-broken 0.1.0 failed to write model.bin: KeyError: 'cannot write' \(\S*:3\)\. Repair",
+            ),
+            ("forgetful", r"failed to write model.bin: FileNotFoundError: .* is not there\. Repair"),
+            (
+                "unopened",
+                r"of forge-broken 0.1.0 failed to open model.bin: KeyError: 'cannot open' \(\S*:\d+\)\. Repair",
+            ),
+        ],
+        quick=6,
+    ),
 )
 def test_a_broken_format_is_named_and_leaves_nothing(format: str, said: str, broken: None, tmp_path: Path) -> None:
     with pytest.raises(ForgeError, match=said) as caught:

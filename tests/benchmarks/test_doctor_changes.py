@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.doctor.cases import names
-from benchmarks.doctor.changes import HERE, Change, changes, replaced
+from benchmarks.doctor.changes import HERE, changes
 from forge_doctor.findings import FINDINGS
 from tests.support.profiles import some
 
@@ -31,14 +31,3 @@ def test_a_right_finding_is_one_that_the_doctor_knows(kind: str) -> None:
 def test_every_base_is_examined_as_a_healthy_program() -> None:
     used = {change.base for kind in TABLES for change in changes(kind).values()}
     assert used == set(names("bases"))
-
-
-@pytest.mark.parametrize("place", [["-a line that is not there"], ["-twice"], ["+a line without a place"]])
-def test_a_change_that_has_gone_stale_fails(place: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"name of base: this place occurs [02] times"):
-        replaced("once\ntwice\ntwice\n", place, "name of base")
-
-
-def test_a_change_replaces_whole_lines() -> None:
-    assert replaced("x = 1\nxx = 1\n", ["-x = 1", "+x = 2", "+y = 3"], "") == "x = 2\ny = 3\nxx = 1\n"
-    assert Change("name", "vae", []).program() == (HERE / "bases" / "vae.py").read_text()

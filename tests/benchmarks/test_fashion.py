@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fashion
-from benchmarks.fashion import Timed
 
 
 @pytest.mark.slow
@@ -41,30 +40,3 @@ def test_forges_script_ends_with_the_same_words(
     assert told[-5:-4] == ["seconds"]
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     assert float(told[-1]) == pytest.approx(last["val/accuracy"], abs=1e-4)
-
-
-def test_ratios_compare_runs_of_the_same_round_and_the_same_adam(
-    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = {
-        "plain": [100, 200, 100],
-        "forge": [20, 60, 20],
-        "plain fused": [80, 160, 80],
-        "forge fused": [16, 32, 40],
-    }
-    order: list[str] = []
-
-    def run(name: str, epochs: int, seed: int, *_: object) -> Timed:
-        order.append(name)
-        took = seconds[name][seed]
-        return Timed(took, took + 4, took, 0.88 + seed / 100)
-
-    monkeypatch.setattr(fashion, "run", run)
-    rows = {row.contender: row for row in fashion.measure(list(seconds), 10, 3, 1, tmp_path)}
-    assert rows["forge"].ratio == 0.2
-    assert rows["forge fused"].ratio == 0.16
-    assert rows["forge fused"].ratio_same_adam == 0.2
-    assert rows["forge"].process_ratio == pytest.approx(24 / 104, abs=1e-4)
-    assert rows["plain"].accuracy == 0.89
-    assert [order[i] for i in (0, 4, 8)] == ["plain", "forge", "plain fused"]
-    assert fashion.table(list(rows.values())).row_count == 4

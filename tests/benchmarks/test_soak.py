@@ -38,29 +38,3 @@ def test_a_planted_leak_is_found() -> None:
 
 def made(*values: float) -> list[soak.Sample]:
     return [soak.Sample(at, value, 7, 4, 1000, 12) for at, value in enumerate(values, 1)]
-
-
-@pytest.mark.parametrize(
-    ("values", "flat"),
-    [
-        ([100.0] * 100, True),
-        ([50.0] * 9 + [100.0] * 91, True),  # warming up
-        ([100.0] * 50 + [500.0] + [100.0] * 49, True),  # a moment's work
-        ([200.0 - n for n in range(100)], True),
-        ([100.0 + n / 20 for n in range(100)], False),
-        ([100.0 + n // 10 for n in range(100)], False),  # in steps
-    ],
-)
-def test_memory_is_judged_by_its_slope_after_warm_up(values: list[float], flat: bool) -> None:
-    rows = {row.quantity: row for row in soak.rows_of("run", made(*values))}
-    assert rows["megabytes"].flat is flat
-    assert rows["descriptors"].shown == [7, 7, 7]
-    assert rows["descriptors"].flat
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("planted", soak.PLANTS)
-@pytest.mark.parametrize("part", ["run", "fits"])
-def test_every_planted_leak_is_found(part: str, planted: str) -> None:
-    code, rows = call("--only", part, "--updates", "4000", "--validations", "200", "--fits", "220", "--plant", planted)
-    assert (code, rows[part, planted]["flat"]) == (1, False)

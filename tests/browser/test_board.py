@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 
@@ -14,7 +13,6 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from forge.metrics import drawing
 from tests.browser.watched import PATIENCE, Watched, board, chromium, forge, logged, make_runs
 
 pytestmark = pytest.mark.browser
@@ -90,17 +88,6 @@ def test_a_curve_is_drawn_through_all_of_its_points(watched: Watched, runs: dict
         expect(line).to_have_attribute("d", through)
 
 
-def test_every_metric_of_every_run_is_served_to_the_page_in_full(watched: Watched, runs: dict[str, Path]) -> None:
-    watched.open("timeseries")
-    (tags,) = watched.ask("data/plugin/scalars/tags")
-    for run, path in runs.items():
-        truth = logged(path)
-        assert tags[run].keys() == truth.keys()
-        asked = [f"data/plugin/scalars/scalars?{urlencode({'tag': name, 'run': run})}" for name in truth]
-        for points, expected in zip(watched.ask(*asked), truth.values(), strict=True):
-            same_points([(step, value) for _, step, value in points], expected)
-
-
 def test_the_first_page_shows_runs_and_groups_of_metrics(watched: Watched) -> None:
     page = watched.open("timeseries")
     for run in (*LOOKING, "quickstart/first"):
@@ -130,37 +117,12 @@ def test_images_show_predictions_mistakes_and_confusion(watched: Watched) -> Non
     page.wait_for_function("picture => picture.naturalWidth > 100", arg=picture.element_handle())
 
 
-def test_pictures_are_shown_at_their_size(watched: Watched) -> None:
-    """TensorBoard scales others to its width without smoothing, and letters lose their strokes."""
-    page = watched.open("images")
-    pictures = page.locator("tf-image-loader img")
-    expect(pictures).to_have_count(6)  # predictions, mistakes and confusion of two runs
-    for picture in pictures.all():
-        page.wait_for_function("picture => picture.naturalWidth > 100", arg=picture.element_handle())
-        natural = picture.evaluate("picture => picture.naturalWidth")
-        assert picture.evaluate("picture => picture.getBoundingClientRect().width") == natural == drawing.CARD
-
-
 def test_text_has_the_run_card_notes_model_and_profile(watched: Watched) -> None:
     page = watched.open("text")
     expect(page.locator("tf-text-loader").first.get_by_text("tag: card")).to_be_visible()
     expect(page.get_by_text("Stack, outermost first").first).to_be_visible()
     for name in ("model", "memory", "profile"):
         expect(page.get_by_text(name, exact=True).first).to_be_attached()
-
-
-def test_the_profile_says_where_the_trace_is_and_how_to_open_it(watched: Watched) -> None:
-    page = watched.open("text&tagFilter=profile")
-    expect(page.get_by_text("rank0.7.pt.trace.json").first).to_be_attached()
-    expect(page.get_by_text("https://ui.perfetto.dev").first).to_be_attached()
-
-
-def test_hyperparameters_are_in_view_at_1300_pixels(browser: Browser, address: str) -> None:
-    watched = Watched.of(browser, address, width=1300)
-    table = watched.open("hparams").locator("tf-hparams-table-view")
-    for column in ("task.hidden", "task.lr", "task.dropout", "task.weight_decay", "schedule.warmup"):
-        assert table.get_by_text(column, exact=True).first.evaluate(LETTERS) <= 1300
-    watched.page.close()
 
 
 def test_hparams_is_a_table_of_the_runs_with_options_and_metrics(browser: Browser, address: str) -> None:
@@ -201,9 +163,3 @@ def test_a_report_opens_without_any_network(browser: Browser, folder: Path, runs
     assert [answer.url for answer in watched.answers] == [(folder / "report.html").as_uri()]
     assert not watched.errors
     watched.page.close()
-
-
-def test_what_metrics_jsonl_has_is_more_than_a_handful(runs: dict[str, Path]) -> None:
-    """Or the comparisons above would compare nothing."""
-    for path in runs.values():
-        assert len(logged(path)) > 50

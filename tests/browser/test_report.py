@@ -62,20 +62,6 @@ def test_fifteen_runs_fit_into_the_page(tmp_path: Path) -> None:
         assert "0" in chart.locator("text.tick").all_text_contents()
 
 
-def test_a_confusion_matrix_has_its_own_size(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 1)))
-    from tests.browser.watched import chromium
-
-    with chromium() as browser:
-        shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
-        shown.goto((tmp_path / "page.html").as_uri())
-        box = shown.locator("figure img").bounding_box()
-        assert round(box["width"]) == confusion().shape[2] > drawing.CARD
-        caption = shown.locator(".pictures figcaption")
-        size = caption.evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
-        assert size >= 14
-
-
 def test_a_key_hides_its_curve_and_pointing_tells_values(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 2)))
     from tests.browser.watched import chromium

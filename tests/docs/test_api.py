@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import forge
 from tests.support.docs_pages import load_script
 
 
@@ -54,21 +53,3 @@ def test_attributes_and_methods_come_from_every_internal_base() -> None:
         "| `count` | `int` | How many. |",
     ]
     assert methods.splitlines()[2:] == ["| `ask()` | Ask. |"]
-
-
-def test_a_base_with_a_section_is_linked_and_gives_attributes() -> None:
-    first, fields, methods = load_script("make_api").members(forge.LightningAdapter)
-    assert first == "Inherits from [`forge.TaskModule`](#forgetaskmodule)."
-    assert "| `init_args` |" in fields
-    assert "| `num_items(" not in methods
-
-
-def test_trainer_and_step_have_their_attributes() -> None:
-    page = load_script("make_api").page()
-    trainer = page.partition("### forge.Trainer\n")[2].partition("\n### ")[0]
-    step = page.partition("### forge.Step\n")[2].partition("\n### ")[0]
-    assert "| `resumed_from` | `int \\| None` |" in trainer
-    assert "validate_every: str | None = '1 epoch'" in trainer
-    run = page.partition("### forge.Run\n")[2].partition("\n### ")[0]
-    assert "| `request_stop(" in run
-    assert "| `index` | `int` |" in step

@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import tomllib
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,35 +28,25 @@ NOT_RUN = {
     "shakespeare_char": "ten million parameters, made for a GPU",
 }
 """Verbs and recipes that are not run here, and why: their options are parsed, and their recipe is loaded."""
+QUICK = ("docs/start.md", "docs/install.md")
+"""Pages whose commands the quick profile runs: of those of all others it looks at the options."""
 LONG = {
-    "verify-resume": "tests/forge/cli/test_verify_resume.py kills and resumes a smaller task",
-    "determinism": "tests/forge_doctor/test_determinism.py compares runs of a smaller task",
-    "--nproc": "tests/forge/distributed/test_launch.py starts ranks",
-    "--devices": "as above",
-    "--seeds": "tests/forge/runs/test_group.py makes groups of a smaller task",
-    "--folds": "as above",
-    "doctor": "tests/forge_doctor/test_doctor.py examines smaller tasks",
-    "ready": "tests/forge_doctor/test_ready.py walks the road with a smaller task",
-    "--measure": "tests/forge/cli/test_plan_measure.py measures",
-    "export": "tests/forge_ship/test_export.py exports a smaller task",
-    "bench": "tests/forge_ship/test_bench.py times a smaller task",
     "tune": "tests/forge/cli/test_tune.py searches in small",
-    "finetune": "tests/recipes/test_finetune.py trains it",
-    "thawed.yaml": "finetune, with other options",
-    "data": "tests/forge_doctor/test_data.py looks at small ones",
-    "multilabel": "tests/recipes/test_small.py trains it",
-    "sentiment": "tests/recipes/test_small.py trains it",
-    "ppo": "tests/recipes/test_reinforcement.py trains it",
-    "dqn": "as above",
-    "grpo": "as above",
-    "fashion_cnn": "tests/recipes/test_fashion.py trains it",
-    "fashion_mlp": "as above",
-    "shakespeare_char_cpu": "tests/recipes/test_shakespeare.py trains it",
+    "--devices": "tests/forge/planning/test_planning.py plans",
 }
 """What is run in the full profile only, and what stands for it in the quick one."""
 
 
 @pytest.mark.parametrize("page", with_blocks("bash"))
+def test_the_options_on_a_page_are_known(page: str) -> None:
+    for command in commands(page):
+        if command.words[0] == "forge" and not command.words[1].startswith("-"):
+            parsed(command)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page not in QUICK)) for page in with_blocks("bash")]
+)
 def test_the_commands_on_a_page_work(
     page: str, empty_folder: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,15 +112,18 @@ def parse(command: Command) -> None:
     """A command's options are known to its verb, and its recipe can be loaded."""
     from forge.cli import target
 
-    verb, rest = cli.command_of(command.words[1:])
-    assert verb in cli.verbs(), command.place
-    module = cli.module_of(verb)
-    try:
-        args = module.parser().parse_intermixed_args(rest)
-    except SystemExit:
-        pytest.fail(command.place)
+    args = parsed(command)
     if hasattr(args, "overrides"):
         target.load(args)
+
+
+def parsed(command: Command) -> Namespace:
+    verb, rest = cli.command_of(command.words[1:])
+    assert verb in cli.verbs(), command.place
+    try:
+        return cli.module_of(verb).parser().parse_intermixed_args(rest)
+    except SystemExit:
+        pytest.fail(command.place)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

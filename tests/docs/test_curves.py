@@ -40,8 +40,3 @@ def test_every_run_and_stage_is_a_curve_of_its_log(script: ModuleType, empty_fol
     drawn = [tuple(map(float, point.split(","))) for point in first.split()]
     assert [x for x, _ in drawn] == [x for x, _ in logged]
     assert [y for _, y in drawn] == pytest.approx([y for _, y in logged], rel=1e-4)
-
-
-def test_a_metric_that_is_not_there_is_named(script: ModuleType, empty_folder: Path) -> None:
-    with pytest.raises(forge.ForgeError, match=r"No metric 'los'.*Did you mean 'loss'"):
-        script.main([str(run(1)), "--name", "tiny", "--metric", "los", "--out", "pictures"])

@@ -173,7 +173,7 @@ LOOPS: dict[str, Callable[[Any, list[Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", some(sorted(LOOPS)))
 def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> None:
     by_hand, loader, _ = parts_of(name, folder)
     given = list(batches(loader))
@@ -183,8 +183,9 @@ def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> 
     assert_same_weights(fitted.task, by_hand)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@pytest.mark.parametrize("place", some(range(10), quick=1))
-@pytest.mark.parametrize("name", some(LOOPS))
+@pytest.mark.slow
+@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("name", LOOPS)
 def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, folder: Path) -> None:
     done = forked.call(partial(fitted, name, str(folder), str(folder / "straight")))
     assert done.returncode == 0, done.stderr
@@ -198,6 +199,7 @@ def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, 
     assert_same_weights(*ended)
 
 
+@pytest.mark.slow
 def test_ppo_on_its_page_is_the_recipes() -> None:
     """tests/recipes/test_reinforcement.py holds the recipe's beside a loop by hand, and cuts it."""
     pytest.importorskip("gymnasium")

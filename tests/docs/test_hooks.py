@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from xml.etree import ElementTree
 
 import pytest
 
-from forge.contract.stack import ACTIONS, SPECS
+from forge.contract.stack import SPECS
 from tests.conftest import REPO
 from tests.support.docs_pages import load_script
 
@@ -36,19 +35,3 @@ def picture() -> str:
 
 def test_the_picture_of_the_rhythm_is_the_contract(picture: str) -> None:
     assert picture == load_script("make_rhythm").svg(), "python docs/make_rhythm.py draws rhythm.svg again"
-
-
-def test_the_picture_has_every_hook_in_its_color(picture: str) -> None:
-    parts = [part for part in ElementTree.fromstring(picture).iter() if part.get("class")]
-    kinds = [part.get("class") for part in parts]
-    shown = {
-        f"forge_{part.text}": kinds[i - 1] for i, part in enumerate(parts) if part.get("class") == "name" and part.text
-    }
-    assert SPECS.keys() - shown.keys() == {"forge_state_dict", "forge_load_state_dict"}  # whenever a state is needed
-    assert shown == {hook: "action" if hook in ACTIONS else "event" for hook in shown}
-
-
-def test_nothing_in_the_picture_is_wider_than_it(picture: str) -> None:
-    module = load_script("make_rhythm")
-    for note in re.findall(r'class="note" x="330" y="\d+">([^<]*)<', picture):
-        assert 330 + 6.6 * len(note) < module.WIDTH, note

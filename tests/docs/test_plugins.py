@@ -43,17 +43,11 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-LONG = ("autotune", "compile", "context_parallel", "ddp", "fsdp", "pipeline", "tensor_parallel", "wandb", "zero")
-"""Seconds each: in the quick profile the tests of these plugins are enough."""
+QUICK = ("clip", "freeze")
+"""Whose examples the quick profile runs; the page of commands and the plugins' own tests stand for the others."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG or place % 3 else ())
-        for place, name in enumerate(OURS)
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OURS])
 def test_the_example_of_a_page_runs(
     name: str, empty_folder: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,12 +68,3 @@ def test_the_example_of_a_page_runs(
             words += [f"trainer.max_updates={12 if PROFILE == 'full' else 4}", *CHEAP.get(name, [])]
             words += ["-p", "no:first_look"] if PROFILE == "quick" and name != "first_look" else []
         assert cli.main(words) == 0, line
-
-
-def test_a_page_is_made_of_docstring_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plugins", "clip", "--markdown"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("# clip\n\nClip gradients before the optimizer step")
-    assert "| `max_norm` | float or None | `1.0` | Largest allowed global gradient norm;" in text
-    assert "```bash\nforge fit quickstart -p clip" in text
-    assert "forge_edit_grads" not in text

@@ -19,39 +19,18 @@ from tests.conftest import PROFILE
 from tests.support.docs_pages import blocks, with_blocks
 from tests.support.plugin_kit import PLAINEST
 
-LONG = {
-    "docs/groups.md": "tests/forge/runs/test_group.py makes groups",
-    "docs/ready.md": "tests/forge_doctor/test_ready.py walks the road",
-    "docs/examples/mixup.md": "tests/docs/test_example_loops.py trains it beside a plain loop",
-    "docs/examples/two-tower-retrieval.md": "as above",
-    "docs/examples/own-plugin.md": "as above",
-    "docs/deployment/index.md": "tests/forge_ship exports a smaller task",
-    "docs/deployment/pt2.md": "tests/forge_ship exports to every format",
-    "docs/deployment/onnx.md": "as above",
-    "docs/deployment/aoti.md": "as above, and calls a compiler",
-    "docs/deployment/weights.md": "as above",
-    "docs/deployment/torchscript.md": "as above",
-    "docs/examples/staged-finetuning.md": "tests/docs/test_examples.py takes its first steps",
-    "docs/examples/sequence-to-sequence.md": "as above",
-    "docs/sweeps.md": "tests/forge_sweep sweeps a smaller task",
-    "docs/writing-kernels.md": "tests/forge_kernels has the same checks of kernels",
-    "docs/initialisation.md": "tests/forge_doctor trains such nets, and names their gradients and first losses",
-    "docs/images-in-folders.md": "tests/docs/test_commands.py trains its task",
-    "docs/from-lightning.md": "as above",
-    "docs/examples/two-losses.md": "tests/forge/metrics/test_torchmetrics.py logs such metrics",
-    "docs/examples/vae.md": "a task like any other",
-    "docs/graphs.md": "as above",
-    "docs/examples/distillation.md": "tests/docs/test_several_models.py trains it, beside a plain loop",
-    "docs/examples/byol.md": "as above",
-    "docs/examples/dpo.md": "as above",
-    "docs/examples/gan.md": "as above",
-    "docs/hugging-face.md": "tests/recipes/test_hf_text.py trains a smaller model",
-}
-"""Pages that are run in the full profile only, and what stands for them in the quick one."""
+QUICK = ("README.md", "docs/start.md", "docs/task.md", "docs/surviving.md")
+"""Pages that the quick profile runs; the others must be Python."""
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_the_python_on_a_page_can_be_compiled(page: str) -> None:
+    for block in blocks(page, "python"):
+        compile(block.text, f"{page}:{block.line}", "exec")
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in with_blocks("python")]
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page not in QUICK)) for page in with_blocks("python")]
 )
 def test_the_python_on_a_page_runs_from_top_to_bottom(
     page: str,

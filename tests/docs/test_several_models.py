@@ -190,7 +190,7 @@ def test_an_example_trains_what_a_plain_loop_trains(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("place", some(range(10), quick=1))
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", some(KILLED))
 def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, tmp_path: Path) -> None:
     started(name.removeprefix("cached "), tmp_path)
     done = forked.call(partial(fitted, name, str(tmp_path), str(tmp_path / "straight")))

@@ -27,6 +27,7 @@ from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins.checkpoint import Checkpoint
 from tests.support import limited
 from tests.support.flaky_storage import FlakyFileSystem
+from tests.support.profiles import some
 from tests.support.tasks import Classifier, fit, make_batches
 
 PLACE = "flaky://bucket/runs/first"
@@ -101,7 +102,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
 # -- what is there ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["file", "memory", "flaky"])
+@pytest.mark.parametrize("scheme", some(["file", "memory", "flaky"], quick=1))
 def test_the_kept_are_uploaded_and_no_others(scheme: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store" if scheme == "file" else f"{scheme}://bucket/{tmp_path.name}"
     train(tmp_path / "run", url=url)
@@ -140,6 +141,7 @@ def test_the_manifest_is_the_last_to_come_and_first_to_go(tmp_path: Path) -> Non
 # -- an empty machine -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_empty_machine_resumes_in_the_same_bits(tmp_path: Path, straight: Classifier) -> None:
     train(tmp_path / "one/first", updates=3)
     resumed = train(tmp_path / "two/first")

@@ -286,6 +286,7 @@ def drawn() -> tuple[float, list[int]]:
     return seen[-1]
 
 
+@pytest.mark.slow
 def test_each_rank_draws_its_own_numbers_for_its_own_positions() -> None:
     (first, head), (second, tail) = ranks(2)(drawn)
     assert first != second
@@ -421,6 +422,7 @@ def validated_stranger() -> None:
     trainer.validate(kit.Stranger(), kit.token_batches())
 
 
+@pytest.mark.slow
 def test_a_validation_alone_is_compared_too() -> None:
     for error in ranks(2).errors(validated_stranger):
         assert DIFFERS in error
@@ -434,14 +436,25 @@ def of_length(length: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("length", "options", "said"),
-    [
-        (18, {}, "2 ranks cannot divide a sequence of 18 positions evenly in two halves each, a head and a tail"),
-        (18, {}, "or set context_parallel.balance=false"),
-        (17, {"balance": False}, "Use sequences of a multiple of 2, or fewer ranks (context_parallel.size)."),
-        (16, {"entries": ["tokens"]}, "the batch has no tensor 'tokens' with a dimension 1; it has 0 (4, 16) int64"),
-        (16, {"dim": 2}, "finds no tokens in the batch, which has 0 (4, 16) int64, 1 (4, 16) int64. Name the tensors"),
-        (16, {"size": 3}, "2 processes cannot be arranged as context 3"),
-    ],
+    some(
+        [
+            (18, {}, "2 ranks cannot divide a sequence of 18 positions evenly in two halves each, a head and a tail"),
+            (18, {}, "or set context_parallel.balance=false"),
+            (17, {"balance": False}, "Use sequences of a multiple of 2, or fewer ranks (context_parallel.size)."),
+            (
+                16,
+                {"entries": ["tokens"]},
+                "the batch has no tensor 'tokens' with a dimension 1; it has 0 (4, 16) int64",
+            ),
+            (
+                16,
+                {"dim": 2},
+                "finds no tokens in the batch, which has 0 (4, 16) int64, 1 (4, 16) int64. Name the tensors",
+            ),
+            (16, {"size": 3}, "2 processes cannot be arranged as context 3"),
+        ],
+        quick=2,
+    ),
 )
 def test_sequences_that_cannot_be_divided_are_refused(length: int, options: dict[str, Any], said: str) -> None:
     for error in ranks(2).errors(of_length, length, options):

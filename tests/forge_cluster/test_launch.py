@@ -281,6 +281,7 @@ sys.exit(main(["fit", "quickstart", "--run-dir", "run", "--resume"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "code"), [(LATE, 0), (EARLY, 85)])
 def test_slurms_signal_outside_of_the_fit_fails_no_job(tmp_path: Path, program: str, code: int) -> None:
     environment = {**os.environ, "SLURM_JOB_ID": "7"}

@@ -21,6 +21,7 @@ from forge.cli import main
 from forge.errors import ForgeError
 from forge_cluster.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
 from forge_cluster.launching.job import parse_sweep
+from tests.support.profiles import some
 
 SIGNS = [
     "\n",
@@ -165,7 +166,7 @@ def test_ssh(sandbox: Path, value: str) -> None:
     assert ran(sandbox, ["bash", "script"]) == [*fit_words(made), "--nproc", "2", "--max-restarts", "3"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, quick=1))
 @few
 @given(value=values)
 @example(value="$(HOME) $$ $$(HOME)")

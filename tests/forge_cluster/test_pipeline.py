@@ -207,7 +207,7 @@ def drawn(seed: int | None = 0) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("seed", some([0, None], quick=1))
 def test_draws_before_blocks_are_the_same_on_all_ranks(seed: int | None) -> None:
     first, second = ranks(2)(drawn, seed)
     assert len(first) == len(second) == 5  # two parts of two batches, and one that finds the shapes
@@ -259,6 +259,7 @@ def test_a_logger_that_one_rank_has_is_saved_and_goes_on(tmp_path: Path) -> None
     assert ranks(2)(watched, str(tmp_path), 4) == [4, 4]
 
 
+@pytest.mark.slow
 @WITH_AND_WITHOUT_SHARDS
 def test_export_validate_and_predict_are_those_of_one_process(
     count: int, options: dict[str, Any], tmp_path: Path
@@ -430,13 +431,16 @@ class Curved(Deeper):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [
-        (Skipping, "as a skip connection does"),
-        (Backwards, "out of order"),
-        (Tied, "is shared by blocks of two stages"),
-        (Curved, "LBFGS needs all parameters on one rank"),
-        (Conditioned, "zbv: torch cannot divide the backward pass of stage"),
-    ],
+    some(
+        [
+            (Skipping, "as a skip connection does"),
+            (Backwards, "out of order"),
+            (Tied, "is shared by blocks of two stages"),
+            (Curved, "LBFGS needs all parameters on one rank"),
+            (Conditioned, "zbv: torch cannot divide the backward pass of stage"),
+        ],
+        quick=2,
+    ),
 )
 def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: str) -> None:
     options: dict[str, Any] = {"schedule": "zbv"} if kind is Conditioned else {}

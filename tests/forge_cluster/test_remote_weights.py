@@ -19,6 +19,7 @@ from forge.errors import CheckpointError, RecipeError, TaskError
 from forge.testing import assert_same_weights
 from forge_cluster.storage import object_storage
 from forge_plugins import EMA, Checkpoint
+from tests.support.profiles import some
 from tests.support.s3_server import Proxy, s3_server
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -44,7 +45,9 @@ def last(run: Path) -> str:
     return max(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("update-"))
 
 
-@pytest.mark.parametrize("what", ["", "/", "/weights.safetensors", "/checkpoints", "/checkpoints/{last}"])
+@pytest.mark.parametrize(
+    "what", some(["", "/", "/weights.safetensors", "/checkpoints", "/checkpoints/{last}"], quick=2)
+)
 def test_a_url_gives_what_the_path_gives(run: Path, memory: str, what: str) -> None:
     what = what.format(last=last(run))
     expected, found = read_weights(f"{run}{what}"), read_weights(f"{memory}{what}")

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from forge_doctor.experiments import reading
 from tests.support.patients import Healthy, found, loader
+from tests.support.profiles import some
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,7 @@ class HardFocus(Numbers):
 
 @pytest.mark.parametrize(
     ("task", "given"),
-    [(Away, None), (Apart, vectors), (OneSided, sides), (EasyFocus, sides)],
+    some([(Away, None), (Apart, vectors), (OneSided, sides), (EasyFocus, sides)], quick=2),
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
@@ -114,7 +115,9 @@ def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
 
 @pytest.mark.parametrize(
     ("task", "given"),
-    [(Healthy, None), (Numbers, real_numbers), (Together, vectors), (BothSides, sides), (HardFocus, sides)],
+    some(
+        [(Healthy, None), (Numbers, real_numbers), (Together, vectors), (BothSides, sides), (HardFocus, sides)], quick=2
+    ),
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_to_its_target(task: type[Healthy], given: Any) -> None:

@@ -294,6 +294,7 @@ def test_a_sample_alone_and_in_company() -> None:
 # -- what can be reached ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loss_that_no_answers_make_small() -> None:
     assert "loss_floor" in found(Cold(), reachable.bounds, data=views())
     assert "loss_floor" in found(task_with(lambda s, y: F.cross_entropy(s.softmax(1), y)), reachable.bounds)

@@ -76,6 +76,7 @@ class Autoencoder(Quick):
         return F.mse_loss(self.net(x), x)
 
 
+@pytest.mark.slow
 def test_it_runs_for_losses_by_hand_several_optimizers_and_one_tensor() -> None:
     by_hand = curve(ByHand())
     assert by_hand.is_learnt
@@ -187,6 +188,7 @@ class Rewarded(Quick):
         return -(choice.log_prob(taken) * reward).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Drops, Linear, Adversarial, Rewarded])
 def test_what_is_no_mistake_is_no_warning(task: type[Healthy]) -> None:
     torch.manual_seed(0)

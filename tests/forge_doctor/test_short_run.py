@@ -42,6 +42,7 @@ def test_losses_that_leave_all_bounds() -> None:
     assert names(Walks()) == set()
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_learnt() -> None:
     assert "cannot_learn_a_batch" in names(Stands(), budget=60)
     assert names(Walks(), budget=60) == set()

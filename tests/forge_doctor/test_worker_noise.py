@@ -139,6 +139,7 @@ def names(dataset: Dataset[Any], foreign: bool = False, workers: int = 2, **opti
         return set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", some([MadeInTheWorker, FromAttribute, FromTorch]))
 def test_workers_of_a_foreign_loader_that_draw_alike(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset(), foreign=True) == {NAME}

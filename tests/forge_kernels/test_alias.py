@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 import shutil
 import subprocess
 import sys
@@ -97,16 +96,6 @@ def test_a_missing_submodule_is_named_as_it_was_asked_for() -> None:
     assert find_spec("forge.kernels.nothing") is None
     with pytest.raises(ModuleNotFoundError, match=r"forge\.kernels\.nothing"):
         importlib.import_module("forge.kernels.nothing")
-
-
-def test_pickles_of_functions_and_classes_name_the_same_objects() -> None:
-    from forge.kernels import softmax
-    from forge.kernels.contract import Cost
-
-    assert pickle.loads(pickle.dumps([softmax, Cost, Cost(1, 2)])) == [softmax, Cost, Cost(1, 2)]
-    aliased = pickle.dumps(Cost, protocol=0).replace(b"forge_kernels.", b"forge.kernels.")
-    assert b"forge.kernels.contract" in aliased
-    assert pickle.loads(aliased) is Cost
 
 
 @pytest.mark.slow

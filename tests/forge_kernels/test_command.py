@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import kernels
 from forge import cli, registry
-from forge_kernels import bench, contract
+from forge_kernels import bench
 from forge_kernels.contract import Kernel
 from tests.support import toy_kernels
 from tests.support.toy_kernels import entries
@@ -58,10 +57,6 @@ def test_one_kernel_is_shown_with_its_promises_and_cases(capsys: pytest.CaptureF
     assert "0.000256 MB" in line  # 32 entries of 2 bytes, moved 4 times
 
 
-def test_one_that_replaces_nothing_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nothing by itself: call it in your task" in said(capsys, "toy_bare")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -102,36 +97,6 @@ def test_the_bench_has_a_row_for_every_case_dtype_and_contender(capsys: pytest.C
 
 
 @pytest.mark.usefixtures("on_the_cpu_too")
-def test_the_bench_of_everything_passes_over_a_broken_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["kernels", "bench", "--quick", "--json", "--case", "4×8", "--against", "none"]) == 0
-    captured = capsys.readouterr()
-    assert "a_package_that_nobody_has" in captured.err
-    rows = [json.loads(line) for line in captured.out.splitlines()[1:]]
-    assert [row["kernel"] for row in rows] == ["toy", "toy_bare", "toy_linear"]
-
-
-@pytest.mark.usefixtures("on_the_cpu_too")
-def test_the_bench_prints_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "bench", "toy", "--quick", "--case", "6×8", "--against", "none")
-    assert "TB/s copied" in text
-    (line,) = [line for line in text.splitlines() if line.startswith("toy")]
-    assert line.split()[:4] == ["toy", "6×8", "bfloat16", "forge"]
-
-
-@pytest.mark.usefixtures("on_the_cpu_too")
-def test_the_benchmark_is_the_bench_with_the_machine_in_front(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["toy", "--json", "--quick", "--case", "4×8", "--against", "none"]
-    monkeypatch.setattr("sys.argv", ["benchmarks.kernels", *words])
-    assert kernels.main() == 0
-    host, machine, row = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {"cpu", "cores", "torch"} <= host["host"].keys()
-    assert "bf16_flops_per_s" in machine["machine"]
-    assert row["kernel"] == "toy"
-
-
-@pytest.mark.usefixtures("on_the_cpu_too")
 def test_a_kernel_that_breaks_its_promise_ends_in_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,25 +115,6 @@ def rows_of(kernel: Kernel, *against: str) -> list[bench.BenchRow]:
     return list(bench.Bench(torch.device("cpu"), against, quick=True).rows(kernel))
 
 
-def test_a_contender_that_fails_takes_no_other_figures_with_it() -> None:
-    kernel = toy_kernels.toy("toy")
-    object.__setattr__(kernel, "reference", lambda x: x / 0)
-    object.__setattr__(kernel, "function", lambda x: (_ for _ in ()).throw(RuntimeError("no such instruction")))
-    first, second, *_ = rows_of(kernel, "eager")
-    assert (first.contender, first.ms, first.note) == ("forge", None, "RuntimeError: no such instruction")
-    assert second.contender == "eager"
-    assert second.ms is not None
-
-
-def test_unsupported_arguments_are_told_and_not_timed() -> None:
-    kernel = toy_kernels.toy("toy")
-    object.__setattr__(kernel, "supports", lambda x: "it has no such dtype")
-    rows = rows_of(kernel, "eager")
-    assert {(row.contender, row.ms, row.note) for row in rows} == {
-        ("forge", None, "not supported: it has no such dtype")
-    }
-
-
 def test_torchs_own_functions_compute_what_the_references_do() -> None:
     from forge_kernels.ops.norms import LAYER_NORM, RMS_NORM
     from forge_kernels.ops.softmax import SOFTMAX
@@ -176,7 +122,3 @@ def test_torchs_own_functions_compute_what_the_references_do() -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(6), torch.randn(6)
     for kernel, args in ((LAYER_NORM, (x, weight, bias)), (RMS_NORM, (x, weight)), (SOFTMAX, (x,))):
         torch.testing.assert_close(bench.TORCHS_OWN[kernel.name](*args), kernel.reference(*args))
-
-
-def test_the_bench_knows_whether_triton_is_interpreted() -> None:
-    assert bench.INTERPRETED is contract.INTERPRETED

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from forge_kernels import discovery
 from forge_kernels.graph_rewriting import GraphRewriting
+from tests.support.profiles import some
 
 KERNELS = ("linear_cross_entropy", "mlp")
 WIDTH, WIDER, CLASSES = 32, 64, 96
@@ -128,16 +129,9 @@ def half_of_the_classes(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits[..., : CLASSES // 2].reshape(-1, CLASSES // 2), y.view(-1) % (CLASSES // 2))
 
 
-@pytest.mark.parametrize("loss", [used_twice, mixed, half_of_the_classes, weighted])
+@pytest.mark.parametrize("loss", some([used_twice, mixed, half_of_the_classes, weighted], quick=2))
 def test_what_only_looks_like_a_head_stays(loss: Callable[..., Tensor]) -> None:
     assert check(Language(loss), *tokens()) == {}
-
-
-def test_the_reason_is_told() -> None:
-    model = Language(used_twice)
-    call, rewriting = rewritten(model)
-    call(*tokens())
-    assert rewriting.refused == {"linear_cross_entropy": ["the logits are used elsewhere too"]}
 
 
 class Block(nn.Module):
@@ -170,22 +164,6 @@ def test_two_linear_layers_are_found(activation: Callable[[Tensor], Tensor]) -> 
 @pytest.mark.parametrize("make", [lambda: Block(F.gelu, 0.1), lambda: Block(torch.sigmoid)], ids=["dropout", "sigmoid"])
 def test_what_only_looks_like_an_mlp_stays(make: Callable[[], nn.Module]) -> None:
     assert check(make(), torch.randn(16, WIDTH), **HALF) == {}
-
-
-def test_the_mlp_of_torchvisions_transformer_is_found() -> None:
-    from torchvision.ops import MLP
-
-    block = MLP(WIDTH, [WIDER, WIDTH], activation_layer=nn.GELU, inplace=None, dropout=0.0)
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x).square().mean()
-
-    assert check(Whole(), torch.randn(16, WIDTH), **HALF) == {"mlp": 1}
 
 
 @pytest.mark.slow

@@ -42,12 +42,6 @@ def test_large_products_of_either_layout_equal_the_reference(layout):
     check_against_reference(MATMUL, [a.requires_grad_(), b.requires_grad_()])
 
 
-@half
-@pytest.mark.parametrize("activation", ["gelu", "gelu_erf"])
-def test_large_layers_equal_the_reference(dtype, activation):
-    check_against_reference(MLP, layers(4100, 264, 2056, dtype), {"activation": activation})
-
-
 def test_more_than_two_billion_elements_are_addressed_right():
     a, b = new(66000, 64).detach(), new(64, 33000).detach()
     result = MATMUL.function(a, b)
@@ -56,23 +50,11 @@ def test_more_than_two_billion_elements_are_addressed_right():
         assert distance(result[rows], a[rows].double() @ b.double()) < MATMUL.tolerance[torch.bfloat16]
 
 
-def test_more_rows_than_a_short_axis_holds_are_right():
-    a, b = new(65_536 * 128 + 5, 16), new(16, 16, scale=0.25)
-    check_against_reference(MATMUL, [a, b, new(16)], {"activation": "gelu"})
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_of_another_device_are_right():
     args = [argument.detach().to("cuda:1").requires_grad_() for argument in layers(300, 64, 128)]
     check_against_reference(MLP, args)
     check_against_reference(MATMUL, [args[0], args[1].detach().t(), args[2]], {"activation": "gelu"})
-
-
-def test_two_runs_give_the_same_bits():
-    args = layers(4096, 768, 3072)
-    grad = torch.randn_like(args[0])
-    first, second = (torch.autograd.grad(mlp(*args), args, grad) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_a_cuda_graph_gives_the_same_bits():

@@ -29,11 +29,6 @@ def test_without_the_test_for_transforms_plain_torch_runs(monkeypatch: pytest.Mo
     torch.testing.assert_close(SOFTMAX.function(x), F.softmax(x, -1))
 
 
-def test_without_forward_modes_level_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.autograd.forward_ad._current_level")
-    assert torch_internals.is_transformed()
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -68,13 +63,3 @@ def test_without_the_compilers_pass_kernels_in_it_are_refused(monkeypatch: pytes
     monkeypatch.delattr("torch._inductor.custom_graph_pass", raising=False)
     with pytest.raises(ForgeError, match=r"uses to put kernels into a compiled step's graphs.*kernels\.leave_out"):
         torch_internals.rewriting_graphs(None)
-
-
-def test_what_only_helps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch._C._dispatch_has_kernel_for_dispatch_key")
-    assert torch_internals.autocast_widens("layer_norm") is None
-    monkeypatch.delattr("torch._dynamo.trace_rules.get_torch_obj_rule_map")
-    torch_internals.build_dynamo_table(soon=True)
-    monkeypatch.delattr("torch._dynamo.utils.graph_break_reasons")
-    with torch_internals.without_counting():
-        pass

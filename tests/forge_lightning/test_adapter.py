@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import forge
 from forge.cli import main
 from forge.errors import TaskError
-from forge.tuning.trial import TuningTrial, run_trial
 from forge_lightning.names import short
 from forge_lightning.optimizer_config import read
 from forge_plugins import JSONL, SAM, Checkpoint
@@ -87,26 +86,6 @@ def test_logs_are_called_by_stage_and_the_loss_has_one_curve() -> None:
     assert result.metrics["val/loader"] == pytest.approx(2 / 3)  # one batch of the first loader, two of the second
 
 
-@pytest.mark.parametrize("as_number", [False, True])
-def test_another_value_than_the_loss_keeps_its_name(as_number: bool) -> None:
-    class Parts(Module):
-        factor = 2.0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            logged = loss if self.factor == 1 else self.factor * loss
-            self.log("train_loss", logged.item() if as_number else logged, on_step=True, on_epoch=True)
-            return loss
-
-    metrics = fit(Parts()).metrics
-    assert metrics["train/train_loss"] == pytest.approx(2 * metrics["train/loss"])
-    assert "train/loss_epoch" not in metrics
-    Parts.factor = 1.0
-    metrics = fit(Parts()).metrics
-    assert metrics["train/loss_epoch"] == pytest.approx(metrics["train/loss"])
-    assert not {name for name in metrics if name.startswith("train/train_loss")}
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -146,19 +125,6 @@ def test_optimizers_and_schedules_come_in_all_forms() -> None:
         assert len(found) == 1
         assert found[0] is optimizer
         assert [config.scheduler for config in configs] == [schedule] * count
-
-
-def test_a_trial_may_leave_the_schedules_out() -> None:
-    class Scheduled(Module):
-        def configure_optimizers(self) -> Any:
-            made.append(SGD(self.parameters(), lr=1.0))
-            return made, [StepLR(made[0], 1)]
-
-    made: list[SGD] = []
-    batches = make_batches()
-    task = forge.LightningAdapter(Scheduled())
-    run_trial(TuningTrial(), lambda: task, lambda: batches, updates=2 * len(batches), seed=0)  # over an epoch's end
-    assert made[0].param_groups[0]["lr"] == 1.0
 
 
 class Foreign:
@@ -288,24 +254,6 @@ def test_a_module_can_stop_the_run_and_is_left_as_it_was() -> None:
     assert module.trainer is None
 
 
-def test_a_missing_attribute_is_named_from_inside_a_property() -> None:
-    class Asks(Module):
-        @property
-        def rank(self) -> int:
-            return self.trainer.strategy.cluster
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch[0]).sum() * self.rank
-
-    with pytest.raises(TaskError, match=r"self.trainer.strategy.cluster: .* has no cluster"):
-        fit(Asks())
-
-
-def test_a_loader_for_a_stage_without_a_step_is_found_first() -> None:
-    with pytest.raises(TaskError, match="Module defines no test_step"):
-        forge.Trainer(plugins=[]).test(forge.LightningAdapter(Module()), make_batches())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
@@ -406,22 +354,6 @@ def test_forge_fit_runs_a_subclass_with_its_options(capsys: Any) -> None:
     assert "val/loss" in capsys.readouterr().out
     assert main(["validate", "line.py:FitLine", "--weights", str(run)]) == 2
     assert "was trained with task.width=3. Use the same options: " in capsys.readouterr().err
-
-
-def test_forge_fit_of_the_module_itself_says_how_to_wrap_it(capsys: Any) -> None:
-    write_file("lone.py", FILE[: FILE.index("class FitLine")])
-    for target in ("lone.py:Line", "lone.py"):
-        assert main(["fit", target]) == 2
-        said = capsys.readouterr().err
-        assert "Line is a LightningModule" in said
-        assert "class RunLine(forge.LightningAdapter):" in said
-
-
-def test_runs_of_the_adapter_go_by_the_modules_name() -> None:
-    result = fit(Module(), run_dir=None, max_epochs=1)
-    assert result.run_dir is not None
-    assert result.run_dir.parent.name == "module"
-    assert json.loads((result.run_dir / "card.json").read_text())["task"]["class"] == "Module"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

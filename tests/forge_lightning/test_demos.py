@@ -27,7 +27,6 @@ from lightning.pytorch.demos.boring_classes import (  # noqa: E402
     ManualOptimBoringModel,
     RandomDataset,
 )
-from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM  # noqa: E402
 from lightning.pytorch.demos.transformer import LightningTransformer, WikiText2  # noqa: E402
 
 from tests.support.profiles import some  # noqa: E402
@@ -77,17 +76,6 @@ def words(empty_folder: Path) -> WikiText2:
 
 
 @pytest.mark.slow
-def test_boring_model_with_schedule_and_validation() -> None:
-    train, val = own(RandomDataset(32, 16)), own(RandomDataset(32, 8))
-    theirs, ours = by_lightning(made(BoringModel), train, val), made(BoringModel)
-    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    result = by_forge(ours, train, val)
-    assert equal(ours.state_dict(), theirs)
-    assert not equal(ours.state_dict(), before)
-    assert result.metrics["lr"] == pytest.approx(0.1 * 0.1**2)  # StepLR of the last epoch
-    assert "val/x" in result.metrics
-
-
 def test_demo_model_also_with_accumulated_gradients() -> None:
     train = own(RandomDataset(32, 24), batch_size=4)
     ours = [made(DemoModel), made(DemoModel)]
@@ -95,29 +83,6 @@ def test_demo_model_also_with_accumulated_gradients() -> None:
     by_forge(ours[1], train, plugins=[Accumulate(3)])
     assert equal(ours[0].state_dict(), by_lightning(made(DemoModel), train))
     assert equal(ours[1].state_dict(), by_lightning(made(DemoModel), train, accumulate_grad_batches=3))
-
-
-@pytest.mark.slow
-def test_lstm_with_dropout_and_a_state_dropped_by_a_hook(words: WikiText2) -> None:
-    def make() -> LightningLSTM:
-        module = LightningLSTM(words.vocab_size)
-        module.model = SimpleLSTM(words.vocab_size, ninp=16, nhid=16)  # theirs has 512 of each
-        return module
-
-    train = own(words, batch_sampler=SequenceSampler(words, 3))
-    theirs, ours = by_lightning(made(make), train, max_epochs=2), made(make)
-    result = by_forge(ours, train, max_epochs=2)
-    assert equal(ours.state_dict(), theirs)
-    assert "train/loss" in result.metrics  # self.log("train_loss") is the loss itself: one curve, not two
-    assert "train/train_loss" not in result.metrics
-
-
-@pytest.mark.slow
-def test_transformer_with_dropout(words: WikiText2) -> None:
-    make, train = lambda: LightningTransformer(words.vocab_size), own(words, batch_size=3)
-    theirs, ours = by_lightning(made(make), train, max_epochs=2), made(make)
-    by_forge(ours, train, max_epochs=2)
-    assert equal(ours.state_dict(), theirs)
 
 
 def test_their_own_data_and_setup_are_used_without_a_loader(words: WikiText2) -> None:
@@ -131,6 +96,7 @@ def test_their_own_data_and_setup_are_used_without_a_loader(words: WikiText2) ->
     assert len(forge.Trainer(plugins=[]).predict(data, data.predict_loader())) == 64
 
 
+@pytest.mark.slow
 def test_manual_optimization_trains_the_same_weights() -> None:
     train = own(RandomDataset(32, 16))
     theirs, ours = by_lightning(made(ManualOptimBoringModel), train), made(ManualOptimBoringModel)
@@ -272,6 +238,7 @@ def rich_without_dropout(*plugins: Any) -> tuple[dict[str, Any], dict[str, Any]]
     return {name: value.tolist() for name, value in module.state_dict().items()}, dict(result.metrics)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains() -> None:
     weights, metrics = rich_without_dropout()
     for ours, logged in ranks(2)(rich_without_dropout, DDP()):
@@ -283,12 +250,3 @@ def test_two_ranks_train_what_one_process_trains() -> None:
             "val/acc",
         ):
             assert logged[name] == pytest.approx(metrics[name], rel=1e-4), name
-
-
-@pytest.mark.slow
-def test_modules_of_the_package_pytorch_lightning_are_known_too() -> None:
-    other = pytest.importorskip("pytorch_lightning.demos.boring_classes")
-    task = forge.LightningAdapter(other.BoringModel())
-    assert forge.Trainer(max_updates=2, plugins=[], run_dir=False).fit(task, task.train_loader()).updates == 2
-    task = forge.LightningAdapter(other.ManualOptimBoringModel())
-    assert forge.Trainer(max_updates=2, plugins=[], run_dir=False).fit(task, task.train_loader()).updates == 2

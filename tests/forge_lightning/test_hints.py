@@ -55,22 +55,6 @@ def test_an_answer_names_the_plugin_and_the_page(name: str, answer: str) -> None
         forge.Trainer(**given)
 
 
-def test_common_arguments_of_hugging_face_are_answered() -> None:
-    pytest.importorskip("transformers")
-    from transformers.training_args import TrainingArguments
-
-    theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
-    common = (
-        "output_dir num_train_epochs max_steps per_device_train_batch_size per_device_eval_batch_size learning_rate "
-        "gradient_accumulation_steps weight_decay max_grad_norm lr_scheduler_type warmup_steps logging_steps "
-        "save_strategy save_steps save_total_limit eval_strategy eval_steps load_best_model_at_end fp16 bf16 "
-        "metric_for_best_model greater_is_better gradient_checkpointing torch_compile optim report_to run_name "
-        "dataloader_num_workers deepspeed fsdp resume_from_checkpoint full_determinism data_seed push_to_hub"
-    )
-    assert not set(common.split()) - theirs
-    assert not set(common.split()) - TRAINER.keys()
-
-
 def test_answers_name_pages_and_options_that_exist() -> None:
     for name, (answer, page) in {**TRAINER, **VERBS}.items():
         assert (ROOT / page).is_file(), f"{name}: {page}"
@@ -79,21 +63,6 @@ def test_answers_name_pages_and_options_that_exist() -> None:
             assert option in known, f"{name}: {plugin}.{option}"
         for plugin in re.findall(r"plugins=\['(\w+)'", answer):
             assert plugin in registry.installed("plugin")
-
-
-def test_no_argument_of_forge_is_answered() -> None:
-    assert not OURS & TRAINER.keys()
-    verbs = {
-        name for verb in ("fit", "validate") for name in inspect.signature(getattr(forge.Trainer, verb)).parameters
-    }
-    assert {"task", "train", "val", "weights"} <= verbs
-    assert not verbs & VERBS.keys()
-
-
-def test_another_wrong_argument_is_pythons_own_error() -> None:
-    given: dict[str, Any] = {"colour": "red"}
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        forge.Trainer(plugins=[], max_epochs=1, run_dir=False).fit(TinyTask(), tiny_batches(), **given)
 
 
 def test_a_task_that_logs_is_answered_with_a_short_traceback() -> None:

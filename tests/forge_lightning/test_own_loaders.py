@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import forge
-from forge.errors import DataError
 from forge_plugins import Accumulate
 
 L = pytest.importorskip("lightning.pytorch")
@@ -143,31 +142,6 @@ def test_a_module_without_a_validation_step_or_loader_is_not_validated() -> None
     for kind in (Trains, NoLoader):
         run, task = ours(made(kind))
         assert not [name for name in run.fit(task).metrics if name.startswith("val/")]
-
-
-def test_who_makes_no_loader_is_told_to_pass_one() -> None:
-    run, task = ours(made(Subject))
-    with pytest.raises(DataError, match="Subject defines no train_dataloader; pass the Trainer a loader"):
-        run.fit(task)
-    for verb, method in ((run.validate, "val"), (run.test, "test")):
-        with pytest.raises(DataError, match=f"Subject defines no {method}_dataloader; pass"):
-            verb(task)
-
-
-def test_another_task_needs_a_train_loader() -> None:
-    class Plain(forge.TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(6, 1)
-
-        def training_step(self, batch: Any) -> Any:
-            return self.net(batch[0]).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    with pytest.raises(DataError, match=r"train got a NoneType, .* Pass a loader"):
-        forge.Trainer(max_epochs=1, plugins=[], run_dir=False, device="cpu").fit(Plain())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,6 +51,7 @@ def read_last(folder: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
+@pytest.mark.slow
 def test_callbacks_are_set_up_inside_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     stops = {}
@@ -66,6 +67,7 @@ def fit_on(folder: str, kind: type[Any]) -> None:
     fit(Path(folder), kind())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some([DDP, FSDP, Zero]))
 def test_model_checkpoint_writes_whole_weights_on_ranks(kind: type[Any], tmp_path: Path) -> None:
     ranks(2)(fit_on, str(tmp_path), kind)

@@ -79,6 +79,7 @@ class Steady(Subject):
         return [optimizer], torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", some([2, 1]))
 def test_a_resumed_run_counts_as_under_lightning(epochs: int, tmp_path: Path) -> None:
     def make() -> Steady:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     TQDMProgressBar,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn  # noqa: E402
 
 from tests.forge_lightning.both import Subject, loader  # noqa: E402
 from tests.forge_lightning.manual_scenarios import Manual  # noqa: E402
@@ -73,18 +71,6 @@ def test_the_stand_in_answers_as_lightnings_trainer() -> None:
     assert ours.heard == theirs.heard
 
 
-def test_states_are_lightnings_own_members() -> None:
-    seen: list[Any] = []
-
-    class Asks(Subject):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append((self.trainer.state.fn is TrainerFn.FITTING, self.trainer.state.stage is RunningStage.TRAINING))
-            return self.loss(batch)
-
-    fit(Asks())
-    assert set(seen) == {(True, True)}
-
-
 def test_a_logger_passes_pictures_and_numbers_to_the_sinks() -> None:
     class Draws(Subject):
         def on_train_epoch_end(self) -> None:
@@ -100,24 +86,6 @@ def test_a_logger_passes_pictures_and_numbers_to_the_sinks() -> None:
     assert (result.metrics["drawn/number"], result.metrics["drawn/more"]) == (3.0, 4.0)
 
 
-def test_a_val_loader_without_a_validation_step_is_left_out() -> None:
-    class Blind(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(6, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    with pytest.warns(UserWarning, match="Blind defines no validation_step: the val loader is not used"):
-        result = fit(Blind(), loader(10))
-    assert result.updates == 10
-    assert not [name for name in result.metrics if name.startswith("val/")]
-
-
 def test_callbacks_that_rewrite_the_loops_are_refused() -> None:
     with pytest.raises(TaskError, match=r"StochasticWeightAveraging rewrites Lightning's loops. Use the plugin swa"):
         forge.LightningAdapter(Subject(), callbacks=StochasticWeightAveraging(swa_lrs=0.1))
@@ -128,33 +96,6 @@ def test_callbacks_that_rewrite_the_loops_are_refused() -> None:
 def test_manual_optimization_refuses_plugins_that_edit_gradients() -> None:
     with pytest.raises(TaskError, match=r"Manual has automatic_optimization = False, so the plugin clip"):
         fit(Manual(), plugins=[Clip(1.0)])
-
-
-def test_a_strict_plateau_names_the_metric_that_is_missing() -> None:
-    class Watches(Subject):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_f1"}}
-
-    with pytest.raises(TaskError, match=r"watches 'val_f1', which is not logged; there is .*train_loss.*strict"):
-        fit(Watches())
-
-
-def test_a_run_without_a_length_has_no_planned_number() -> None:
-    class Endless:
-        def __iter__(self) -> Any:
-            return iter(loader())
-
-    class Asks(Subject):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.heard.append((self.trainer.num_training_batches, self.trainer.max_steps))
-            return self.loss(batch)
-
-    module = Asks()
-    task = forge.LightningAdapter(module)
-    forge.Trainer(max_updates=3, plugins=[], run_dir=False, device="cpu").fit(task, Endless())
-    assert module.heard[0] == (math.inf, 3)
 
 
 def test_every_property_of_lightnings_trainer_is_answered() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -145,13 +144,6 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(
     assert_same_weights(ours, theirs)
 
 
-def test_the_scale_overflows_and_grows_in_these_tests() -> None:
-    scales = trained(TinyTask(), made("fp16"), max_epochs=4)
-    assert scales[0] == 2.0**19
-    steps = [after / before for before, after in itertools.pairwise(scales)]
-    assert {0.5, 1.0, 2.0} == set(steps)
-
-
 class Turns(TinyGAN):
     def takes_turn(self, name: str, update: int) -> bool:
         return name == "discriminator" or update % 2 == 0
@@ -185,17 +177,6 @@ def test_only_the_optimizer_whose_gradients_overflow_is_skipped() -> None:
     trained(LoudDiscriminator(), made("fp16"), watch, max_epochs=3)
     assert ("generator",) in stepped
     assert ("generator", "discriminator") in stepped
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
-def test_fused_optimizers_equal_the_hand_written_loop(kind: str) -> None:
-    class Fused(TinyTask):
-        def configure_optimizers(self) -> Any:
-            return getattr(torch.optim, kind)(self.parameters(), lr=0.01, fused=True)
-
-    ours, theirs = Fused(), Fused()
-    assert trained(ours, made("fp16"), Clip(0.3)) == train_by_hand(theirs, "fp16", tiny_batches(), clip=0.3)
-    assert_same_weights(ours, theirs)
 
 
 # -- skipped updates --------------------------------------------------------------------------------------------------
@@ -300,16 +281,6 @@ class Idle(forge.TaskModule):
         return {name: torch.optim.SGD([getattr(self, name)], lr=0.1) for name in ("first", "second")}
 
 
-@pytest.mark.filterwarnings("ignore:1 trainable parameters of Idle are in no optimizer")
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_optimizer_without_gradients_is_no_error(alone: bool) -> None:
-    task = Idle()
-    if alone:
-        task.takes_turn = lambda name, update: name == "second"
-    assert trained(task, AMP("fp16", init_scale=8.0, growth_interval=2), max_epochs=1)[-1] == (8.0 if alone else 32.0)
-    assert torch.equal(task.second, torch.ones(2))
-
-
 # -- forward and evaluation -------------------------------------------------------------------------------------------
 
 
@@ -365,43 +336,6 @@ def test_autocast_ends_with_the_forward() -> None:
 
     fit_tiny([Watch(), AMP("bf16")])
     assert seen == {"backward": False, "step_end": False}
-
-
-def test_autocast_ends_with_an_error_too() -> None:
-    class Fails(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit_tiny([AMP("bf16")], task=Fails())
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_forward_within_a_forward_leaves_autocast_as_it_was() -> None:
-    class Twice(forge.Plugin):
-        inside = False
-
-        @forge.hookimpl(wrapper=True)
-        def forge_forward(self, step: forge.Step, batch: Any) -> Any:
-            if not self.inside:
-                self.inside = True
-                step.trainer.hooks.forge_forward(step, batch)
-                self.inside = False
-            return (yield)
-
-    fit_tiny([AMP("bf16"), Twice()], max_epochs=1)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("evaluation", ["inference", "no_grad", "grad"])
-def test_training_goes_on_as_ever_after_a_validation(dtype: str, evaluation: str) -> None:
-    """Autocast keeps the weights that it has cast: those of a validation carry no gradient."""
-    ours, theirs = TinyTask(), TinyTask()
-    ours.evaluation = evaluation  # pyright: ignore[reportAttributeAccessIssue]
-    trained(ours, made(dtype), validate_every="1 updates")
-    train_by_hand(theirs, dtype, tiny_batches())
-    assert_same_weights(ours, theirs)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 import forge
 from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
-from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import AMP, Anomaly, Checkpoint, Guard
 from forge_plugins.amp import best_dtype
 from tests.support.amp_kit import Scales, made, trained
@@ -54,15 +53,6 @@ def test_guard_stops_at_a_bad_loss_with_the_weights_as_before(amp_first: bool) -
     assert_same_weights(dict(task.named_parameters()), dict(before.named_parameters()))
 
 
-def test_guard_catches_a_bad_loss_whose_gradients_are_finite() -> None:
-    class NaNLoss(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            return {"loss": super().training_step(batch)["loss"] + math.nan}
-
-    with pytest.raises(NonFiniteError, match=r"Update 0 \(epoch 0\): the loss is not finite"):
-        fit_tiny([AMP("fp16", init_scale=128.0), Guard()], task=NaNLoss())
-
-
 @pytest.mark.parametrize("amp_first", [True, False])
 def test_guard_skips_a_bad_window_and_leaves_no_trace_of_it(amp_first: bool) -> None:
     skipped, expected = TinyTask(dropout=0.0), TinyTask(dropout=0.0)
@@ -88,15 +78,6 @@ def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> 
     newest = Checkpoints(tmp_path / "checkpoints").newest_valid()
     assert newest is not None
     assert newest.load()["plugins"]["amp"]["scale"] == straight[-1]
-
-
-def test_anomaly_finds_a_bad_loss_and_training_goes_on() -> None:
-    plain, watched, anomaly = TinyTask(), TinyTask(), Anomaly()
-    stack: Any = lambda *more: [Guard("skip"), made("fp16"), *more]  # noqa: E731
-    fit_tiny(stack(), task=plain, train=with_nan(3))
-    fit_tiny(stack(anomaly), task=watched, train=with_nan(3))
-    assert [finding["name"] for finding in anomaly.findings] == ["batch[0]"] * 2
-    assert_same_weights(watched, plain)
 
 
 def test_anomaly_names_the_layer_too_large_for_fp16() -> None:
@@ -166,17 +147,6 @@ def test_auto_is_bf16_where_the_hardware_has_it(
     assert best_dtype(torch.device(device)) == expected
 
 
-def test_the_start_says_what_runs_in_which_type(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    fit_tiny([AMP()])
-    assert "run in bf16 (auto) (autocast on cpu), losses and normalisations in float32; weights and" in caplog.text
-    assert "loss scale" not in caplog.text
-    fit_tiny([AMP("fp16")])
-    assert "the loss scale starts at 65536" in caplog.text
-    assert "few CPUs compute in fp16" in caplog.text
-    assert "reads the device" not in caplog.text  # which is the host here
-
-
 class Owner(forge.Plugin):
     @forge.hookimpl
     def forge_backward(self, loss: Tensor) -> bool:
@@ -195,21 +165,6 @@ def test_fp16_is_refused_beside_another_owner_and_bf16_is_not() -> None:
         fit_tiny([AMP("fp16"), Owner()])
     with pytest.raises(StackError, match="'against' cannot run together with 'amp'"):
         fit_tiny([AMP("fp16"), Against()])
-
-
-def test_what_auto_took_in_one_run_does_not_bind_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    amp = AMP()
-    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "fp16")
-    _, first = fit_tiny([amp], max_updates=1)
-    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "bf16")
-    _, second = fit_tiny([amp, Against()], max_updates=1)
-    assert "amp/scale" in first.metrics
-    assert "amp/scale" not in second.metrics
-
-
-def test_two_of_them_are_refused() -> None:
-    with pytest.raises(StackError, match="'amp' and 'amp@again' both provide 'autocast'"):
-        forge.Trainer(max_epochs=1, plugins={"amp": {}, "amp@again": {}}).fit(TinyTask(), tiny_batches())
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -246,9 +201,3 @@ def test_float16_weights_are_refused_with_fp16() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         AMP(**options)
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_it_keeps_the_contract(dtype: str) -> None:
-    check_plugin(lambda: made(dtype))

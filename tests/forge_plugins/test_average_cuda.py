@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import forge
-from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.data import TensorLoader
 from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Guard, Prefetch
 from forge_plugins.common.average import Average
@@ -108,25 +107,6 @@ def test_the_average_is_torchs_own_bit_for_bit() -> None:
     assert same(applied(plugin, task).state_dict(), average.module.state_dict())
 
 
-def test_half_precision_is_averaged_in_float32_on_the_device(tmp_path: Path) -> None:
-    plugin, task, model = EMA(0.999), made(Half), made(Half).cuda()
-    fit(task, batches(), device="cuda", seed=1, plugins=[plugin, Checkpoint()], run_dir=tmp_path)
-    wide: list[Tensor] = []
-    optimizer = model.configure_optimizers()
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.cuda()), y.cuda()).backward()
-        optimizer.step()
-        now = [p.detach().float() for p in model.parameters()]
-        if wide:
-            torch._foreach_lerp_(wide, now, 1 - 0.999)
-        else:
-            wide = now
-    saved = SavedState.find(tmp_path).load()["plugins"]["ema"]["weights"]
-    assert same(saved, dict(zip(saved, wide, strict=True)))
-    assert {tensor.device.type for tensor in plugin._average.tensors.values()} == {"cuda"}
-
-
 def test_a_captured_graph_sees_what_is_in_place() -> None:
     task = made().cuda().eval()
     average = Average(task)
@@ -156,16 +136,6 @@ def test_a_captured_graph_sees_what_is_in_place() -> None:
             assert not torch.equal(captured, before)
         assert torch.equal(replayed(), before)
     assert all(torch.equal(a, b) for a, b in zip(trained, task.parameters(), strict=True))
-
-
-def test_validation_uses_the_average_and_puts_weights_back() -> None:
-    plain, task, plugin = made(), made(), EMA(0.9)
-    options = {"device": "cuda", "seed": 1, "max_epochs": 2, "val": batches(3)}
-    fit(plain, batches(), **options)
-    result = fit(task, batches(), plugins=[plugin], **options)
-    assert same(task.state_dict(), plain.state_dict())
-    again = forge.Trainer(plugins=[], run_dir=False, device="cuda").validate(applied(plugin, task), batches(3))
-    assert result.metrics["val/loss"] == pytest.approx(again["val/loss"], rel=1e-6)
 
 
 def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path: Path) -> None:
@@ -217,14 +187,3 @@ class Compiled(Normed):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fast[0](self.norm(x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plugin", [EMA(0.9), SWA(0, every="2 updates")], ids=["ema", "swa"])
-def test_graphs_that_torch_compile_captured_evaluate_the_average(plugin: forge.Plugin) -> None:
-    options = {"device": "cuda", "seed": 1, "max_epochs": 3, "val": batches(3), "plugins": [plugin]}
-    eager = fit(made(dropout=0.0), batches(), **options).metrics
-    compiled = fit(made(Compiled), batches(), **options).metrics
-    assert compiled["val/loss"] == pytest.approx(eager["val/loss"], rel=1e-3)
-    trained = fit(made(dropout=0.0), batches(), **{**options, "plugins": []}).metrics
-    assert abs(trained["val/loss"] - eager["val/loss"]) > 1e-3 * abs(eager["val/loss"])

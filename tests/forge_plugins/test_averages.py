@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import forge
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.weights import read_weights
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
-from forge_plugins import EMA, Accumulate, Checkpoint
-from forge_plugins.common.average import Average
+from forge_plugins import Accumulate, Checkpoint
 from tests.support import averages_kit, reference
 from tests.support.averages import (
     Watched,
@@ -28,6 +26,7 @@ from tests.support.averages import (
     train,
 )
 from tests.support.averages_kit import Half, Kind, Thawing
+from tests.support.profiles import some
 
 kind = averages_kit.kind
 
@@ -122,12 +121,6 @@ def test_lazy_modules_are_averaged_once_they_have_a_shape(kind: Kind) -> None:
     assert first_difference(applied(plugin, task), task)
 
 
-def test_an_average_of_nothing_yet_swaps_nothing() -> None:
-    task = TinyTask()
-    with Average(task).in_place():
-        assert_same_weights(task, TinyTask())
-
-
 # -- frozen parameters ------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +142,7 @@ def thawing(phase: str) -> forge.Plugin:
 
 @pytest.mark.parametrize(
     ("phase", "thawed_first", "start"),
-    [("step_end", True, 0), ("step_end", False, 6), ("boundary", True, 6), ("boundary", False, 0)],
+    some([("step_end", True, 0), ("step_end", False, 6), ("boundary", True, 6), ("boundary", False, 0)], quick=2),
 )
 def test_a_thawed_parameter_is_averaged_as_if_it_always_was(
     kind: Kind, phase: str, thawed_first: bool, start: int
@@ -195,16 +188,6 @@ def test_validation_is_of_the_average_in_its_place(kind: Kind) -> None:
     assert task.places == [places] * 2
 
 
-def test_before_the_start_the_trained_weights_are_evaluated(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    watched, plain = Watched(), Watched()
-    fit_tiny([kind.make(start="1 epoch")], task=watched)
-    fit_tiny([], task=plain)
-    assert_same_weights(watched.seen[0], plain.seen[0])
-    assert first_difference(watched.seen[1], plain.seen[1])
-    assert f"{kind.name}: evaluates the averaged weights from update 10 on" in caplog.text
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_in_the_evaluation_leaves_the_trained_weights(kind: Kind, error: type[BaseException]) -> None:
     class Breaks(TinyTask):
@@ -216,40 +199,3 @@ def test_an_error_in_the_evaluation_leaves_the_trained_weights(kind: Kind, error
         fit_tiny([kind.make()], task=task)
     fit_tiny([], task=plain, max_updates=5)
     assert_same_weights(task, plain)
-
-
-def test_an_evaluation_inside_the_export_is_fine(kind: Kind, tmp_path: Path) -> None:
-    """Two in one another: each puts back what it found."""
-
-    class EvaluatesAtTheEnd(forge.Plugin):
-        """Validates once more as the weights are exported."""
-
-        @forge.hookimpl(wrapper=True)
-        def forge_export(self, trainer: forge.Trainer) -> Any:
-            trainer.hooks.forge_evaluate(trainer, "val")
-            return (yield)
-
-    task, plain = Watched(), TinyTask()
-    fit_tiny([kind.make(), EvaluatesAtTheEnd()], task=task, run_dir=tmp_path)
-    fit_tiny([], task=plain)
-    assert_same_weights(task, plain)
-    assert_same_weights(task.seen[-1], task.seen[-2])
-    assert_same_weights(load_file(tmp_path / "weights.safetensors"), task.seen[-1])
-
-
-@pytest.mark.slow
-def test_a_compiled_model_evaluates_the_average_in_its_graph(kind: Kind) -> None:
-    results = []
-    for compiled in (False, True):
-        task = Watched()
-        if compiled:
-            task.net.compile(backend="eager", fullgraph=True)
-        results.append((fit_tiny([kind.make()], task=task)[1].metrics, task.seen[-1]))
-    assert results[0][0] == results[1][0]
-    assert_same_weights(results[0][1], results[1][1])
-
-
-def test_the_optimizers_step_stays_the_default() -> None:
-    trainer = forge.Trainer(max_updates=2, plugins=[EMA()], run_dir=False, device="cpu")
-    trainer.fit(TinyTask(), tiny_batches())
-    assert trainer.hooks.forge_optimizer_step == trainer.core.forge_optimizer_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,14 @@ import forge
 from forge.checkpoint import Checkpoints, load_weights
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import RecipeError, StackError
-from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import EMA, SWA, Checkpoint, Guard
 from tests.support import averages_kit
 from tests.support.averages import (
-    Stream,
     applied,
     parameters,
 )
-from tests.support.averages_kit import Half, Kind, Thawing
+from tests.support.averages_kit import Half, Kind
 
 kind = averages_kit.kind
 
@@ -50,20 +48,6 @@ def test_the_average_is_exported_and_trained_weights_saved(kind: Kind, tmp_path:
     assert_same_weights(loaded, averaged)
     with safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert f'"average": "{kind.name}"' in file.metadata()["forge"]
-
-
-def test_a_run_that_averaged_nothing_says_so(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    task, _ = fit_tiny([kind.make(start=100), Checkpoint()], run_dir=tmp_path)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path), task)
-    name = kind.name
-    assert f"{name}.start is 100 updates, but the run has only 10: nothing will be averaged." in caplog.text
-    assert (
-        f"{name} averaged nothing in this run: weights.safetensors holds the trained weights. {name}.start is 100 "
-        "updates: set it earlier, or train longer." in caplog.text
-    )
-    with pytest.raises(forge.CheckpointError, match=f"the plugin '{name}' had averaged nothing yet"):
-        TinyTask.from_checkpoint(tmp_path, weights=name)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
 
 
 def test_tied_weights_stay_tied_in_what_is_exported(kind: Kind, tmp_path: Path) -> None:
@@ -98,75 +82,10 @@ def test_apply_to_gives_the_average_to_any_task_that_fits(kind: Kind) -> None:
         plugin.apply_to(other)
 
 
-class Marked(Thawing):
-    """Has a frozen layer, a buffer that is no float, and one that is not saved."""
-
-    steps: Tensor
-    scratch: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def training_step(self, batch: Any) -> Any:
-        self.steps += 1
-        self.scratch += 1
-        return super().training_step(batch)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: EMA(0.9, buffers="copy"),
-        lambda: EMA(0.9, buffers="average"),
-        lambda: SWA(0, every="1 updates"),
-        lambda: SWA(0, every="1 updates", update_bn=False),
-    ],
-    ids=["ema", "ema of buffers", "swa", "swa of buffers"],
-)
-def test_apply_to_another_task_gives_it_what_the_run_exports(tmp_path: Path, make: Callable[[], Any]) -> None:
-    plugin, task, fresh = make(), Marked(), Marked()
-    with torch.no_grad():
-        task.get_parameter("net.0.weight").add_(5.0)
-    fit_tiny([plugin], task=task, run_dir=tmp_path)
-    trained = copy.deepcopy(task)
-    plugin.apply_to(fresh)
-    assert_same_weights(fresh, load_file(tmp_path / "weights.safetensors"))
-    assert torch.equal(fresh.scratch, torch.zeros(3))
-    assert_same_weights(task, trained)
-    plugin.apply_to(task)
-    assert_same_weights(task, fresh)
-
-
-def test_apply_to_a_task_with_other_parts_changes_nothing(kind: Kind) -> None:
-    class Wider(TinyTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-
-    plugin, other = kind.make(), Wider()
-    fit_tiny([plugin], task=Marked())
-    before = copy.deepcopy(other)
-    with pytest.raises(forge.TaskError, match=r"Wider has no steps of the fitted shape: it is a different task"):
-        plugin.apply_to(other)
-    assert_same_weights(other, before)
-
-
-def test_outside_a_fit_nothing_is_swapped(kind: Kind) -> None:
-    plugin = kind.make()
-    trainer = forge.Trainer(max_epochs=1, plugins=[plugin], run_dir=False, seed=0, device="cpu")
-    task, plain = TinyTask(), forge.Trainer(plugins=[], run_dir=False, device="cpu")
-    trainer.fit(task, tiny_batches())
-    averaged = applied(plugin, task)
-    assert trainer.validate(task, tiny_batches(seed=1)) == plain.validate(task, tiny_batches(seed=1))
-    assert len(trainer.predict(task, tiny_batches(seed=1))) == 5
-    assert_same_weights(applied(plugin, task), averaged)
-
-
 # -- resumed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -230,15 +149,6 @@ def test_going_back_to_a_checkpoint_takes_the_average_along(kind: Kind, tmp_path
 # -- two averages, and options ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stack", "names"),
-    [({"ema": {}, "ema@slow": {"decay": 0.9999}}, ("ema", "ema@slow")), ({"ema": {}, "swa": {}}, ("ema", "swa"))],
-)
-def test_two_that_would_be_evaluated_are_refused_by_name(stack: dict[str, Any], names: tuple[str, str]) -> None:
-    with pytest.raises(StackError, match="'{}' and '{}' both provide 'averaged_weights'".format(*names)):
-        fit_tiny(forge.config.build.make_plugins(stack))
-
-
 def test_a_second_average_is_kept_beside_the_first(tmp_path: Path) -> None:
     plugins = forge.config.build.make_plugins({"ema@slow": {"decay": 0.99, "evaluate": False}, "ema": {"decay": 0.5}})
     task, result = fit_tiny([*plugins, Checkpoint()], run_dir=tmp_path)
@@ -283,33 +193,6 @@ def test_ema_and_swa_can_both_be_kept(tmp_path: Path, evaluated: str) -> None:
 def test_options_that_cannot_be_meant_are_refused(plugin: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         plugin(**options)
-
-
-@pytest.mark.parametrize(
-    ("start", "message"),
-    [
-        (0.5, r"{0}\.start is 0\.5 of the run, but the run's number of updates is unknown\. Set max_updates"),
-        ("1 epoch", r"{0}\.start is '1 epoch', but the train loader has no length.*Give {0}\.start in updates"),
-    ],
-)
-def test_a_start_that_this_run_cannot_tell_is_refused(kind: Kind, start: Any, message: str) -> None:
-    with pytest.raises(forge.ForgeError, match=message.format(kind.name)):
-        fit_tiny([kind.make(start=start)], train=Stream(), max_epochs=1)
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-@pytest.mark.parametrize(
-    "make",
-    [
-        EMA,
-        SWA,
-        lambda: EMA(0.9, start=2, warmup=True, every=2, buffers="average"),
-        lambda: SWA(2, every="2 updates", lr=0.05, anneal=2),
-    ],
-    ids=["ema", "swa", "ema, more", "swa, more"],
-)
-def test_they_keep_the_contract(make: Callable[[], Any]) -> None:
-    check_plugin(make)
 
 
 @pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: SWA(1)], ids=["ema", "swa"])

@@ -13,14 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
 from forge import cli
 from forge_plugins import Clip, Tensorboard
 from forge_plugins.board import command as board
-from forge_plugins.board import links as board_links
 from forge_plugins.board.links import Links, base_of
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -73,12 +72,6 @@ def test_a_group_that_is_finished_is_one_run_more(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("mine/cut mean*"))
 
 
-def test_a_run_of_a_group_alone_has_no_mean(tmp_path: Path) -> None:
-    home = make_group(tmp_path / "runs/mine/base")
-    assert names(tmp_path / "links", home / "seed-0") == {"seed-0"}
-    assert not list(tmp_path.rglob("*mean of*"))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
 
@@ -89,17 +82,6 @@ def test_runs_below_a_folder_are_named_by_their_path_in_it(tmp_path: Path) -> No
     assert names(tmp_path / "links", tmp_path / "runs") == {"quickstart/a", "quickstart/b", "other/c"}
     link = tmp_path / "links" / "quickstart" / "a"
     assert link.resolve() == tmp_path / "runs" / "quickstart" / "a" / "tensorboard"
-
-
-def test_runs_given_one_by_one_keep_what_tells_them_apart(tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "runs/x/1"), make_run(tmp_path / "runs/y/1")
-    assert names(tmp_path / "links", one, two) == {"x/1", "y/1"}
-    assert names(tmp_path / "only", one) == {"1"}
-
-
-def test_the_folder_of_event_files_itself_can_be_given(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs/x/1")
-    assert names(tmp_path / "links", run / "tensorboard") == {"1"}
 
 
 def test_event_files_of_other_programs_are_shown_too(tmp_path: Path) -> None:
@@ -123,42 +105,6 @@ def test_runs_that_come_and_go_are_followed(tmp_path: Path) -> None:
     (tmp_path / "runs/x").rename(tmp_path / "gone")
     assert links.renew() == {"y/2"}
     assert not (tmp_path / "links/x/1").is_symlink()
-
-
-def test_a_folder_of_runs_that_becomes_a_run_is_shown_so(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs/q/r1")
-    make_run(tmp_path / "runs/z")
-    (tmp_path / "links").mkdir()
-    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
-    assert links.renew() == {"q/r1", "z"}
-    make_run(tmp_path / "runs/q")
-    assert links.renew() == {"q", "z"}
-    assert (tmp_path / "links/q").resolve() == tmp_path / "runs/q/tensorboard"
-
-
-def test_a_broken_link_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs/x/1")
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links/x").touch()
-    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
-    assert links.renew() == set()
-    (tmp_path / "links/x").unlink()
-    assert links.renew() == {"x/1"}
-    (tmp_path / "links/x/1").unlink()
-    assert links.renew() == {"x/1"}
-    assert (tmp_path / "links/x/1").is_symlink()
-    (tmp_path / "links/x/1").unlink()
-    (tmp_path / "runs/x").rename(tmp_path / "gone")
-    assert links.renew() == set()
-
-
-def test_a_trace_has_a_link_where_a_page_for_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (make_run(tmp_path / "runs/x") / "profile").mkdir()
-    assert names(tmp_path / "without", tmp_path / "runs") == {"x"}
-    assert [path.name for path in (tmp_path / "without").iterdir()] == ["x"]
-    monkeypatch.setattr(board_links, "find_spec", lambda name: name)
-    assert names(tmp_path / "with", tmp_path / "runs") == {"x"}
-    assert (tmp_path / "with" / "x trace").resolve() == tmp_path / "runs/x/profile"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,6 +132,7 @@ def test_without_tensorboard_it_says_how_to_get_it(
     assert "pip install tensorboard" in error(capsys)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
     make_run(empty_folder / "runs/x")
     with socket.create_server(("localhost", 0)) as taken:
@@ -213,15 +160,6 @@ def test_a_closed_terminal_ends_it_cleanly(
         for each, handler in before.items():
             signal.signal(each, handler)
     assert not folders[0].exists()
-
-
-def test_a_browser_needs_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
-        monkeypatch.delenv(name, raising=False)
-    assert not board._has_display()
-    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
-    assert board._has_display()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,15 +220,10 @@ def served(runs: Path) -> Iterator[Board]:
     found.process.communicate()
 
 
+@pytest.mark.slow
 def test_the_address_is_printed_and_the_runs_have_their_names(served: Board) -> None:
     assert served.said.startswith("TensorBoard shows 2 runs at http://localhost:")
     served.wait_for_runs({"small/a", "small/b"})
-
-
-def test_every_point_of_a_curve_is_served(served: Board) -> None:
-    served.wait_for_runs({"small/a", "small/b"})
-    points = served.ask(f"/data/plugin/scalars/scalars?tag={quote('train/loss')}&run={quote('small/a')}")
-    assert [step for _, step, _ in points] == [1, 2, 3, 4]
 
 
 def test_hyperparameters_begin_with_what_runs_differ_in(served: Board) -> None:
@@ -302,6 +235,7 @@ def test_hyperparameters_begin_with_what_runs_differ_in(served: Board) -> None:
     assert columns["hparamInfos"][0]["name"] == "task.hidden"  # in which the two differ
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_cleanly_and_torch_was_never_needed(served: Board) -> None:
     links = Path(served.ask("/data/environment")["data_location"])
     assert links.is_dir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
-from forge_plugins import Accumulate, Clip, Compile, Remat
+from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge_plugins import Accumulate, Clip, Compile
 from tests.support import compile_kit, reference
 from tests.support.compile_kit import EVEN, Breaks, Chain, Plain, counts, fit
+from tests.support.profiles import some
 
 nothing_of_the_last_test = compile_kit.nothing_of_the_last_test
 every_line = compile_kit.every_line
@@ -55,44 +55,11 @@ def test_weights_equal_the_loop_around_a_compiled_module() -> None:
     assert_same_weights(ours, theirs)
 
 
-@pytest.mark.slow
-def test_two_optimizers_take_turns_with_a_graph_each() -> None:
-    plain, compiled = TinyGAN(), TinyGAN()
-    fit(None, plain)
-    result = fit(Compile(backend="aot_eager"), compiled, validate_every=None)[1]
-    assert_same_weights(compiled, plain)
-    assert counts(result) == (2, 0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("blocks", "budget"), [(None, None), pytest.param("Sequential", 0.6, marks=pytest.mark.slow)])
-def test_blocks_that_are_computed_again_keep_their_bits(blocks: str | None, budget: float | None) -> None:
-    plain, compiled = TinyTask(), TinyTask()
-    fit(None, plain)
-    result = fit(Compile(backend="aot_eager", blocks=blocks), compiled, Remat("net", budget=budget))[1]
-    assert_same_weights(compiled, plain)
-    assert counts(result)[1:] == (0, 0)
-
-
-@pytest.mark.slow
-def test_autocast_around_it_is_part_of_the_graph() -> None:
-    class Autocast(forge.Plugin):
-        @forge.hookimpl(wrapper=True)
-        def forge_forward(self) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return (yield)
-
-    plain, compiled = Plain(), Plain()
-    fit(None, plain, Autocast())
-    fit(Compile(backend="aot_eager"), compiled, Autocast())
-    assert_same_weights(compiled, plain)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # In place
 
 
-@pytest.mark.parametrize("blocks", [None, "Sequential"])
+@pytest.mark.parametrize("blocks", some([None, "Sequential"], quick=1))
 def test_names_stay_clean_and_the_task_is_handed_back_as_it_was(blocks: str | None) -> None:
     names: list[list[str]] = []
 
@@ -170,26 +137,9 @@ def test_alike_blocks_share_a_graph(caplog: pytest.LogCaptureFixture) -> None:
     assert "compile: compiled separately: net.0-11." in caplog.text
 
 
-@pytest.mark.slow
-def test_blocks_that_differ_do_not_use_up_torchs_limit(caplog: pytest.LogCaptureFixture) -> None:
-    result = fit(Compile(backend="eager", blocks="Linear"), Chain(*range(4, 14)), validate_every=None, max_updates=2)[1]
-    assert counts(result) == (11, 0, 0)
-    assert not [record for record in caplog.records if record.name == "forge" and record.levelno > logging.INFO]
-
-
 def test_a_pattern_without_a_match_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"compile\.blocks: 'Sequental' is neither.*Did you mean 'Sequential'"):
         fit(Compile(backend="eager", blocks="Sequental"), TinyTask())
-
-
-def test_blocks_that_nobody_calls_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Spare(TinyTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.Linear(2, 2)
-
-    fit(Compile(backend="eager", blocks=["net", "spare"]), Spare(), max_updates=1)
-    assert "compile: spare was never called" in caplog.text
 
 
 def test_blocks_without_a_graph_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +198,3 @@ def test_an_error_of_the_user_keeps_its_type_and_place() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Compile(**options)
-
-
-def test_the_mode_can_be_given_by_position() -> None:
-    assert Compile("reduce-overhead").config.mode == "reduce-overhead"

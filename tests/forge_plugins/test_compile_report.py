@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,13 +86,6 @@ def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
 
 
 @pytest.mark.slow
-def test_a_shorter_last_batch_is_called_normal(caplog: pytest.LogCaptureFixture) -> None:
-    result = fit(Compile(backend="eager"), train=tiny_batches((8, 8, 5)), max_epochs=3, validate_every=None)[1]
-    assert counts(result) == (2, 0, 1)
-    assert "training_step was compiled again: a batch of 5 instead of 8. Normal for the last one" in caplog.text
-    assert not [record for record in caplog.records if record.name == "forge" and record.levelno > logging.INFO]
-
-
 def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureFixture) -> None:
     with torch._dynamo.config.patch(recompile_limit=4):
         plugin = Compile(backend="eager", dynamic=False)
@@ -110,18 +101,6 @@ def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.slow
-def test_dynamic_sizes_need_one_graph() -> None:
-    sizes = tiny_batches(range(3, 9))
-    assert counts(fit(Compile(backend="eager", dynamic=True), train=sizes, validate_every=None)[1]) == (1, 0, 0)
-
-
-@pytest.mark.slow
-def test_by_default_the_second_size_makes_a_graph_for_all() -> None:
-    sizes = tiny_batches(range(3, 9))
-    assert counts(fit(Compile(backend="eager"), train=sizes, validate_every=None)[1]) == (2, 0, 1)
-
-
-@pytest.mark.slow
 def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
     class Reads(Plain):
         def training_step(self, batch: Any) -> Any:
@@ -132,33 +111,6 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
     plugin = Compile(backend="eager", dynamic=False)
     fit(plugin, Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
     assert "became part of the graph: keep it in a tensor" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_folder_named_training_has_its_recompiles_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the path nor a word in the line is the flag; the number is a module's, to which torch adds a hint."""
-    file = tmp_path / "training" / "steps.py"
-    file.parent.mkdir()
-    file.write_text("def scaled(task, loss):\n    return loss * task.scale  # in training\n")
-    scaled = runpy.run_path(str(file))["scaled"]
-
-    class Scaled(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 1
-
-        def training_step(self, batch: Any) -> Any:
-            return scaled(self, F.cross_entropy(self.net(batch[0]), batch[1]))
-
-    @forge.on("step_end", mutates=True)
-    def grow(step: forge.Step) -> None:
-        task: Any = step.trainer.task
-        task.scale = step.index + 2
-
-    result = fit(Compile(backend="eager"), Scaled(), grow, validate_every=None)[1]
-    assert counts(result) == (2, 0, 1)
-    assert "training/steps.py:2: return loss * task.scale # in training\n" in caplog.text
-    assert "HINT" not in caplog.text
 
 
 @pytest.mark.slow
@@ -178,51 +130,6 @@ def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
     result = fit(Compile(backend="aot_eager"), compiled, thaw, train=data, max_epochs=2)[1]
     assert counts(result) == (3, 0, 0)  # frozen, thawed, validation
     assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow
-def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
-    """In some versions of torch what was compiled while it was frozen would be used on, and say nothing."""
-
-    class Broken(Chain):
-        def training_step(self, batch: Any) -> Any:
-            logits = self.net(batch[0])
-            torch._dynamo.graph_break()
-            return F.cross_entropy(logits, batch[1])
-
-    @forge.on("step_end", mutates=True)
-    def flip(step: forge.Step) -> None:
-        next(step.trainer.task.parameters()).requires_grad_(step.index % 2 == 0)
-
-    plain, compiled = Broken(4), Broken(4)
-    data = tiny_batches([8] * 4)
-    fit(None, plain, flip, train=data, validate_every=None)
-    fit(Compile(backend="aot_eager"), compiled, flip, train=data, validate_every=None)
-    assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow
-def test_a_norm_frozen_on_the_way_is_frozen_in_the_graph() -> None:
-    @forge.on("step_end", mutates=True)
-    def freeze(step: forge.Step) -> None:
-        task: Any = step.trainer.task
-        task.net[1].eval()
-
-    plain, compiled = TinyTask(), TinyTask()
-    data = tiny_batches([8] * 3)
-    fit(None, plain, freeze, train=data, validate_every=None)
-    result = fit(Compile(backend="eager"), compiled, freeze, train=data, validate_every=None)[1]
-    assert counts(result) == (2, 0, 0)
-    assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow
-def test_nothing_of_one_run_counts_towards_the_limit_of_the_next(caplog: pytest.LogCaptureFixture) -> None:
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for _ in range(2):
-            result = fit(Compile(backend="eager"), Breaks(), validate_every=None, max_updates=1)[1]
-            assert counts(result) == (2, 1, 0)
-    assert "gave up" not in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,33 +176,6 @@ def _handle_to(lines: list[str]) -> Callable[[logging.LogRecord], None]:
 
 
 @pytest.mark.slow
-def test_a_break_for_a_number_is_left_to_the_report(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """torch says it once for each line of code, and this one is nobody else's."""
-
-    class Reads(Plain):
-        def training_step(self, batch: Any) -> Any:
-            logits = self.net(batch[0])
-            return F.cross_entropy(logits * logits.sum().item(), batch[1])
-
-    fit(Compile(backend="eager"), Reads(), max_updates=1)
-    assert not printed
-    assert f"  break at {__file__}:{line_of(Reads.training_step, '.item()')}: " in caplog.text
-
-
-@pytest.mark.slow
-def test_anything_else_that_torch_says_is_heard(printed: list[str]) -> None:
-    fit(Compile(backend="eager"), Tells(), max_updates=1)
-    assert printed == ["something else"]
-
-
-@pytest.mark.slow
-def test_with_torch_logs_set_torch_prints_all_of_it(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_LOGS", "graph_breaks")
-    fit(Compile(backend="eager"), Tells(), max_updates=1)
-    assert printed == [f"{NOISE} a", "something else"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["a whole run", "an error"])
 def test_torch_may_speak_again_after_the_run(error: Exception | None, printed: list[str]) -> None:
     before, task = list(logging.getLogger(SOURCE).filters), Tells()
@@ -315,14 +195,6 @@ def test_a_stance_that_keeps_everything_eager_is_warned_of(caplog: pytest.LogCap
         fit(Compile(backend="eager"), max_updates=1)
     assert "compile: nothing was compiled; training is eager, and not faster." in caplog.text
     assert 'torch.compiler.set_stance("force_eager") is active' in caplog.text
-
-
-def test_a_variable_that_switches_the_compiler_off_is_warned_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    fit(Compile(backend="eager"), max_updates=1)
-    assert "compile: nothing was compiled; training is eager, and not faster. TORCHDYNAMO_DISABLE is set" in caplog.text
 
 
 def test_a_step_that_breaks_off_is_warned_of_with_its_line(caplog: pytest.LogCaptureFixture) -> None:

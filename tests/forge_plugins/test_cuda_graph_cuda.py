@@ -26,9 +26,7 @@ from forge_plugins import (
     Clip,
     Compile,
     CudaGraph,
-    Freeze,
     Guard,
-    Monitor,
     Prefetch,
     Schedule,
 )
@@ -159,29 +157,6 @@ def by_hand(updates: int, factor: Any) -> dict[str, torch.Tensor]:
     return dict(task.state_dict())
 
 
-def test_a_shorter_last_batch_gets_a_graph_of_its_own() -> None:
-    data = batches(10, last=5)
-    graph = compare(lambda: [Clip(0.1)], 30, data, max_epochs=5)
-    assert graph.replayed == 50 - 3 - 1  # three to warm up, one of the other shape; its second coming was captured
-
-
-def test_a_windows_own_weights_are_given_to_the_graph() -> None:
-    class Weighed(Net):
-        def num_items(self, batch: Any) -> int:
-            return int((batch[1] != 0).sum())
-
-    compare(lambda: [Accumulate(2)], 10, task=Weighed)
-
-
-def test_what_acts_at_an_interval_acts_in_an_uncaptured_update() -> None:
-    graph = compare(lambda: [Monitor(every="10 updates")], 25)
-    assert graph.replayed < 40 - 3
-
-
-def test_a_thaw_captures_the_step_anew() -> None:
-    compare(lambda: [Freeze(modules="net.0", thaw={"net.0": "1 epoch"})], 20)
-
-
 def test_a_read_of_the_device_is_found_and_named(caplog: pytest.LogCaptureFixture) -> None:
     class Reads(Net):
         def training_step(self, batch: Any) -> Any:
@@ -205,20 +180,6 @@ def test_a_plugin_that_cannot_be_captured_is_named(caplog: pytest.LogCaptureFixt
     run([graph, Anomaly()])
     assert graph.replayed == 0
     assert "'anomaly' acts inside every update" in caplog.text
-
-
-def test_a_plain_number_among_the_metrics_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Counts(Net):
-        def training_step(self, batch: Any) -> Any:
-            return {**super().training_step(batch), "answer": 42.0}
-
-    graph = CudaGraph()
-    task, _, logs = run([graph], task=Counts())
-    assert graph.replayed == 0
-    assert "the metric 'train/answer' is a plain number" in caplog.text
-    plain, _, plain_logs = run([], task=Counts())
-    assert_same_weights(task, plain)
-    assert logs == plain_logs
 
 
 def test_a_wait_of_which_torch_does_not_warn_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,28 +233,6 @@ def wide(count: int = 20) -> list[Any]:
 @pytest.mark.parametrize("stack", [lambda: [], lambda: [Accumulate(2)], lambda: [Prefetch()]])
 def test_large_batches_come_by_a_stream_of_their_own(stack: Any) -> None:
     compare(stack, 15, wide(), Wide)
-
-
-def test_weights_on_the_device_meet_large_batches_from_the_host() -> None:
-    class Weighed(Wide):
-        def num_items(self, batch: Any) -> Any:
-            return (batch[1] != 0).sum().cuda()
-
-    compare(lambda: [Accumulate(2)], 15, wide(), Weighed)
-
-
-def test_validation_between_replays_changes_nothing() -> None:
-    def trained(*plugins: Any) -> Any:
-        task = Net()
-        trainer = forge.Trainer(
-            plugins=[EMA(0.9), *plugins], max_epochs=3, seed=3, device="cuda", run_dir=False, validate_every="7 updates"
-        )
-        trainer.fit(task, batches(), batches(4))
-        return task
-
-    graph = CudaGraph(strict=True)
-    assert_same_weights(trained(graph), trained())
-    assert graph.replayed == 57
 
 
 def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import forge
 from forge.testing import assert_same_weights
 from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Monitor, Schedule
-from tests.forge.snapshot.test_resume import PowerCut, cut_at, ends_as_if_it_had_not_been_cut
+from tests.forge.snapshot.test_resume import ends_as_if_it_had_not_been_cut
 from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
-from tests.support.profiles import covering
+from tests.support.profiles import covering, some
 
 
 @pytest.fixture(autouse=True)
@@ -71,17 +70,6 @@ def test_weights_that_differ_by_window_reach_the_graph() -> None:
     compare(lambda: [Accumulate(2)], 10, task=Weighed)
 
 
-def test_weights_in_a_graph_are_as_exact_as_the_loss() -> None:
-    class Weighed(Net):
-        def training_step(self, batch: Any) -> Any:
-            return F.cross_entropy(self.net(batch[0]).double(), batch[1])
-
-        def num_items(self, batch: Any) -> int:
-            return int((batch[1] != 0).sum())
-
-    compare(lambda: [Accumulate(2)], 10, task=Weighed)
-
-
 def test_what_is_due_now_and_then_runs_uncaptured() -> None:
     graph = compare(lambda: [Monitor(every="10 updates")], 25)
     assert graph.replayed == 36 - 4 - 3  # monitor acts in the first update, and at 10, 20 and 30; three warm up
@@ -108,16 +96,6 @@ def test_a_metric_that_is_a_plain_number_is_named(caplog: pytest.LogCaptureFixtu
     assert logs == plain_logs
 
 
-def test_one_plugin_object_serves_several_runs() -> None:
-    graph = CudaGraph(strict=True)
-    first, first_logs = run([graph])
-    assert graph.replayed == 33
-    second, second_logs = run([graph])
-    assert graph.replayed == 33
-    assert_same_weights(second, first)
-    assert first_logs == second_logs
-
-
 def live(folder: Path, *more: Any) -> nn.Module:
     graph = CudaGraph(strict=True)
     plugins = [OnADevice(), Accumulate(2), Shrink(), Schedule("cosine", warmup=3), EMA(0.9), graph]
@@ -131,6 +109,7 @@ def live(folder: Path, *more: Any) -> nn.Module:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [17, *(pytest.param(update, marks=pytest.mark.slow) for update in (4, 30))])
 def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
     ends_as_if_it_had_not_been_cut(live, tmp_path, update)
@@ -165,7 +144,8 @@ def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("who", "draw"), [("numpy", np.random.rand), ("random", random.random), ("torch", lambda: float(torch.rand(())))]
+    ("who", "draw"),
+    some([("numpy", np.random.rand), ("random", random.random), ("torch", lambda: float(torch.rand(())))], quick=1),
 )
 def test_numbers_drawn_on_the_host_are_refused(who: str, draw: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Draws(Net):
@@ -218,7 +198,7 @@ def norm_in_evaluation(step: forge.Step) -> None:
     step.trainer.task.net[1].eval()
 
 
-@pytest.mark.parametrize("act", [moved_parameter, loaded_state, norm_in_evaluation])
+@pytest.mark.parametrize("act", some([moved_parameter, loaded_state, norm_in_evaluation], quick=1))
 def test_what_a_callback_changes_is_captured_anew(act: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="forge"):
         graph = compare(lambda: [at(15, act)], 25)
@@ -253,53 +233,6 @@ def test_a_buffer_that_an_evaluation_replaces_is_found() -> None:
     graph = CudaGraph(strict=True)
     assert_same_weights(trained(graph), trained())
     assert 0 < graph.replayed < 48 - 3 - 3 * 3
-
-
-def test_an_uncaptured_run_goes_on_captured(tmp_path: Path) -> None:
-    def life(*plugins: Any) -> Any:
-        stack = [OnADevice(), *plugins, Checkpoint(every="3 updates")]
-        trainer = forge.Trainer(
-            plugins=stack, run_dir=tmp_path, resume="auto", seed=3, device="cpu", max_epochs=3, allow_inexact=True
-        )
-        trainer.fit(Plain(), batches())
-        return trainer
-
-    class Plain(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=2.0**-7)
-
-    with pytest.raises(PowerCut):
-        life(cut_at(10))
-    graph = CudaGraph(strict=True)
-    trainer = life(graph)
-    assert graph.replayed > 20
-    assert trainer.progress.update == 36
-
-
-def test_a_second_shape_that_fails_leaves_the_first_its_graph(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd(Net):
-        def training_step(self, batch: Any) -> Any:
-            out = super().training_step(batch)
-            return {**out, "short": 1.0} if len(batch[0]) < 8 else out
-
-    graph = CudaGraph(strict=True)
-    ours, _ = run([graph], batches(6, last=3), Odd(), max_epochs=4)
-    plain, _ = run([], batches(6, last=3), Odd(), max_epochs=4)
-    assert_same_weights(ours, plain)
-    assert graph.replayed == 24 - 3 - 4
-    assert "windows of 3×6, 3 run uncaptured, because" in caplog.text
-
-
-def test_batches_with_a_value_that_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Numbered(Net):
-        def training_step(self, batch: Any) -> Any:
-            return super().training_step(batch[:2])
-
-    data = [(*batch, index) for index, batch in enumerate(batches(100))]
-    graph = CudaGraph()
-    run([graph], data, Numbered(), max_epochs=1)
-    assert graph.replayed == 0
-    assert "a plain number or string in a batch changes every time" in caplog.text
 
 
 def test_the_optimizer_is_handed_back_as_it_was() -> None:

@@ -14,9 +14,9 @@ import torch
 import forge
 from forge.errors import NonFiniteError
 from forge.testing import assert_same_weights
-from forge_plugins import AMP, EMA, Accumulate, Clip, Compile, CudaGraph, Guard, Prefetch, Remat, Schedule
+from forge_plugins import AMP, EMA, Accumulate, Clip, CudaGraph, Guard, Prefetch, Remat, Schedule
 from tests.forge_plugins.test_cuda_graph_cuda import Net, batches, compare, run
-from tests.forge_plugins.test_cuda_graph_more import GAN, Blocks, Noise, Own, Spikes
+from tests.forge_plugins.test_cuda_graph_more import GAN, Blocks, Noise, Spikes
 
 pytestmark = pytest.mark.gpu
 
@@ -44,17 +44,6 @@ TURNS = {
 @pytest.mark.parametrize("stack", TURNS.values(), ids=TURNS.keys())
 def test_turns_that_are_replayed_are_the_turns(stack: Any, kind: str) -> None:
     compare(stack, 15, small(), lambda: GAN(kind))
-
-
-def test_turns_that_are_not_always_taken() -> None:
-    class Rests(GAN):
-        rests = True
-
-    compare(lambda: [Noise(), Clip(0.1)], 30, small(), Rests)
-
-
-def test_compiled_turns_are_captured_too() -> None:
-    compare(lambda: [Compile()], 30, small(), GAN)
 
 
 @pytest.mark.parametrize("where", [2, 9])
@@ -93,24 +82,6 @@ def test_a_moving_momentum_is_the_momentum(kind: str) -> None:
     compare(stack, 37, task=lambda: Net(kind, **options))
 
 
-def test_a_moving_momentum_and_two_shapes() -> None:
-    compare(lambda: [Schedule("one_cycle"), Clip(0.1)], 30, batches(10, last=5), Net, max_epochs=5)
-
-
-def test_an_optimizer_that_reads_the_device_stays_outside() -> None:
-    class Task(Net):
-        def configure_optimizers(self) -> Any:
-            return Own(self.parameters())
-
-    compare(lambda: [Accumulate(2), Clip(0.1), EMA(0.9)], 15, task=Task)
-
-
-def test_guard_skips_an_update_whose_window_was_replayed() -> None:
-    data = batches()
-    data[7][0][0, 0] = math.nan
-    compare(lambda: [Guard("skip"), Clip(0.1), Schedule("cosine"), EMA(0.9)], 37, data)
-
-
 # -- fp16 -------------------------------------------------------------------------------------------------------------
 
 
@@ -130,10 +101,6 @@ def test_a_loss_scaler_skips_the_same_updates(stack: Any, caplog: pytest.LogCapt
     assert len(set(told)) == 1
 
 
-def test_a_loss_scaler_serves_several_optimizers() -> None:
-    compare(lambda: [AMP("fp16", init_scale=2.0**24), Clip(0.1)], 37, small(), GAN)
-
-
 # -- remat ------------------------------------------------------------------------------------------------------------
 
 
@@ -148,18 +115,6 @@ REMATS = {
 @pytest.mark.parametrize("stack", REMATS.values(), ids=REMATS.keys())
 def test_blocks_that_are_computed_again_are_captured(stack: Any) -> None:
     compare(stack, 15, small(), Blocks)
-
-
-def test_a_compiled_remat_ends_the_same_captured_or_not() -> None:
-    captured, _, _ = run([Remat(), Compile(), CudaGraph()], small(), Blocks())
-    plain, _, _ = run([Remat(), Compile()], small(), Blocks())
-    assert_same_weights(captured, plain)
-
-
-def test_a_captured_remat_is_the_run_without_it() -> None:
-    captured, _, _ = run([Remat(), CudaGraph(strict=True)], small(), Blocks())
-    plain, _, _ = run([], small(), Blocks())
-    assert_same_weights(captured, plain)
 
 
 # -- many shapes, and memory ------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from forge.data.sharding import cut
 from forge_plugins import DDP
 from tests.support.ddp_kit import Plain, Reader, train, wide
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
@@ -178,25 +179,31 @@ def with_streams_of_different_lengths() -> None:
 
 @pytest.mark.parametrize(
     ("case", "said"),
-    [
-        (with_distributed_sampler, "DataError: The train loader has a DistributedSampler"),
-        (
-            with_other_lengths,
-            "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
-        ),
-        (with_other_metrics, "TaskError: The ranks log different metrics: rank 0 has no train/odd"),
-        (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives another batch"),
-        (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
-        (with_another_split, "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0"),
-        (with_a_collate_that_drops, "DataError: collate_fn turned 2 samples into 1"),
-        (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
-        (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
-        (with_a_lazy_layer, "TaskError: Plain: head.weight, head.bias have no shape before the first batch"),
-        (
-            with_streams_of_different_lengths,
-            "DataError: The ranks disagree on the number of train batches, at batch 2: rank 0 has none",
-        ),
-    ],
+    some(
+        [
+            (with_distributed_sampler, "DataError: The train loader has a DistributedSampler"),
+            (
+                with_other_lengths,
+                "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
+            ),
+            (with_other_metrics, "TaskError: The ranks log different metrics: rank 0 has no train/odd"),
+            (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives another batch"),
+            (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
+            (
+                with_another_split,
+                "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0",
+            ),
+            (with_a_collate_that_drops, "DataError: collate_fn turned 2 samples into 1"),
+            (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
+            (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
+            (with_a_lazy_layer, "TaskError: Plain: head.weight, head.bias have no shape before the first batch"),
+            (
+                with_streams_of_different_lengths,
+                "DataError: The ranks disagree on the number of train batches, at batch 2: rank 0 has none",
+            ),
+        ],
+        quick=3,
+    ),
 )
 def test_what_would_hang_ends_on_every_rank_and_is_named(case: Any, said: str) -> None:
     errors = ranks(2).errors(case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import forge
-from forge.errors import ForgeError, RecipeError, StackError
+from forge.errors import ForgeError, RecipeError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Duration, EarlyStop, ValidateFirst, duration
 from forge_plugins.limit import SMOKE
@@ -62,11 +61,6 @@ def test_a_run_needs_no_other_end_than_time(clock: Clock) -> None:
     assert (result.updates, result.stop_reason) == (7, "duration: max_time=7 s is over")
 
 
-def test_early_stop_alone_may_end_a_run() -> None:
-    stop = EarlyStop(patience=1, min_delta=1e9)
-    assert forge.Trainer(plugins=[stop], run_dir=False).fit(TinyTask(), tiny_batches(), tiny_batches()).epochs == 2
-
-
 def test_a_run_without_any_end_is_refused() -> None:
     with pytest.raises(ForgeError, match="say how long to train"):
         forge.Trainer(plugins=[], run_dir=False).fit(TinyTask(), tiny_batches())
@@ -100,14 +94,6 @@ def test_time_waits_for_the_minimum(clock: Clock) -> None:
     assert fit_tiny([clock.plugin()], max_epochs=9, max_time=2, min_epochs=2)[1].updates == 10
 
 
-def test_what_is_passed_over_is_logged_once(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
-    with caplog.at_level(logging.INFO, "forge"):
-        fit_tiny([clock.plugin()], max_epochs=9, max_time=2, min_updates=6)
-    assert [r.getMessage() for r in caplog.records].count(
-        "The stop that duration asks for is passed over before min_updates=6."
-    ) == 1
-
-
 def test_a_signal_does_not_wait_for_the_minimum() -> None:
     @forge.on("step_end")
     def send(step: forge.Step) -> None:
@@ -121,17 +107,6 @@ def test_a_signal_does_not_wait_for_the_minimum() -> None:
 def test_a_minimum_above_the_maximum_is_refused() -> None:
     with pytest.raises(ForgeError, match="min_epochs is 3, and max_epochs is 2"):
         fit_tiny([], max_epochs=2, min_epochs=3)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_between_early_stop_and_the_minimum(tmp_path: Path) -> None:
-    plugins = lambda: [EarlyStop(patience=1, min_delta=1e9), Checkpoint("1 updates", background=False)]  # noqa: E731
-    options = {"max_epochs": 9, "min_epochs": 4}
-    straight, _ = live(tmp_path / "straight", plugins(), **options)
-    die(tmp_path / "cut", plugins(), 12, **options)  # early_stop asks from update 10 on
-    resumed, result = live(tmp_path / "cut", plugins(), **options)
-    assert (result.epochs, result.stop_reason.partition(":")[0]) == (4, "early_stop")
-    assert_same_weights(resumed, straight)
 
 
 # -- validate_first ---------------------------------------------------------------------------------------------------
@@ -159,11 +134,6 @@ def test_a_resumed_run_does_not_validate_first(tmp_path: Path) -> None:
     assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
 
 
-def test_a_first_validation_needs_a_val_loader() -> None:
-    with pytest.raises(StackError, match="no val loader"):
-        forge.Trainer(validate_first=True, max_epochs=1, plugins=[], run_dir=False).fit(TinyTask(), tiny_batches())
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,13 +146,6 @@ def test_settings_add_their_plugins_to_any_stack() -> None:
         assert (found.max_time, found.min_epochs) == ("1 h", 2)
         assert found.min_updates == (7 if isinstance(plugins, list) and plugins else None)
     assert "duration" not in forge.Trainer(max_epochs=3, plugins=[]).stack
-
-
-def test_settings_of_a_recipe_add_their_plugins() -> None:
-    recipe = forge.load_recipe("default", ["trainer.max_time=00:10:00", "trainer.validate_first=true"])
-    stack = forge.Trainer(recipe=recipe).stack
-    assert stack["duration"].config.max_time == "00:10:00"
-    assert "validate_first" in stack
 
 
 # -- smoke ------------------------------------------------------------------------------------------------------------
@@ -203,10 +166,3 @@ def test_a_smoke_run_takes_two_batches_and_keeps_nothing(tmp_path: Path, monkeyp
 def test_a_smoke_run_has_nothing_to_resume(given: dict[str, Any]) -> None:
     with pytest.raises(ForgeError, match=f"there is no {next(iter(given))}"):
         forge.Trainer(smoke=True, **given)
-
-
-def test_a_smoke_run_checks_the_monitored_name_and_no_floor() -> None:
-    with pytest.raises(RecipeError, match="val/lss"):
-        forge.Trainer(smoke=True, plugins=[EarlyStop("val/lss")]).fit(TinyTask(), tiny_batches(), tiny_batches())
-    floor = EarlyStop("val/accuracy", mode="max", floor=1.0)
-    forge.Trainer(smoke=True, plugins=[floor]).fit(TinyTask(), tiny_batches(), tiny_batches())

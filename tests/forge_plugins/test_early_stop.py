@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +13,8 @@ from hypothesis import strategies as st
 
 import forge
 from forge.errors import NegativeVerdict, RecipeError, StackError
-from forge.testing import TinyTask, check_plugin, tiny_batches
-from forge_plugins import Accumulate, Checkpoint, EarlyStop
+from forge.testing import TinyTask, tiny_batches
+from forge_plugins import Checkpoint, EarlyStop
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.profiles import few
 
@@ -74,15 +72,6 @@ def test_it_stops_after_as_long_as_patience_says() -> None:
     assert result.stop_reason == "early_stop: val/loss has not improved on 0.12346 (update 4) for 3 validations"
 
 
-def test_one_validation_is_not_several() -> None:
-    assert fit([EarlyStop(patience=1)], [1.0, 1.0]).stop_reason.endswith("on 1 (update 2) for 1 validation")
-
-
-def test_a_run_that_gets_better_reaches_its_end() -> None:
-    result = fit([EarlyStop(patience=1)], [1 / n for n in range(1, 11)])
-    assert (result.epochs, result.stop_reason) == (10, "max_epochs")
-
-
 @given(values=VALUES, mode=MODES, patience=PATIENCES, min_delta=DELTAS)
 def test_it_stops_where_a_hand_written_loop_breaks(
     values: list[float], mode: Literal["min", "max"], patience: int, min_delta: float
@@ -132,20 +121,10 @@ def test_validations_before_after_are_not_compared(after: str | None, epochs: in
     assert result.epochs == epochs
 
 
-def test_each_validation_counts_however_often_there_is_one() -> None:
-    result = fit([EarlyStop(patience=4), Accumulate(2)], validate_every="1 updates")
-    assert result.updates == 5
-
-
 def test_the_metric_of_one_of_several_loaders_can_be_watched() -> None:
     val = {"clean": tiny_batches([4]), "hard": tiny_batches([4], seed=1)}
     early = EarlyStop("val/hard/loss", patience=1, min_delta=9.0)
     assert fit([early], task=TinyTask(), val=val).epochs == 2
-
-
-def test_it_leaves_validation_by_itself_alone() -> None:
-    trainer = forge.Trainer(plugins=[EarlyStop("val/nothing")], device="cpu")
-    assert trainer.validate(TinyTask(), tiny_batches([4])).keys() == {"val/loss", "val/accuracy"}
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -197,30 +176,6 @@ def test_a_stopped_run_is_over_unless_it_gets_more_patience(tmp_path: Path) -> N
     assert (better.epochs, better.stop_reason) == (10, "max_epochs")
 
 
-def test_a_run_at_its_target_is_over_unless_it_gets_another(tmp_path: Path) -> None:
-    def live(target: float) -> forge.FitResult:
-        plugins = [EarlyStop(target=target, patience=99), saving()]
-        return fit(plugins, [0.5, 0.4, 0.3, 0.2, 0.1], max_epochs=5, run_dir=tmp_path, resume="auto")
-
-    assert [live(target).epochs for target in (0.4, 0.4, 0.2)] == [2, 2, 4]
-
-
-def test_another_metric_begins_anew(tmp_path: Path) -> None:
-    assert fit([EarlyStop(patience=2), saving()], run_dir=tmp_path).epochs == 3
-    other = EarlyStop("val/other", patience=2)
-    assert fit([other, saving()], run_dir=tmp_path, resume="auto").epochs == 6
-
-
-def test_the_state_at_the_stop_is_saved(tmp_path: Path) -> None:
-    fit([EarlyStop(patience=1), Checkpoint(every=None)], run_dir=tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("update-*")] == ["update-00000004"]
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-def test_it_keeps_the_contract() -> None:
-    check_plugin(lambda: EarlyStop(patience=1, min_delta=100.0))
-
-
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
@@ -257,31 +212,12 @@ def test_a_fit_that_ends_before_its_first_validation_says_so(caplog: pytest.LogC
     assert "compared nothing" not in caplog.text
 
 
-def test_a_fit_whose_validations_all_came_before_after_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    fit([EarlyStop(after="9 epochs")], max_epochs=2)
-    assert "early_stop compared nothing: early_stop.after is '9 epochs', and every validation" in caplog.text
-
-
-def test_a_fit_compared_in_another_life_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit([EarlyStop(), saving()], max_updates=2, run_dir=tmp_path)
-    fit([EarlyStop(), saving()], max_updates=3, run_dir=tmp_path, resume="auto")
-    with pytest.raises(PowerCut):
-        fit([EarlyStop(), cut_at(1)])
-    forge.Trainer(plugins=[EarlyStop()], device="cpu").validate(TinyTask(), tiny_batches([4]))
-    assert "compared nothing" not in caplog.text
-
-
 @pytest.mark.parametrize("monitor", ["val/accuracy", "val/hard/F1", "val/top-5 acc", "val/mAP@50"])
 def test_a_metric_that_should_grow_needs_its_mode(monitor: str) -> None:
     with pytest.raises(RecipeError, match=r"larger seems better, .* Write early_stop\.mode=max, or"):
         EarlyStop(monitor)
     EarlyStop(monitor, mode="max")
     EarlyStop(monitor, mode="min")
-
-
-@pytest.mark.parametrize("monitor", ["val/loss", "val/accuracy_loss", "val/perplexity", "val/macro", "val/accents"])
-def test_any_other_metric_is_to_fall(monitor: str) -> None:
-    assert fit([EarlyStop(monitor, patience=1)], [1.0, 2.0], metric=monitor[4:]).epochs == 2
 
 
 @pytest.mark.parametrize(
@@ -304,12 +240,6 @@ def test_any_other_metric_is_to_fall(monitor: str) -> None:
 def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         EarlyStop(**options)
-
-
-def test_the_log_says_who_stopped_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="forge")
-    fit([EarlyStop(patience=1)])
-    assert "stop asked for by early_stop: val/loss has not improved on 1 (update 2) for 1 validation" in caplog.text
 
 
 # -- the floor --------------------------------------------------------------------------------------------------------
@@ -339,14 +269,6 @@ def test_a_collapse_below_the_floor_fails(floor: Any, values: list[float], faile
     assert f"at update {2 * failed_after}" in str(caught.value)
 
 
-def test_a_floor_of_a_loss_is_a_ceiling() -> None:
-    with pytest.raises(
-        NegativeVerdict, match=r"val/loss is 3 at update 6, above early_stop\.floor=50%; the best was 1 "
-    ):
-        fit([EarlyStop(floor="50%", patience=9)], [2.0, 1.0, 3.0])
-    assert fit([EarlyStop(floor="50%", patience=9)], [2.0, 1.0, 1.4]).epochs == 10
-
-
 def test_a_run_that_ends_below_its_floor_has_failed() -> None:
     early = EarlyStop(monitor="val/score", mode="max", floor=0.8)
     with pytest.raises(NegativeVerdict, match=r"0\.6 at the end of the run, below early_stop\.floor=0\.8"):
@@ -357,26 +279,6 @@ def test_after_says_from_when_on_the_floor_holds() -> None:
     early = EarlyStop(monitor="val/score", mode="max", floor=0.8, after="3 epochs", patience=9)
     with pytest.raises(NegativeVerdict, match="at update 6"):
         fit([early], task=Scripted([0.1, 0.2, 0.3, 0.9], "score"))
-
-
-def test_the_validation_that_fails_is_logged_and_not_saved(tmp_path: Path) -> None:
-    early = EarlyStop(monitor="val/score", mode="max", floor=0.8, patience=9)
-    plugins = [early, "jsonl", Checkpoint(every="1 epoch", background=False)]
-    with pytest.raises(NegativeVerdict):
-        fit(plugins, task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path)
-    assert '"val/score": 0.1' in (tmp_path / "metrics.jsonl").read_text()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir() and not path.is_symlink()] == [
-        "update-00000002"
-    ]
-    assert not (tmp_path / "weights.safetensors").exists()
-    assert json.loads((tmp_path / "end.json").read_text())["status"] == "failed"
-
-
-def test_a_resumed_run_keeps_its_floor(tmp_path: Path) -> None:
-    make: Any = lambda: [EarlyStop(monitor="val/score", mode="max", floor=0.8, patience=9), "checkpoint"]  # noqa: E731
-    fit(make(), task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path, max_epochs=1)
-    with pytest.raises(NegativeVerdict, match="at update 4"):
-        fit(make(), task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path, resume="auto")
 
 
 @pytest.mark.parametrize("floor", ["low", "%", "-5%", math.nan, "inf"])

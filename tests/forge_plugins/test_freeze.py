@@ -18,7 +18,7 @@ import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, Clip, Freeze, Guard
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
-from tests.support.freeze_kit import Look, evaluating, statistics
+from tests.support.freeze_kit import Look, statistics
 from tests.support.profiles import few
 
 PARTS = ["net.0", "net.1", "net.4"]
@@ -212,6 +212,7 @@ def test_two_optimizers_take_turns_over_what_is_not_frozen() -> None:
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_rewind_over_a_thaw_freezes_again_until_it_comes(order: int, tmp_path: Path) -> None:
     data = tiny_batches([8] * 8)
@@ -275,16 +276,6 @@ def test_what_is_to_be_kept_stays_trained(keep: list[str], expected: set[str], n
     assert chosen("backbone", keep=keep) == (expected, norms)
 
 
-def test_a_tied_weight_kept_by_one_name_is_not_frozen() -> None:
-    assert chosen("head", keep=["embed"])[0] == {"head.bias"}
-
-
-def test_one_pattern_needs_no_list() -> None:
-    look = Look()
-    fit_tiny([Freeze("net.0", keep="*.bias"), look])
-    assert look.frozen[0] == {"net.0.weight"}
-
-
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
@@ -295,40 +286,6 @@ def test_a_frozen_batch_norm_stays_in_evaluation_mode(norm: bool) -> None:
     still = all(torch.equal(a, b) for a, b in zip(statistics(task), statistics(TinyTask()), strict=True))
     assert still == norm
     assert look.evaluating == [{"net.1"} if norm else set()] * 11  # also after each of the two validations
-
-
-def test_a_thawed_batch_norm_is_back_in_training_mode() -> None:
-    look, task = Look(), TinyTask()
-    fit_tiny([Freeze("net.1", thaw="4 updates"), look], task=task)
-    assert look.evaluating == [{"net.1"}] * 4 + [set()] * 7
-    assert int(task.net[1].num_batches_tracked) == 6  # pyright: ignore
-
-
-def test_a_batch_norm_thaws_with_the_first_of_its_parameters() -> None:
-    look = Look()
-    fit_tiny([Freeze("net.1", thaw={"*.bias": "3 updates", "*.weight": "5 updates"}), look])
-    assert look.evaluating == [{"net.1"}] * 3 + [set()] * 8
-
-
-def test_a_norm_without_parameters_thaws_by_its_own_name() -> None:
-    look = Look()
-    plugins = [Freeze("backbone", thaw={"backbone.plain": "2 updates"}), look]
-    forge.Trainer(max_updates=3, plugins=plugins, run_dir=False, device="cpu").fit(Tree(), tiny_batches())
-    assert look.evaluating == [NORMS, NORMS, {"backbone.bn"}, {"backbone.bn"}]
-
-
-def test_what_the_task_keeps_in_evaluation_mode_stays_so() -> None:
-    class Keeps(TinyTask):
-        def train(self, mode: bool = True) -> Any:
-            super().train(mode)
-            self.net[1].eval()  # pyright: ignore
-            return self
-
-    look, task = Look(), Keeps()
-    fit_tiny([Freeze("net.1", thaw="2 updates"), look], task=task)
-    assert look.frozen[3] == set()
-    assert look.evaluating == [{"net.1"}] * 11
-    assert evaluating(task) == {"net.1"}
 
 
 def test_a_foreign_train_is_put_right_and_told_once(

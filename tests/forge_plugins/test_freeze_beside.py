@@ -12,7 +12,7 @@ from torch import nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
-from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.testing import TinyTask, fit_tiny
 from forge_plugins import Checkpoint, Freeze
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.freeze_kit import Look, evaluating, frozen
@@ -48,40 +48,6 @@ def test_also_after_an_error(update: int) -> None:
     assert (frozen(task), evaluating(task)) == (set(), set())
 
 
-def test_also_when_the_run_is_refused() -> None:
-    task = Filtered()
-    with pytest.raises(TaskError):
-        fit_tiny([Freeze("net.[01]", thaw="3 updates")], task=task)
-    assert (frozen(task), evaluating(task)) == (set(), set())
-
-
-def test_another_fit_of_the_same_task_is_free() -> None:
-    task, plugin = TinyTask(), Freeze("net.0")
-    fit_tiny([plugin], task=task)
-    before = task.net[0].weight.detach().clone()  # pyright: ignore
-    fit_tiny([plugin], task=task)
-    assert torch.equal(task.net[0].weight, before)  # pyright: ignore
-    fit_tiny([], task=task)
-    assert not torch.equal(task.net[0].weight, before)  # pyright: ignore
-
-
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_other_verbs_freeze_nothing(verb: str) -> None:
-    task = TinyTask()
-    getattr(forge.Trainer(plugins=[Freeze("nothing.*")], device="cpu"), verb)(task, tiny_batches())
-    assert frozen(task) == set()
-
-
-def test_two_of_them_freeze_and_thaw_side_by_side() -> None:
-    look, low, high = Look(), Freeze("net.0", thaw="6 updates"), Freeze(["net.0", "net.1"], thaw="3 updates")
-    high.name = "freeze@high"
-    task = TinyTask()
-    fit_tiny([low, high, look], task=task)
-    assert look.frozen[2:8:4] == [{"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}, set()]
-    assert look.frozen[4] == {"net.0.weight", "net.0.bias"}
-    assert (frozen(task), evaluating(task)) == (set(), set())
-
-
 def test_the_log_says_what_is_frozen_and_what_thaws(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="forge")
     fit_tiny([Freeze("net.[01]", thaw="1 epoch")])
@@ -102,31 +68,6 @@ def test_a_moment_that_the_run_never_comes_to_is_warned_of(caplog: pytest.LogCap
     caplog.clear()
     fit_tiny([Freeze("net.0", thaw={"*.weight": "1 epochs", "*.bias": "9 updates"})], max_epochs=2)
     assert "never trains" not in caplog.text
-
-
-def test_freezing_what_is_not_trained_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    task = TinyTask()
-    task.net[0].requires_grad_(False)  # pyright: ignore
-    fit_tiny([Freeze("net.0", thaw="1 epoch")], task=task)
-    assert "everything that freeze.modules matches was frozen already" in caplog.text
-    assert frozen(task) == {"net.0.weight", "net.0.bias"}
-
-
-@pytest.mark.slow
-def test_compiled_modules_thaw_too() -> None:
-    class Compiled(TinyTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.compile(backend="eager")
-
-    plain, _ = fit_tiny([Freeze("net.[01]", thaw="3 updates")])
-    compiled, _ = fit_tiny([Freeze("net.[01]", thaw="3 updates")], task=Compiled())
-    assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow  # tests/forge/testing/test_conformance.py holds it to the contract in the quick profile
-def test_it_keeps_the_contract() -> None:
-    check_plugin(lambda: Freeze("*.0", norm=False))
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import forge
-from forge.errors import RecipeError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Checkpoint, Freeze
 from tests.forge.snapshot.test_resume import die, live
@@ -61,14 +60,6 @@ def test_a_warm_up_is_that_of_a_group_of_its_own(kind: str, warmup: int) -> None
     torch.testing.assert_close(task.state_dict(), expected.state_dict(), rtol=1e-9, atol=1e-9)
 
 
-def test_a_warm_up_makes_a_difference_and_none_by_default() -> None:
-    plain, _ = fit_tiny([Freeze("net.0", thaw="3 updates")])
-    same, _ = fit_tiny([Freeze("net.0", thaw="3 updates", warmup=1)])
-    slow, _ = fit_tiny([Freeze("net.0", thaw="3 updates", warmup=4)])
-    assert_same_weights(plain, same)
-    assert not torch.equal(slow.get_parameter("net.0.weight"), plain.get_parameter("net.0.weight"))
-
-
 @pytest.mark.slow
 def test_a_run_cut_within_a_warm_up_resumes(tmp_path: Path) -> None:
     plugins = lambda: [  # noqa: E731
@@ -79,11 +70,6 @@ def test_a_run_cut_within_a_warm_up_resumes(tmp_path: Path) -> None:
     for update in (4, 6, 9):
         die(tmp_path / "cut", plugins(), update)
     assert_same_weights(live(tmp_path / "cut", plugins())[0], straight)
-
-
-def test_a_negative_warm_up_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"freeze\.warmup is -1"):
-        Freeze("net.0", warmup=-1)
 
 
 def test_a_step_between_warm_ups_can_be_captured() -> None:

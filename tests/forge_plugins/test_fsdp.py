@@ -103,6 +103,7 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
     return {n: p.full_tensor().detach() for n, p in task.named_parameters() if isinstance(p, DTensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
 def test_a_stack_is_fsdp2_written_by_hand_bit_for_bit(options: dict[str, Any]) -> None:
     ours, theirs = ranks(2)(levers, options), ranks(2)(levers_by_hand, options)
@@ -133,6 +134,7 @@ def collectives(window: int) -> list[int]:
     return counts[:-1]
 
 
+@pytest.mark.slow
 def test_an_update_takes_one_round_of_gradients() -> None:
     units = 4  # three blocks, and the rest
     assert ranks(2)(collectives, 1) == [[units] * 6] * 2
@@ -169,6 +171,7 @@ def from_meta() -> dict[str, Any]:
     return {"started": started, "trained": trained}
 
 
+@pytest.mark.slow
 def test_weights_drawn_by_block_are_those_of_a_full_task() -> None:
     torch.manual_seed(7)
     full = Attended()

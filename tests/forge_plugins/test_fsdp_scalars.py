@@ -332,6 +332,7 @@ def test_a_scalar_that_one_rank_uses_trains_if_asked_for() -> None:
         close(rank, alone, EXACT)
 
 
+@pytest.mark.slow
 def test_a_scalar_that_one_rank_uses_is_refused_by_name() -> None:
     for error in ranks(2).errors(sorted_out, False):
         assert "fsdp: rare.gain got a gradient on some ranks, or in some updates, only" in error

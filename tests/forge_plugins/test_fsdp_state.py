@@ -175,6 +175,7 @@ def averages_roundtrip() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_optimizer_state_and_averages_go_out_and_in_as_shards() -> None:
     for rank in ranks(2)(optimizer_roundtrip) + ranks(2)(averages_roundtrip):
         assert len(rank) > 20

@@ -83,18 +83,6 @@ def test_a_gpu_that_is_busy_is_left_alone(caplog: pytest.LogCaptureFixture) -> N
     assert not said(caplog)
 
 
-def test_a_small_gain_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    Machine(host=1.0e-3, works=0.9e-3).run()
-    assert not said(caplog)
-
-
-def test_data_that_are_the_limit_are_not_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    machine = Machine(host=1.0e-3, works=0.1e-3, waited=0.6e-3)
-    machine.run()
-    assert not machine.paused
-    assert not said(caplog)
-
-
 class Layers(forge.TaskModule):
     def __init__(self, layers: int = 6, width: int = 64):
         super().__init__()
@@ -112,28 +100,11 @@ def fit(task: forge.TaskModule, batch: torch.Tensor, device: str, plugins: list[
     forge.Trainer(max_epochs=1, device=device, plugins=plugins, run_dir=False, log_every=1000).fit(task, data)
 
 
-def test_a_cpu_is_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    fit(Layers(), torch.ones(8, 64), "cpu", [Progress()], 60)
-    assert not said(caplog)
-
-
 @pytest.mark.gpu
 def test_small_updates_on_a_gpu_are_named(caplog: pytest.LogCaptureFixture) -> None:
     fit(Layers(), torch.ones(8, 64), "cuda", [Progress()], 300)
     (line,) = said(caplog)
     assert float(line.split("up to ")[1].split("×")[0]) > 1.3
-
-
-@pytest.mark.gpu
-def test_large_updates_on_a_gpu_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    fit(Layers(4, 4096), torch.ones(4096, 4096), "cuda", [Progress()], 120)
-    assert not said(caplog)
-
-
-@pytest.mark.gpu
-def test_captured_updates_on_a_gpu_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    fit(Layers(), torch.ones(8, 64), "cuda", [Progress(), "cuda_graph"], 300)
-    assert not said(caplog)
 
 
 @pytest.mark.gpu

@@ -10,18 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pluggy
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import forge
-from forge.contract.dispatch import freeze
-from forge.errors import StackError
-from forge_plugins import Accumulate, Clip, Ledger
-from forge_plugins.ledger.timers import Timers
-from tests.forge.contract.test_dispatch import Specs, implementations, make_plugin, outcome
+from forge_plugins import Clip, Ledger
 from tests.support.tasks import Classifier, fit, make_batches
 
 TICK = 10
@@ -124,31 +116,10 @@ def test_what_a_plugin_calls_of_others_is_theirs(clock: Clock) -> None:
     assert row(report, "sink", "log")["us_per_update"] > 199
 
 
-def test_micro_batches_count_as_calls_of_their_update(clock: Clock) -> None:
-    report = measured(Spender(clock, backward=(10, 0)), Accumulate(3), updates=9)
-    assert row(report, "spender", "backward")["calls_per_update"] == 3
-    assert row(report, "spender", "backward")["us_per_update"] == pytest.approx(30, abs=0.2)
-
-
 def test_what_timing_costs_is_taken_off(clock: Clock) -> None:
     report = measured(Spender(clock, step_end=0, train_step=(0, 0)))
     assert report["total_us"] == pytest.approx(0, abs=0.001)
     assert report["timers_us"] == pytest.approx((2 + 4) * TICK / 1000, abs=0.001)
-
-
-def test_an_action_done_in_cores_place_is_shown_apart(clock: Clock) -> None:
-    class Owner(forge.Plugin):
-        @forge.hookimpl
-        def forge_backward(self, loss: torch.Tensor) -> bool:
-            loss.backward()
-            clock.spend(400)
-            return True
-
-    report = measured(Owner(), Spender(clock, step_end=100))
-    assert row(report, "owner", "backward")["us_per_update"] == pytest.approx(400, abs=0.1)
-    assert not row(report, "owner", "backward")["is_cost"]
-    assert report["total_us"] == pytest.approx(100, abs=0.1)
-    assert report["total_share"] == pytest.approx(100 / 500, rel=0.01)
 
 
 # -- what an update takes ---------------------------------------------------------------------------------------------
@@ -217,38 +188,6 @@ def test_plugins_work_in_validation_is_spread_over_updates(clock: Clock, order: 
     assert report["validation_us"] == pytest.approx(600 / 4, abs=1)
 
 
-def test_the_first_update_is_left_out(clock: Clock) -> None:
-    class Cold(forge.Plugin):
-        @forge.hookimpl
-        def forge_step_end(self, step: forge.Step) -> None:
-            clock.spend(9000 if step.index == 0 else 1)
-
-    report = measured(Cold())
-    assert report["updates"] == 4
-    assert row(report, "cold", "step_end")["us_per_update"] == pytest.approx(1, abs=0.01)
-    assert row(report, "cold", "step_end")["worst_us"] == pytest.approx(1, abs=0.01)
-
-
-@pytest.mark.parametrize("end", [{"max_epochs": 1}, {"max_updates": 4}, {"max_epochs": 9}])
-def test_build_and_end_are_told_apart_from_updates(clock: Clock, tmp_path: Path, end: dict[str, int]) -> None:
-    """The last save comes after the last update, however the run ends."""
-
-    class Stop(forge.Plugin):
-        @forge.hookimpl
-        def forge_step_end(self, step: forge.Step) -> None:
-            if step.index == 3 and end == {"max_epochs": 9}:
-                step.trainer.request_stop("enough")
-
-    spender = Spender(clock, start=2000, save=7000, export=(1000, 0))
-    report = measured(spender, Stop(), **end, run_dir=tmp_path)
-    assert {r["hook"]: (r["when"], round(r["ms"], 2)) for r in report["once"] if r["ms"] > 0.1} == {
-        "forge_save": ("end", 7.0),
-        "forge_start": ("start", 2.0),
-        "forge_export": ("end", 1.0),
-    }
-    assert report["total_us"] == pytest.approx(0, abs=0.1)
-
-
 def test_checkpoints_on_the_way_are_spread_over_the_updates(clock: Clock, tmp_path: Path) -> None:
     class Saver(Spender):
         @forge.hookimpl
@@ -291,13 +230,6 @@ def test_every_log_holds_what_each_plugin_took_in_its_interval(clock: Clock) -> 
     assert sink.logs[8]["ledger/sink"] == pytest.approx(0, abs=0.01)
 
 
-def test_a_log_after_the_first_update_has_nothing_to_tell_yet() -> None:
-    sink = Sink()
-    fit(plugins=[Ledger(), sink], log_every=1, max_updates=3)
-    assert not any(name.startswith("ledger/") for name in sink.logs[1])
-    assert "ledger/sink" in sink.logs[2]
-
-
 def test_the_table_is_logged_and_written_to_the_run_folder(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -309,31 +241,6 @@ def test_the_table_is_logged_and_written_to_the_run_folder(
     assert "spender  step_end      1      500.0" in table
 
 
-def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "ledger.json").mkdir()
-    assert fit(plugins=[Ledger()], run_dir=tmp_path).updates == 4
-    assert "ledger.json cannot be written" in caplog.text
-
-
-def test_a_run_of_one_update_says_that_there_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    assert measured(updates=1)["updates"] == 0
-    assert "ended before its second update" in caplog.text
-
-
-def test_a_failed_run_tells_what_it_knows() -> None:
-    @forge.on("step_end")
-    def trip(step: forge.Step) -> None:
-        if step.index == 3:
-            raise ZeroDivisionError
-
-    ledger = Ledger()
-    with pytest.raises(ZeroDivisionError):
-        fit(plugins=[ledger, trip])
-    assert ledger.report is not None
-    assert ledger.report["updates"] >= 2
-
-
 # -- nothing else changes ---------------------------------------------------------------------------------------------
 
 
@@ -341,18 +248,6 @@ def test_a_default_action_is_not_timed() -> None:
     trainer = forge.Trainer(plugins=[Ledger(), Clip()], max_epochs=1, run_dir=False)
     trainer.fit(Classifier(), make_batches())
     assert trainer.hooks.forge_backward == trainer.core.forge_backward
-
-
-@pytest.mark.parametrize("hook", ["action", "event"])
-@given(chosen=st.lists(implementations, min_size=1, max_size=7))
-def test_timed_implementations_give_the_same_results(hook: str, chosen: list[Any]) -> None:
-    log: list[Any] = []
-    manager = pluggy.PluginManager("test")
-    manager.add_hookspecs(Specs)
-    for index, (kind, behaviour, arguments) in enumerate(chosen):
-        manager.register(make_plugin(index, kind, behaviour, arguments, hook, log))
-    caller = getattr(manager.hook, hook)
-    assert outcome(freeze(caller, Timers(None).instrument), log) == outcome(freeze(caller), log)
 
 
 class Trips(forge.Plugin):
@@ -393,49 +288,12 @@ def test_an_error_in_a_timed_plugin_is_attributed_to_it(where: str) -> None:
     assert f"plugin 'trips', hook forge_{where.split()[-1]}, at update" in caught.value.__notes__[0]
 
 
-def test_a_wrapper_that_does_not_yield_is_still_named() -> None:
-    class Silent(forge.Plugin):
-        @forge.hookimpl(wrapper=True)
-        def forge_backward(self) -> Generator[None, Any, Any]:
-            if self is None:
-                yield
-
-    with pytest.raises(RuntimeError, match=r"Silent.forge_backward .*test_ledger.py:\d+\) did not yield"):
-        fit(plugins=[Ledger(), Silent()])
-
-
 def test_the_trainer_is_handed_back_as_it_was() -> None:
     for plugins in ([Ledger()], [Ledger(), Trips("step_end")]):
         trainer = forge.Trainer(plugins=plugins, max_epochs=1, run_dir=False)
         with contextlib.suppress(ZeroDivisionError):
             trainer.fit(Classifier(), make_batches())
         assert trainer.instrument is None
-
-
-def test_another_instrument_is_refused() -> None:
-    trainer = forge.Trainer(plugins=[Ledger()], max_epochs=1, run_dir=False)
-    trainer.instrument = lambda hook, impl: impl.function
-    with pytest.raises(StackError, match=r"trainer\.instrument, but it is set already"):
-        trainer.fit(Classifier(), make_batches())
-
-
-def test_a_failing_configuration_does_not_stop_the_next_run() -> None:
-    class Refuses(forge.Plugin):
-        wants = True
-
-        @forge.hookimpl
-        def forge_configure(self) -> None:
-            if self.wants:
-                raise StackError("not like this")
-
-    refuses, ledger = Refuses(), Ledger()
-    trainer = forge.Trainer(plugins=[ledger, refuses], max_epochs=1, run_dir=False)
-    with pytest.raises(StackError, match="not like this"):
-        trainer.fit(Classifier(), make_batches())
-    refuses.wants = False
-    trainer.fit(Classifier(), make_batches())
-    assert ledger.report is not None
-    assert ledger.report["updates"] == 3
 
 
 def test_a_traced_run_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

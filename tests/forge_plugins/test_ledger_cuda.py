@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 import forge
-from forge.testing import assert_same_weights
 from forge_plugins import Accumulate, Clip, Guard, Ledger, Throughput
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -87,28 +84,6 @@ def test_a_planted_synchronize_is_found_too() -> None:
     assert torch.cuda.synchronize is before
 
 
-def test_it_is_told_after_the_first_interval_and_in_the_table(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    audited(Planted(), log_every=4)
-    told = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1
-    assert "the host waits for the device: plugin 'planted' in forge_step_end" in told[0].getMessage()
-    assert "self.seen = weight.norm().item() (1 per update)" in told[0].getMessage()
-    assert "host syncs: 1 per update:" in caplog.text
-
-
-def test_the_number_of_waits_is_logged() -> None:
-    logs: dict[int, Any] = {}
-
-    @forge.on("log")
-    def keep(update: int, metrics: dict[str, Any]) -> None:
-        logs[update] = metrics
-
-    audited(Planted(), keep, log_every=4)
-    assert logs[4]["ledger/syncs_per_update"] == pytest.approx(1)
-    assert logs[8]["ledger/syncs_per_update"] == pytest.approx(1)
-
-
 def test_a_wait_of_the_task_is_put_down_to_the_task() -> None:
     class Reads(Fused):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,20 +94,6 @@ def test_a_wait_of_the_task_is_put_down_to_the_task() -> None:
     (found,) = unexpected(audited(task=Reads()))
     assert found["who"] == "the task's training_step"
     assert found["line"] == line_of(Reads, ".item()")
-
-
-def test_a_wait_of_the_optimizer_is_put_down_to_it() -> None:
-    class Reads(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.param_groups[0]["params"][0].norm().item()
-            return super().step(closure)
-
-    class Task(Classifier):
-        def configure_optimizers(self) -> Any:
-            return Reads(self.parameters(), lr=0.1)
-
-    (found,) = unexpected(audited(task=Task()))
-    assert found["who"] == "the optimizer Reads"
 
 
 class ReadsInBackward(torch.autograd.Function):
@@ -172,16 +133,6 @@ def test_reads_of_a_log_are_expected() -> None:
     assert {sync["expected"] for sync in report["syncs"]} == {"logging"}
 
 
-def test_validations_are_expected_to_read() -> None:
-    class Reads(Fused):
-        def validation_step(self, batch: Any) -> Any:
-            loss = self.training_step(batch)["loss"]
-            return {"loss": loss.item()}
-
-    report = audited(task=Reads(), val=batches(2), validate_every="2 updates")
-    assert unexpected(report) == []
-
-
 def test_the_debug_mode_and_the_warnings_are_put_back() -> None:
     class Trips(forge.Plugin):
         @forge.hookimpl
@@ -195,30 +146,3 @@ def test_the_debug_mode_and_the_warnings_are_put_back() -> None:
         audited(Trips())
     assert torch.cuda.get_sync_debug_mode() == 0
     assert (warnings.filters, warnings.showwarning) == (filters, show)
-
-
-def test_a_debug_mode_of_somebody_elses_is_left_alone() -> None:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    report = audited(Guard(), Clip(), strict)
-    assert torch.cuda.get_sync_debug_mode() == 2
-    assert report["syncs"] == []
-
-
-def test_the_audit_can_be_left_out() -> None:
-    ledger = Ledger(audit=False)
-    fit(Fused(), batches(), device="cuda", plugins=[ledger, Planted()])
-    assert ledger.report is not None
-    assert "syncs" not in ledger.report
-
-
-def test_the_weights_are_the_same_to_the_bit() -> None:
-    torch.manual_seed(0)
-    watched = Fused()
-    alone = copy.deepcopy(watched)
-    stack = [Guard(), Clip(0.1), Accumulate(2)]
-    fit(watched, batches(), device="cuda", seed=1, plugins=[Ledger(), Planted(), *stack])
-    fit(alone, batches(), device="cuda", seed=1, plugins=stack)
-    assert_same_weights(watched, alone)

@@ -99,14 +99,6 @@ def test_a_wait_inside_of_what_an_owner_runs_is_not_the_owners() -> None:
     assert [r["who"] for r in heard(Owner(), Inner())] == ["plugin 'inner' in forge_inspect_grads"]
 
 
-def test_a_wait_in_a_callback_is_put_down_to_it() -> None:
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        wait()
-
-    assert heard(look)[0]["who"] == "plugin 'look' in forge_boundary"
-
-
 def test_a_wait_in_the_task_or_its_optimizer_is_put_down_to_them() -> None:
     class Waits(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -169,19 +161,6 @@ def test_reads_of_checkpoints_and_of_the_end_are_expected() -> None:
     assert {r["expected"] for r in heard(Reads())} == {"saving", "ending"}
 
 
-def test_reads_of_the_tasks_own_state_are_expected() -> None:
-    class Saves(forge.Plugin):
-        @forge.hookimpl
-        def forge_save(self) -> None: ...
-
-    class Task(Classifier):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            wait()
-            return super().state_dict(*args, **kwargs)
-
-    assert {r["expected"] for r in heard(Saves(), task=Task())} == {"saving"}
-
-
 def test_a_wait_that_torch_does_not_warn_of_is_heard_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     before = torch.cuda.synchronize
@@ -197,15 +176,6 @@ def test_a_wait_that_torch_does_not_warn_of_is_heard_too(monkeypatch: pytest.Mon
     assert torch.cuda.synchronize is before
 
 
-def test_other_warnings_go_where_they_went() -> None:
-    @forge.on("step_end")
-    def warn(step: forge.Step) -> None:
-        warnings.warn("something else", stacklevel=1)
-
-    with pytest.warns(UserWarning, match="something else"):
-        assert heard(warn) == []
-
-
 def test_listening_leaves_warnings_as_they_were() -> None:
     filters, show = list(warnings.filters), warnings.showwarning
     audit = Audit()
@@ -213,10 +183,3 @@ def test_listening_leaves_warnings_as_they_were() -> None:
     assert warnings.showwarning != show
     audit.stop()
     assert (warnings.filters, warnings.showwarning) == (filters, show)
-
-
-def test_a_wait_is_heard_whatever_warnings_are() -> None:
-    for action in ("error", "ignore"):
-        with warnings.catch_warnings():
-            warnings.simplefilter(action)  # pyright: ignore[reportArgumentType]
-            assert heard(Helper())[0]["count"] == 4

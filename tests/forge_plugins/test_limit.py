@@ -14,7 +14,7 @@ import forge
 from forge.data import Loader, TensorLoader
 from forge.errors import CheckpointError, ForgeError, RecipeError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import Accumulate, Checkpoint, Limit
+from forge_plugins import Checkpoint, Limit
 from tests.forge.snapshot.test_resume import Noisy, die, live
 
 
@@ -83,13 +83,6 @@ def test_each_stage_has_its_own_limit() -> None:
     assert task.seen["test"] == first(test)[:3]
 
 
-def test_val_0_does_not_validate() -> None:
-    task = Seen()
-    assert not any(name.startswith("val/") for name in fit_tiny([Limit(val=0)], task=task)[1].metrics)
-    with pytest.raises(ForgeError, match=r"limit\.val is 0"):
-        forge.Trainer(plugins=[Limit(val=0)]).validate(task, tiny_batches())
-
-
 def test_an_epoch_is_shuffled_as_without_a_limit() -> None:
     def numbers(plugins: list[Any]) -> list[float]:
         task = Seen()
@@ -107,21 +100,10 @@ def test_overfit_repeats_the_first_batches() -> None:
     assert len(set(task.seen["train"])) == 2
 
 
-def test_planned_updates_count_the_short_epochs() -> None:
-    trainer = forge.Trainer(plugins=[Limit(train=4), Accumulate(3)], max_epochs=5, run_dir=False)
-    trainer.fit(TinyTask(), tiny_batches())
-    assert (trainer.planned_updates, trainer.progress.update) == (10, 10)
-
-
 @pytest.mark.parametrize("values", [{"train": 0}, {"train": 1.5}, {"test": 0}, {"val": -1}, {"val": 0.0}])
 def test_a_limit_that_leaves_nothing_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=rf"limit\.{next(iter(values))} is"):
         Limit(**values)
-
-
-def test_two_rules_for_training_are_refused() -> None:
-    with pytest.raises(RecipeError, match="leave one out"):
-        Limit(train=1, overfit=1)
 
 
 def test_a_share_of_an_unknown_length_is_refused() -> None:
@@ -161,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "option"), CASES)
 def test_a_limited_run_resumes_in_the_same_bits(kind: str, option: str, tmp_path: Path) -> None:
     options = {option: 4}

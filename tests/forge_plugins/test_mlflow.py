@@ -11,18 +11,19 @@ import pytest
 import torch
 
 import forge
-from forge.errors import RecipeError, StackError
+from forge.errors import RecipeError
 from forge.metrics import drawing
 from forge_plugins import Checkpoint, Mlflow
 from tests.support.logger_runs import KILLED, LAST, SAVED, bytes_below, live, live_twice
 from tests.support.tasks import Classifier, fit, make_batches
 
-mlflow = pytest.importorskip("mlflow")
+pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A store of files: a database takes seconds to make."""
+    pytest.importorskip("mlflow")
     uri = (tmp_path / "store").as_uri()
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -30,6 +31,8 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def client() -> Any:
+    import mlflow
+
     return mlflow.MlflowClient()
 
 
@@ -62,7 +65,7 @@ def test_a_run_has_its_metrics_parameters_and_pictures(tmp_path: Path) -> None:
     assert Path(path).read_text() == "**bold**"
 
 
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Mlflow, tmp_path / "straight")
     live_twice(Mlflow, tmp_path / "cut", killed)
@@ -72,13 +75,6 @@ def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: b
     assert len(client().search_runs([run_of(tmp_path / "cut").info.experiment_id])) == 2
     assert run_of(tmp_path / "cut").info.status == "FINISHED"
     assert SAVED < KILLED < LAST
-
-
-def test_a_parameter_that_changed_does_not_stop_the_log(tmp_path: Path) -> None:
-    live(Mlflow, tmp_path / "run", updates=16)
-    live(Mlflow, tmp_path / "run", updates=18, resume=True)
-    assert [update for update, _ in series(tmp_path / "run", "train/loss")] == list(range(1, 19))
-    assert run_of(tmp_path / "run").data.params["trainer.max_updates"] == "16"
 
 
 def test_a_failed_run_says_so(tmp_path: Path) -> None:
@@ -121,26 +117,3 @@ def test_no_password_enters_the_run_folder_or_a_message(
     for secret in ("topsecret", "alsosecret"):
         assert secret.encode() not in bytes_below(tmp_path / "run")
         assert secret not in said
-
-
-def test_a_test_is_logged_into_the_run_of_the_fit(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    settings: dict[str, Any] = {"max_epochs": 1, "plugins": [Mlflow()], "run_dir": folder, "device": "cpu"}
-    trainer, task = forge.Trainer(**settings), Classifier()
-    trainer.fit(task, make_batches(3))
-    result = forge.Trainer(**settings).test(task, make_batches(2))
-    assert series(folder, "test/loss") == [(3, result["test/loss"])]
-    assert len(series(folder, "train/loss")) == 1
-
-
-def test_a_missing_package_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
-    with pytest.raises(StackError, match=r"pip install 'forge-trainer\[mlflow\]'"):
-        fit(plugins=[Mlflow()])
-
-
-@pytest.mark.slow
-def test_a_database_file_has_each_update_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    live_twice(Mlflow, tmp_path / "run")
-    assert [update for update, _ in series(tmp_path / "run", "train/loss")] == list(range(1, LAST + 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import forge
-from forge.testing import TinyGAN, fit_tiny
 from forge_plugins import Checkpoint, Monitor
-from forge_plugins.monitor.alarms import Judge, falls
+from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.gradients import Readings
 from tests.support.monitor_kit import Net, Recurrent, mlp, quiet, vectors, words
 from tests.support.tasks import fit
@@ -138,11 +134,6 @@ class TestAlarms:
         trainer.fit(recipe.make_task(), data.train, data.val)
         assert [text for text in alarms(caplog) if text.startswith("monitor")] == []
 
-    @pytest.mark.slow
-    def test_a_gan_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
-        fit_tiny([quiet("1 updates")], task=TinyGAN(), max_epochs=10)
-        assert alarms(caplog) == []
-
     def test_a_vanishing_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         look(mlp(nn.Sigmoid, 12))
         text = alarms(caplog)[0]
@@ -150,29 +141,12 @@ class TestAlarms:
         assert "Try ReLU or GELU in place of sigmoid and tanh" in text
         assert not [text for text in alarms(caplog) if "net.24" in text or "vanishes" not in text]
 
-    def test_a_small_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
-        look(Quiet(), updates=40, lr=1e-2)
-        assert alarms(caplog) == []
-
-    def test_and_named_where_that_layer_hardly_moves(self, caplog: pytest.LogCaptureFixture) -> None:
-        look(Quiet(), updates=40, lr=0.1, optimizer="SGD")
-        (text,) = alarms(caplog)
-        assert text.startswith("monitor: after update 13: the gradient vanishes in net.quiet (Linear, norm ")
-
     @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
     def test_updates_that_are_far_too_small_are_named(self, optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
         look(mlp(nn.ReLU), updates=30, lr=1e-7, optimizer=optimizer)
         (text,) = alarms(caplog)
         assert "updates are far too small: they move the median layer (" in text
         assert "`forge tune lr` measures one" in text
-
-    def test_small_updates_of_a_warm_up_are_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
-        @forge.on("boundary", mutates=True)
-        def warm_up(trainer: forge.Trainer) -> None:
-            trainer.optimizers[None].param_groups[0]["lr"] = 1e-9 * 1.3**trainer.progress.update
-
-        look(mlp(nn.ReLU), "1 updates", 30, None, warm_up, lr=1e-9)
-        assert alarms(caplog) == []
 
     def test_an_exploding_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         class Steep(nn.Module):
@@ -188,28 +162,6 @@ class TestAlarms:
             "monitor: after update 13: the gradient explodes in net.steep "
         ]
         assert "Try -p clip" in alarms(caplog)[0]
-
-    @pytest.mark.slow
-    def test_a_large_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Scaled(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.quiet, self.net = Quiet(), mlp(nn.ReLU)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.quiet(x) + 100 * self.net(x)
-
-        look(Scaled(), updates=40, lr=1e-3, dead=None)
-        assert alarms(caplog) == []
-
-    @pytest.mark.slow
-    def test_a_network_that_explodes_as_a_whole_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
-        net = mlp(nn.ReLU, 12)
-        for module in net:
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=2.0)
-        look(net, lr=1e-6, small=None)
-        assert "the gradient explodes in net.0 (Linear" in alarms(caplog)[0]
 
     def test_weights_that_leap_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
         """In the update that is looked at alone: some leaps later layers are as large as the next one."""
@@ -253,23 +205,6 @@ class TestAlarms:
         look(LayerDrop())
         assert alarms(caplog) == []
 
-    @pytest.mark.parametrize("by_turns", [True, False], ids=["experts", "forgotten"])
-    def test_an_expert_that_is_never_chosen_is_healthy(self, by_turns: bool, caplog: pytest.LogCaptureFixture) -> None:
-        class Experts(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net, self.experts = mlp(nn.ReLU), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-                self.calls = 0
-
-            def forward(self, x: Tensor) -> Tensor:
-                self.calls += 1
-                if by_turns:
-                    return self.net(self.experts[self.calls % 2](x))
-                return self.net(self.experts[1](self.experts[0](x)))
-
-        look(Experts())
-        assert ["net.experts.2.weight" in text for text in alarms(caplog)] == ([] if by_turns else [True])
-
     @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
     def test_a_dead_layer_is_named(self, functional: bool, caplog: pytest.LogCaptureFixture) -> None:
         class Functional(nn.Module):
@@ -288,13 +223,6 @@ class TestAlarms:
         where = "net.first (Linear, 93.8 %)" if functional else "net.1 (ReLU, 93.8 %)"
         assert text.startswith(f"monitor: after update 13: dead units in {where}: ")
 
-    def test_too_few_samples_prove_no_unit_dead(self, caplog: pytest.LogCaptureFixture) -> None:
-        net = mlp(nn.ReLU, 1)
-        with torch.no_grad():
-            net.get_parameter("0.bias")[1:] = -1000.0
-        look(net, train=vectors(4, size=16))
-        assert alarms(caplog) == []
-
     def test_a_saturated_layer_is_named_but_not_the_output(self, caplog: pytest.LogCaptureFixture) -> None:
         net = nn.Sequential(*mlp(nn.Tanh, 1), nn.Sigmoid())
         with torch.no_grad():
@@ -304,29 +232,6 @@ class TestAlarms:
         (text,) = alarms(caplog)
         assert text.startswith("monitor: after update 13: saturated units in net.1 (Tanh, ")
         assert "net.3" not in text
-
-    def test_no_gradient_at_all_is_one_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Clipped(nn.Sequential):
-            def forward(self, input: Tensor) -> Tensor:
-                return super().forward(input).clamp(0, 0)
-
-        look(Clipped(*mlp(nn.ReLU)))
-        (text,) = alarms(caplog)
-        assert "every gradient is exactly 0" in text
-
-    def test_nothing_is_judged_in_the_first_updates(self, caplog: pytest.LogCaptureFixture) -> None:
-        look(mlp(nn.Sigmoid, 12), "1 updates", 10)
-        assert alarms(caplog) == []
-
-    def test_numbers_that_are_not_finite_are_left_to_others(self, caplog: pytest.LogCaptureFixture) -> None:
-        train = [(x * math.nan, y) for x, y in vectors()]
-        look(mlp(nn.ReLU), train=train)
-        assert alarms(caplog) == []
-
-    @pytest.mark.slow
-    def test_a_limit_of_null_is_no_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
-        look(mlp(nn.Sigmoid, 12), vanishing=None)
-        assert alarms(caplog) == []
 
     def test_each_is_said_again_when_ten_times_worse(self) -> None:
         judge = Judge(Monitor().config, nn.Linear(1, 1))
@@ -360,27 +265,3 @@ class TestAlarms:
                 resume="auto",
             ).fit(Net(mlp(nn.Sigmoid, 12), lr=1e-6), vectors())
         assert len([text for text in alarms(caplog) if "vanishes in net.0 " in text]) == 1
-
-    @pytest.mark.parametrize(
-        ("losses", "expected"),
-        [
-            ([3.0, 2.8, 2.6, 2.4, 2.2, 2.0], True),
-            ([2.0] * 6, False),
-            ([2.0, 2.01, 1.99, 2.0, 2.02, 2.01, 1.98], False),
-            ([1.0, 9.0, 2.0, 8.0, 1.0, 9.0], None),
-            ([3.0, 1.0], None),
-            ([-1.0, -1.1, -1.2, -1.9, -2.0, -2.1], True),
-        ],
-    )
-    def test_a_loss_falls_does_not_or_is_too_noisy(self, losses: list[float], expected: bool | None) -> None:
-        assert falls(losses) is expected
-
-    @given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=20), st.floats(1e-30, 1e30))
-    def test_layers_within_three_orders_are_healthy(self, norms: list[float], scale: float) -> None:
-        judge = Judge(Monitor().config, nn.Linear(1, 1))
-        names = [f"layer{i}.weight" for i in range(len(norms))]
-        readings = Readings(
-            grad_norm=dict(zip(names, (norm * scale for norm in norms), strict=True)),
-            norm_before=dict.fromkeys(names, scale),
-        )
-        assert judge.say(readings, {}, 100) == []

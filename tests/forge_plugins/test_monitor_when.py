@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Generator
 from pathlib import Path
@@ -15,11 +14,10 @@ from torch import Tensor, nn
 
 import forge
 from forge.testing import TinyGAN, fit_tiny
-from forge_plugins import JSONL, Checkpoint, Guard, Monitor
+from forge_plugins import Checkpoint, Guard, Monitor
 from forge_plugins.monitor.packing import PackedCopy
-from forge_plugins.monitor.step_statistics import StepStatistics
 from tests.support.monitor_kit import Keep, Spy, hooks_on, made, quiet, watched
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import fit, make_batches
 
 # ---------------------------------------------------------------------------------------------------------------------
 # When
@@ -33,11 +31,6 @@ def test_it_looks_when_its_interval_ends() -> None:
 @pytest.mark.parametrize(("batches", "expected"), [(7, [*range(1, 8)]), (60, [*range(3, 61, 3)])])
 def test_by_itself_it_looks_twenty_times(batches: int, expected: list[int]) -> None:
     assert watched(made(), make_batches(batches), monitor=Monitor(shapes=False)).updates == expected
-
-
-def test_in_a_run_without_a_known_end_it_looks_every_100_updates() -> None:
-    plugin = Monitor()
-    assert plugin._every == forge.Interval("100 updates")
 
 
 def test_histograms_can_have_an_interval_of_their_own() -> None:
@@ -68,33 +61,6 @@ def test_hooks_stand_only_while_an_update_is_looked_at() -> None:
     watched(task, make_batches(6), monitor=quiet("3 updates"))
     assert task.seen == [0, 0, 3, 0, 0, 3]
     assert hooks_on(task) == 0
-
-
-def test_an_update_that_fails_leaves_no_hook_behind() -> None:
-    class Fails(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            raise RuntimeError("on purpose")
-
-    task, plugin = Fails(), Monitor("1 updates")
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(task, plugins=[plugin])
-    assert hooks_on(task) == 0
-    assert plugin._look is plugin._table is plugin._sent is None
-
-
-def test_between_intervals_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-
-    class Counted(StepStatistics):
-        def __init__(self, step: forge.Step, *rest: Any, **options: Any):
-            taken.append(step.index)
-            super().__init__(step, *rest, **options)
-
-    monkeypatch.setattr("forge_plugins.monitor.StepStatistics", Counted)
-    fit(made(), make_batches(6), plugins=[quiet("7 updates")])
-    assert taken == []
-    fit(made(), make_batches(6), plugins=[quiet("3 updates")])
-    assert taken == [2, 5]
 
 
 def test_it_says_when_it_is_due() -> None:
@@ -147,15 +113,6 @@ class Teacher(forge.TaskModule):
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-def test_a_fast_path_that_minds_hooks_keeps_its_bits() -> None:
-    plain, seen = made(Teacher), made(Teacher)
-    fit(plain, make_batches(3))
-    keep = watched(seen, make_batches(3), monitor=Monitor("1 updates"))
-    assert torch.equal(plain.head.weight, seen.head.weight)
-    assert "activation/head/mean" in keep.of(1)
-    assert not [name for name in keep.of(1) if "teacher" in name]
-
-
 def compiled(module: nn.Module) -> None:
     """As `module.compile()` leaves it, without a compiler."""
     module._compiled_call_impl = module._call_impl
@@ -178,19 +135,6 @@ def test_inside_of_compiled_modules_it_does_not_look_and_says_so(caplog: pytest.
     assert "grad_norm/block.0.weight" in keep.of(1)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["monitor: compiled code calls no hooks: activations and shapes inside of block are left out."]
-
-
-def test_a_wholly_compiled_model_still_shows_gradients(caplog: pytest.LogCaptureFixture) -> None:
-    class Whole(forge.Plugin):
-        @forge.hookimpl
-        def forge_build_model(self, build: Any, phase: str) -> None:
-            if phase == "compile":
-                compiled(build.model)
-
-    keep = watched(made(), make_batches(2), Whole(), monitor=Monitor("1 updates"))
-    assert "grad_norm/net.0.weight" in keep.of(1)
-    assert not [name for name in keep.of(1) if name.startswith("activation")]
-    assert caplog.text.count("inside of the model are left out") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,25 +166,6 @@ class TestLate:
 
         fit(made(), make_batches(5), plugins=[quiet("2 updates"), When()])
         assert opened == [(2, 3), (4, 5)]
-
-    def test_what_the_last_update_sent_arrives_too(self) -> None:
-        assert watched(made(), make_batches(4), monitor=quiet("2 updates")).updates == [2, 4]
-
-    def test_a_run_that_is_stopped_has_all_of_it(self, tmp_path: Path) -> None:
-        @forge.on("boundary", mutates=True)
-        def stop(trainer: forge.Trainer) -> None:
-            if trainer.progress.update == 4:
-                trainer.request_stop("enough")
-
-        assert watched(made(), make_batches(8), stop, monitor=quiet("2 updates"), run_dir=tmp_path).updates == [2, 4]
-
-    def test_a_line_of_jsonl_says_where_the_run_was(self, tmp_path: Path) -> None:
-        def lines(folder: Path) -> list[Any]:
-            found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            return [(x["update"], x["epoch"], x["sample"]) for x in found if "monitor/grad_norm" in x]
-
-        fit(made(), make_batches(3), max_epochs=2, plugins=[quiet("1 updates"), JSONL()], run_dir=tmp_path)
-        assert lines(tmp_path) == [(1, 0, 4), (2, 0, 8), (3, 1, 12), (4, 1, 16), (5, 1, 20), (6, 2, 24)]
 
     def test_nothing_is_lost_or_doubled_where_a_run_is_cut_off(self, tmp_path: Path) -> None:
         keep = Keep()

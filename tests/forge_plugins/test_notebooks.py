@@ -122,16 +122,6 @@ def test_a_page_has_bar_table_and_curves(cell: Cell, capsys: pytest.CaptureFixtu
     assert ">12<" in shown
 
 
-def test_names_are_text_not_markup(cell: Cell) -> None:
-    class Named(Small):
-        def training_step(self, batch: Any) -> Any:
-            return {"loss": super().training_step(batch), "<b>": 1.0}
-
-    forge.Trainer(max_epochs=1, device="cpu", plugins=[Progress()], run_dir=False).fit(Named(), data())
-    assert "&lt;b&gt;" in cell.shown[-1]
-    assert "<b>" not in cell.shown[-1]
-
-
 def test_a_failed_fit_says_so_on_its_page(cell: Cell) -> None:
     class Bad(Small):
         def training_step(self, batch: Any) -> Any:
@@ -140,12 +130,6 @@ def test_a_failed_fit_says_so_on_its_page(cell: Cell) -> None:
     with pytest.raises(ValueError, match="no"):
         forge.Trainer(max_epochs=1, device="cpu", plugins=[Progress()], run_dir=False).fit(Bad(), data())
     assert "failed · " in cell.shown[-1]
-
-
-def test_a_picture_is_one_in_a_notebook() -> None:
-    image: Any = forge.Image(torch.zeros(3, 4, 4), "none")
-    assert image._repr_png_().startswith(b"\x89PNG")
-    assert repr(image) == "Image((3, 4, 4), float32, 'none')"
 
 
 @pytest.mark.slow

@@ -66,16 +66,6 @@ def test_nccl_is_exposed_where_no_other_kernel_runs() -> None:
     }
 
 
-def test_time_on_a_device_is_divided_without_a_rest() -> None:
-    trace = update(1000, *on_device())
-    told = measured(trace, "cuda", 1)
-    assert micro(told.busy) == 600  # without NCCL's kernels
-    assert micro(told.communicating) == 150
-    assert micro(told.copying) == 50  # 500 to 550: while a collective runs, a copy costs nothing
-    assert micro(told.host) == 200
-    assert sum(told.shares.values()) == pytest.approx(1)
-
-
 def test_gloo_is_exposed_where_no_thread_computes() -> None:
     trace = update(
         1000,
@@ -90,39 +80,6 @@ def test_gloo_is_exposed_where_no_thread_computes() -> None:
     told = measured(trace, "cpu", 1)
     assert micro(told.busy) == 290 + 10  # of mm and AccumulateGrad; the call of c10d is no work
     assert micro(told.communicating) == 600
-
-
-def test_an_operator_that_waits_inside_computes_only_outside() -> None:
-    trace = update(
-        100,
-        span("cpu_op", "mylib::reduced", 0, 90),
-        span("cpu_op", "_c10d_functional::wait_tensor", 30, 80),
-        span("user_annotation", "gloo:all_reduce", 20, 80, GLOO),
-    )
-    assert found(trace)["all"] == (1, 60, 50)
-
-
-def test_gloo_scatters_by_an_all_reduce_that_keeps_its_kind() -> None:
-    trace = update(
-        100,
-        span("cpu_op", "c10d::_reduce_scatter_base_", 10, 15),
-        span("user_annotation", "gloo:all_reduce", 20, 40, GLOO),
-        span("cpu_op", "c10d::allreduce_", 50, 55),
-        span("user_annotation", "gloo:all_reduce", 60, 90, GLOO),
-    )
-    assert found(trace) == {"all_reduce": (1, 30, 30), "reduce_scatter": (1, 20, 20), "all": (2, 50, 50)}
-
-
-def test_collectives_of_an_evaluation_are_not_counted() -> None:
-    evaluation = [
-        span("user_annotation", "ProfilerStep#1", 1000, 2000),
-        span("user_annotation", "evaluation", 1000, 2000),
-        span("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 1200, 1900, 20),
-    ]
-    ranges = [span("user_annotation", "ProfilerStep#0", 0, 1000), span("user_annotation", "update 0", 0, 1000)]
-    trace = analyse([*ranges, *on_device(), *evaluation], {})
-    assert found(trace)["all"] == (3, 370, 150)
-    assert micro(trace.communicating) == 150
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
@@ -202,14 +159,6 @@ def test_advice_names_the_options_of_the_strategy() -> None:
         assert words in told
 
 
-def test_a_large_exposed_share_has_its_line_of_advice() -> None:
-    setup = Setup(strategy="ddp", options=plugin_options(DDP()))
-    some, little = judge(exposed(0.12, "cpu"), setup), judge(exposed(0.02), setup)
-    assert "communication-bound" not in (some.kind, little.kind)
-    assert "-p accumulate" in some.advice[-1]
-    assert "-p accumulate" not in "".join(little.advice)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Two real ranks, over gloo
 
@@ -252,12 +201,3 @@ def test_two_ranks_see_their_collectives(strategy: str, kinds: set[str], tmp_pat
     assert told["verdict"]["shares"]["communication"] > 0
     assert sum(told["verdict"]["shares"].values()) == pytest.approx(1)
     assert "| collectives of an update |" in (tmp_path / "profile" / "summary.md").read_text()
-
-
-def test_one_rank_has_no_table_of_collectives(tmp_path: Path) -> None:
-    plugins = [Profiler(wait=1, warmup=0, active=1)]
-    forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=tmp_path, plugins=plugins).fit(
-        Wide(), list(torch.randn(3, 8, 512))
-    )
-    assert "communication" not in summary(tmp_path)
-    assert "collectives" not in plugins[0].reports[-1].text()

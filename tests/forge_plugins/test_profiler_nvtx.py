@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import forge
-from forge.errors import RecipeError, StackError
-from forge.testing import assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import Clip, Ledger, Profiler
+from forge.testing import fit_tiny, tiny_batches
+from forge_plugins import Clip, Profiler
 from tests.support.profiler_kit import Breaks
 from tests.support.tasks import fit, make_batches
 
@@ -121,22 +120,6 @@ def test_ranges_are_closed_when_a_step_or_the_data_fail(ranges: Ranges) -> None:
     assert ranges.around == []
 
 
-def test_ranges_and_a_recording_run_together(ranges: Ranges) -> None:
-    recorded = Profiler(wait=1, warmup=0, active=1, nvtx=True)
-    fit(plugins=[recorded], train=make_batches(4), max_epochs=1, val=make_batches(1))
-    assert len(recorded.reports) == 1
-    assert "evaluation/forward" in ranges.paths
-    assert ranges.around == []
-
-
-def test_weights_are_the_same_and_nothing_stays_behind(ranges: Ranges) -> None:
-    (plain, *_), (marked, *_) = fit_tiny([]), fit_tiny([profiler(), Twice()])
-    assert_same_weights(plain, marked)
-    count = len(ranges.paths)
-    fit_tiny([Twice()])
-    assert len(ranges.paths) == count
-
-
 def test_without_cuda_nothing_is_called_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,10 +128,3 @@ def test_without_cuda_nothing_is_called_and_that_is_said(
         fit_tiny([profiler()], train=tiny_batches([4] * 2), max_epochs=1)
     assert "NVTX ranges need a CUDA device" in caplog.text
     assert "nothing was recorded" not in caplog.text
-
-
-def test_options_that_do_not_go_together_are_refused(ranges: Ranges) -> None:
-    with pytest.raises(RecipeError, match=r"profiler.repeat is 0; it must be at least 1"):
-        Profiler(repeat=0)
-    with pytest.raises(StackError, match="run them one after the other"):
-        fit_tiny([profiler(), Ledger()])

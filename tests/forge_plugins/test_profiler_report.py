@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ import forge
 from forge.errors import RecipeError
 from forge.testing import TinyTask, fit_tiny, tiny_batches
 from forge_plugins import JSONL, Profiler, Tensorboard
-from forge_plugins.profiler import memory, results, timeline
 from forge_plugins.profiler.memory import largest
-from tests.conftest import Run
 from tests.support.profiler_kit import SHORT, Breaks, events_of, ranges, summary, traces
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -38,22 +35,6 @@ def test_the_report_is_logged_with_verdict_phases_and_operators(
     assert re.search(r"^  forward +[\d.]+ (µs|ms|s) +[\d.]+%$", text, re.MULTILINE)
     assert len(re.findall(r"^  \S+(?:: \S+)? +\d+ +[\d.]+ (?:µs|ms|s) +[\d.]+%$", text, re.MULTILINE)) == 3
     assert str(traces(tmp_path)[0]) in text
-
-
-def test_where_nobody_listens_to_the_log_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    logging.getLogger("forge").setLevel(logging.WARNING)
-    try:
-        fit_tiny([Profiler(**SHORT)])
-    finally:
-        logging.getLogger("forge").setLevel(logging.NOTSET)
-    assert "profiler: recorded updates 3 to 4 on cpu" in capsys.readouterr().err
-
-
-def test_without_a_run_folder_nothing_is_written(empty_folder: Path) -> None:
-    plugin = Profiler(**SHORT, memory=True)
-    fit_tiny([plugin])
-    assert plugin.reports[0].files == ()
-    assert not list(empty_folder.iterdir())
 
 
 class Sink(forge.Plugin):
@@ -106,13 +87,6 @@ def test_operators_are_counted_as_torch_counts_them(tmp_path: Path) -> None:
         assert ours[name] == sum(event.count for event in torchs.key_averages() if event.key == name)
 
 
-def test_a_run_that_ends_in_the_window_reports_what_there_is(tmp_path: Path) -> None:
-    sink = Sink()
-    fit_tiny([sink, Profiler(wait=1, warmup=0, active=50)], max_updates=4, run_dir=tmp_path)
-    assert summary(tmp_path)["updates"] == 3
-    assert [update for update, _ in sink.got] == [4]
-
-
 def test_a_run_stopped_in_the_window_reports_what_there_is(tmp_path: Path) -> None:
     class Stop(forge.Plugin):
         @forge.hookimpl
@@ -125,19 +99,6 @@ def test_a_run_stopped_in_the_window_reports_what_there_is(tmp_path: Path) -> No
     assert summary(tmp_path)["updates"] == 3
     assert [update for update, _ in sink.got] == [4]
     assert not torch.autograd._profiler_enabled()
-
-
-def test_a_stop_after_the_boundary_is_reported_at_the_end(tmp_path: Path) -> None:
-    class Late(forge.Plugin):
-        @forge.hookimpl
-        def forge_boundary(self, trainer: forge.Trainer) -> None:
-            if trainer.progress.update == 4:
-                trainer.request_stop("enough")
-
-    sink = Sink()
-    fit_tiny([sink, Profiler(wait=1, warmup=0, active=50), Late()], run_dir=tmp_path)
-    assert summary(tmp_path)["updates"] == 3
-    assert not sink.got  # a sink may be closed by then
 
 
 def test_a_run_that_ends_before_the_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,19 +126,6 @@ def test_options_that_make_no_sense_are_refused(option: str, value: int, least: 
         Profiler(**{option: value})
 
 
-@pytest.mark.slow
-def test_the_command_line_prints_it(run_forge: Run, empty_folder: Path) -> None:
-    done = run_forge("fit", "quickstart", "-p", "profiler", "trainer.max_epochs=1", "profiler.top=4")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^profiler: recorded updates 7 to 11 on cpu$", done.stderr, re.MULTILINE)
-    assert re.search(r"^  what to change$", done.stderr, re.MULTILINE)
-    told = re.search(r"^  trace: (\S+)$", done.stderr, re.MULTILINE)
-    assert told is not None
-    assert (empty_folder / told[1]).is_file()
-    assert "Kineto" not in done.stderr
-    assert "profiler_start" not in done.stderr
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
@@ -203,14 +151,6 @@ def test_the_memory_timeline_is_a_picture_and_a_track(tmp_path: Path) -> None:
     assert all(begin - 1 <= event["ts"] <= end + 1e6 for event in track)
 
 
-def test_a_picture_keeps_the_extremes_of_each_column() -> None:
-    points = [(i / 1000, (i * 7919) % 1000) for i in range(1000)]
-    thin = timeline.thinned(points, 1.0, 50)
-    assert len(thin) <= 2 * 51
-    assert max(size for _, size in thin) == max(size for _, size in points)
-    assert thin == sorted(thin)
-
-
 def test_out_of_memory_says_what_memory_was_taken_up_by(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -224,51 +164,6 @@ def test_out_of_memory_says_what_memory_was_taken_up_by(tmp_path: Path) -> None:
     file = tmp_path / "profile" / "rank0.out-of-memory.txt"
     assert str(file) in note
     assert "Tried to allocate 20.00 GiB" in file.read_text()
-
-
-def test_out_of_memory_does_not_advise_what_is_done_already() -> None:
-    class Halves(forge.Plugin):
-        provides = ("autocast", "activation_checkpointing")
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit_tiny([Profiler(), Halves()], task=Breaks(1, torch.OutOfMemoryError("CUDA out of memory.")))
-    note = "\n".join(caught.value.__notes__)
-    assert "What helps:" in note
-    assert "-p amp" not in note
-    assert "-p remat" not in note
-
-
-@pytest.mark.parametrize("failure", [RuntimeError("no more"), MemoryError(), OSError("disk full")])
-def test_a_snapshot_that_fails_loses_nothing_else(
-    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(file: Path) -> None:
-        raise failure
-
-    monkeypatch.setattr(memory, "usage", lambda trainer: "What memory was taken up by")
-    monkeypatch.setattr(memory, "dump", fail)
-    trainer: Any = SimpleNamespace(run_dir=tmp_path, env=SimpleNamespace(rank=0, device=torch.device("cuda")))
-    error = RuntimeError("CUDA out of memory.")
-    results.explain(trainer, error)
-    first, written, failed = error.__notes__
-    assert first == "What memory was taken up by"
-    assert "out-of-memory.txt" in written
-    assert type(failure).__name__ in failed
-
-
-def test_out_of_memory_without_a_run_folder_is_a_note_only(empty_folder: Path) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit_tiny([Profiler()], task=Breaks(1, error))
-    assert "What helps:" in "\n".join(caught.value.__notes__)
-    assert not list(empty_folder.iterdir())
-
-
-def test_other_errors_are_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        fit_tiny([Profiler()], task=Breaks(1, RuntimeError("shapes do not fit")), run_dir=tmp_path)
-    assert "What helps:" not in "\n".join(caught.value.__notes__)
-    assert not (tmp_path / "profile").exists()
 
 
 def test_the_lines_that_hold_the_most_memory_are_the_users_own() -> None:

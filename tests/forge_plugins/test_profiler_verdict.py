@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,13 +16,10 @@ import forge
 from forge.data import Loader
 from forge.testing import fit_tiny
 from forge_plugins import AMP, Compile, Prefetch, Profiler, Remat
-from forge_plugins.common.clock import duration
-from forge_plugins.profiler import unrecorded
-from forge_plugins.profiler.intervals import covers, length, minus, union
 from forge_plugins.profiler.trace import analyse
-from forge_plugins.profiler.verdict import BUSY, Measured, Setup, judge, measured, provided
+from forge_plugins.profiler.verdict import BUSY, Measured, Setup, judge, provided
 from tests.support.profiler_kit import SHORT, micro
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading a trace: one of an accelerator, written by hand, in microseconds
@@ -84,10 +80,6 @@ def test_the_devices_time_is_computing_copying_starving() -> None:
     assert (trace.copied, trace.pageable) == (400, 300)
 
 
-def test_waits_for_the_device_are_named_without_its_own() -> None:
-    assert analyse(one_update(), {}).waits == {"aten::item": 1}
-
-
 def test_operators_have_their_own_time_and_their_kernels() -> None:
     trace = analyse(one_update(), {})
     found = {each.name: (each.calls, micro(each.cpu), micro(each.device)) for each in trace.operators}
@@ -95,13 +87,6 @@ def test_operators_have_their_own_time_and_their_kernels() -> None:
     assert found["aten::addmm"] == (1, 60, 100)
     assert found["aten::mm"] == (1, 90, 400)
     assert {each.name: each.calls for each in trace.kernels}["gemm"] == 2
-
-
-def test_a_kernel_without_an_operator_is_found_by_its_launch() -> None:
-    launch = span("cuda_runtime", "cudaLaunchKernel", 430, 435, correlation=77, **{"External id": 2})
-    kernel = span("kernel", "relu", 540, 550, tid=7, correlation=77)
-    found = {each.name: micro(each.device) for each in analyse([*one_update(), launch, kernel], {}).operators}
-    assert found["aten::addmm"] == 110
 
 
 def test_an_evaluation_is_taken_out_of_everything() -> None:
@@ -122,53 +107,7 @@ def test_an_operators_work_begins_where_a_calls_own_cost_ends() -> None:
     assert micro(analyse(one_update(), {}).work) == 20 + 50 + 50  # linear, addmm, item: each less 10
 
 
-def updates_of(*calls: list[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Updates that each call these operators, for so many µs."""
-    events = []
-    for n, called in enumerate(calls):
-        at = n * 100_000.0
-        events += [span("user_annotation", f"{name}{n}", at, at + 99_000) for name in ("ProfilerStep#", "update ")]
-        for name, micros in called:
-            at += 10
-            events.append(span("cpu_op", name, at, at + micros))
-            at += micros
-    return events
-
-
-def test_an_interrupted_operator_has_not_worked_so_long() -> None:
-    first, second, third = (
-        [("mm", 30.0), ("add", 20.0)],
-        [("mm", 5000.0), ("add", 20.0)],
-        [("mm", 30.0), ("add", 9000.0)],
-    )
-    assert micro(analyse(updates_of(first, second, third), {}).work) == 3 * (20 + 10)
-    assert micro(analyse(updates_of(second, third), {}).work) == 2 * (20 + 10)
-
-
-def test_updates_that_differ_count_as_the_median_one() -> None:
-    one, two, three = [("mm", 30.0)], [("mm", 5000.0), ("add", 20.0)], [("add", 50.0)]
-    assert micro(analyse(updates_of(one, two, three), {}).work) == 3 * 40
-
-
-def test_a_trace_without_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing was recorded"):
-        analyse([span("cpu_op", "aten::mm", 0, 1)], {})
-
-
 Times = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
-
-
-@given(Times, Times)
-def test_stretches_of_time_are_sets_of_moments(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
-    def moments(intervals: Any) -> set[int]:
-        return {moment for start, end in intervals for moment in range(start, end)}
-
-    one, two = union(first), union(second)
-    assert moments(one) == moments(first)
-    assert moments(minus(one, two)) == moments(first) - moments(second)
-    assert length(one) == len(moments(first))
-    assert all(covers(one, moment) == (moment in moments(first)) for moment in range(61))
-    assert all(early[1] < late[0] for early, late in pairwise(one))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,37 +164,6 @@ def test_shares_are_the_whole_whatever_is_measured(device: Any, parts: list[floa
     judge(found, Setup())
 
 
-def test_what_recording_costs_is_taken_off_the_hosts_part() -> None:
-    slow = on_cuda(busy=0.5)
-    assert judge(slow, Setup()).kind == "host-bound"
-    alone = Measured(device="cuda", wall=1.0, busy=0.5, unrecorded=0.55)
-    assert alone.seconds == pytest.approx(0.55)
-    assert judge(alone, Setup()).kind == "compute-bound"  # 0.5 of 0.55
-    ahead = Measured(device="cuda", wall=1.0, busy=0.5, unrecorded=0.1)  # the host ran ahead: it never had to wait
-    assert ahead.seconds == pytest.approx(0.5)
-    assert ahead.shares["compute-bound"] == pytest.approx(1)
-
-
-def test_the_evidence_has_the_numbers() -> None:
-    found = Measured(device="cuda", wall=4e-3, busy=1e-3, unrecorded=2e-3, calls=500, waits=2, waiting_in="aten::item")
-    assert judge(found, Setup()).evidence == (
-        "The device computes for 50% of the time; for 50% it has nothing to do because the host is not fast enough.",
-        "An update takes 2 ms (4 ms while it is recorded).",
-        "500 kernels are launched in an update, with 2 µs of work each on average.",
-        "The host waits for the device 2.0 times an update, most often in aten::item.",
-        "Without it an update would be 2.0× as fast at most.",
-    )
-
-
-def test_time_that_the_system_gave_to_others_is_told() -> None:
-    trace = analyse(one_update(), {7: 200e-6})
-    for ran, absent in ((850e-6, 50), (100e-6, 800), (2.0, 0), (None, 0)):
-        assert micro(measured(trace, "cpu", 1, ran=ran).absent) == absent
-    assert measured(trace, "cuda", 1, ran=0.0).absent == 0
-    told = judge(measured(trace, "cpu", 1, ran=100e-6), Setup()).evidence
-    assert "For 73% of the time the system ran something else: all these numbers are uncertain." in told
-
-
 def advice(found: Measured, **setup: Any) -> str:
     return "\n".join(judge(found, Setup(**setup)).advice)
 
@@ -302,25 +210,6 @@ def test_nobody_is_told_to_do_what_is_done() -> None:
     assert "-p throughput" in advice(computing, provided=frozenset({"autocast", "compile"}))
 
 
-def test_advice_depends_on_what_was_seen() -> None:
-    assert ".item()" in advice(on_cuda(busy=0.1, waits=3))
-    assert ".item()" not in advice(on_cuda(busy=0.1))
-    assert "-p ledger" in advice(on_cuda(busy=0.1, between=0.5))
-    assert "1 of 8 cores" in advice(Measured(device="cpu", wall=1.0, busy=0.9), threads=1, cores=8)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(1.234e-5, "12.3 µs"), (3.4567e-3, "3.46 ms"), (1.2, "1.2 s"), (0.99999, "1 s"), (0, "0 µs")]
-)
-def test_durations_are_readable(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_an_update_before_the_recording_is_the_median() -> None:
-    assert unrecorded([0.0, 10.0, 11.0, 12.0]) == 1.0
-    assert unrecorded([5.0]) is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The verdict, from real runs
 
@@ -353,12 +242,6 @@ def test_a_heavy_dataset_is_data_bound() -> None:
     assert "num_workers=" in plugin.reports[0].verdict.advice[0]
 
 
-@pytest.mark.slow
-def test_a_tiny_model_is_host_bound() -> None:
-    # an update takes about 1 ms: in three of them, one pause by the system would decide
-    assert verdict_of(Classifier(), make_batches(105), active=100)[0] == "host-bound"
-
-
 class Matmuls(forge.TaskModule):
     """Few operators, much work in each."""
 
@@ -373,14 +256,6 @@ class Matmuls(forge.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.slow
-def test_large_matrix_products_are_compute_bound() -> None:
-    kind, plugin = verdict_of(Matmuls(), [torch.randn(512, 768) for _ in range(8)])
-    assert kind == "compute-bound"
-    report = plugin.reports[0]
-    assert report.operators("cpu").rows[0][0] in ("aten::mm", "aten::addmm")
-
-
 def test_a_device_that_torch_does_not_record_gets_no_verdict() -> None:
     plugin = Profiler(**SHORT)
     fit_tiny([plugin])
@@ -390,11 +265,3 @@ def test_a_device_that_torch_does_not_record_gets_no_verdict() -> None:
         assert "bound" not in told
         assert "No verdict: torch's profiler does not record the device mps." in told
     assert "verdict" not in bare.plain()
-
-
-def test_averages_are_of_one_update() -> None:
-    trace = analyse(one_update(), {7: 200e-6})
-    one, two = measured(trace, "cuda", 1), measured(trace, "cuda", 2)
-    for name in ("wall", "busy", "data", "copying", "calls", "waits", "between", "step"):
-        assert getattr(two, name) == pytest.approx(getattr(one, name) / 2)
-    assert two.pageable == one.pageable == 0.75

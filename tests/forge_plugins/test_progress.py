@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
-import logging
 import math
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,10 +16,9 @@ import torch
 
 import forge
 from forge.env import Env
-from forge.errors import ForgeError
 from forge.metrics.means import PendingMeans
 from forge_plugins import Accumulate, Checkpoint, Progress, Tensorboard
-from forge_plugins.progress.reading import clock, grouped, ordered, short, speed_of
+from forge_plugins.progress.reading import clock, short
 from forge_plugins.progress.status import Status
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
@@ -64,44 +56,6 @@ class Terminal(io.StringIO):
     def last_picture(self) -> str:
         """What is on the screen at the end: what follows the last erased line."""
         return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self.getvalue().rpartition("\x1b[2K")[2])
-
-
-class Screen:
-    """A terminal of some columns that shows what a process leaves on it: text, erased rows, and the cursor up."""
-
-    def __init__(self, columns: int):
-        self.columns, self.rows, self.at = columns, [""], 0
-
-    def read(self, command: list[str]) -> list[str]:
-        host, device = pty.openpty()
-        fcntl.ioctl(device, termios.TIOCSWINSZ, struct.pack("HHHH", 40, self.columns, 0, 0))
-        environment = {name: os.environ[name] for name in os.environ if name not in ("COLUMNS", "CI", "NO_COLOR")}
-        environment |= {"TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(command, stdin=device, stdout=device, stderr=device, env=environment)
-        os.close(device)
-        written = b""
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while part := os.read(host, 65536):
-                written += part
-        process.wait()
-        os.close(host)
-        for word in re.findall(r"\x1b\[[?0-9;]*[a-zA-Z]|\x1b.|.", written.decode(), re.DOTALL):
-            self._take(word)
-        return self.rows
-
-    def _take(self, word: str) -> None:
-        last = len(self.rows) - 1
-        if word == "\n":
-            self.at = min(self.at + 1, last + 1)
-            self.rows += [""] if self.at > last else []
-        elif word == "\x1b[2K":
-            self.rows[self.at] = ""
-        elif word == "\x1b[1A":
-            self.at -= 1
-        elif word[0] not in "\r\x1b":  # forge erases a row before it writes into it
-            if len(self.rows[self.at]) == self.columns:
-                self._take("\n")
-            self.rows[self.at] += word
 
 
 @pytest.fixture
@@ -174,15 +128,6 @@ class TestLines:
         fit(train=make_batches(6), plugins=[Progress(every="2 updates")], log_every=1)
         assert _updates(capsys) == ["2/6", "4/6", "6/6"]
 
-    def test_an_interval_in_seconds_brings_none_before_its_time(self, capsys: Any) -> None:
-        fit(train=make_batches(6), plugins=[Progress(every="1 h")], log_every=1)
-        assert _updates(capsys) == ["6/6"]
-
-    def test_a_validation_inside_an_epoch_has_a_line(self, capsys: Any) -> None:
-        options: dict[str, Any] = {"val": make_batches(1), "validate_every": "3 updates"}
-        fit(train=make_batches(8), plugins=[Progress(every="1 h")], **options)
-        assert _updates(capsys) == ["3/8", "6/8", "8/8"]
-
     def test_metrics_that_arrive_late_are_waited_for(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """As on an accelerator, where an epoch's last metrics come with the next update."""
         monkeypatch.setattr(PendingMeans, "here", False)
@@ -192,18 +137,10 @@ class TestLines:
         assert lines[0].startswith("epoch 2/2  update 5/8")
         assert all("train/loss" in line for line in lines)
 
-    def test_a_run_of_unknown_length_says_how_far_it_is(self, capsys: Any) -> None:
-        fit(train=iter(make_batches(4)), plugins=[Progress()])
-        assert _lines(capsys)[0].startswith("epoch 1/1  update 4 ")
-
     def test_a_failed_run_ends_with_a_line_that_says_so(self, capsys: Any) -> None:
         with pytest.raises(RuntimeError, match="on purpose"):
             fit(Fails(), plugins=[Progress()])
         assert _lines(capsys)[-1].startswith("failed  epoch 1/1  update 2/4")
-
-    def test_nothing_goes_to_stdout(self, capsys: Any) -> None:
-        fit(plugins=[Progress()])
-        assert capsys.readouterr().out == ""
 
     def test_a_file_has_no_control_codes_even_with_colours_forced(
         self, capsys: Any, monkeypatch: pytest.MonkeyPatch
@@ -220,31 +157,9 @@ class TestLines:
         assert line.startswith(f"{verb} done in 0:0")
         assert f"  {stage}/loss " in line
 
-    def test_a_prediction_is_one_line(self, capsys: Any) -> None:
-        forge.Trainer(plugins=[Progress()], device="cpu").predict(Classifier(), make_batches(2))
-        assert len(_lines(capsys)) == 1
-
-    def test_a_line_says_how_many_samples_a_second(self, capsys: Any) -> None:
-        fit(max_epochs=3, plugins=[Progress()])
-        assert re.search(r"/s  \S+ samples/s  0:00 left", _lines(capsys)[1])
-
-    def test_a_log_that_holds_warnings_alone_holds_no_progress(self, capsys: Any) -> None:
-        logger = logging.getLogger("forge")
-        before = logger.level
-        logger.setLevel(logging.WARNING)
-        try:
-            fit(plugins=[Progress()])
-        finally:
-            logger.setLevel(before)
-        assert capsys.readouterr().err == ""
-
     def test_other_processes_show_nothing(self, capsys: Any) -> None:
         fit(plugins=[Progress(), SecondRank()])
         assert capsys.readouterr().err == ""
-
-    def test_an_interval_that_is_none_is_refused_before_any_work(self) -> None:
-        with pytest.raises(ForgeError, match="'often' is not an interval"):
-            Progress("often")
 
 
 class TestBar:
@@ -269,11 +184,6 @@ class TestBar:
         assert metrics.startswith(" train loss")
         assert epoch.index("3/5") == update.index("80 %")
 
-    def test_one_epoch_is_one_bar(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
-        terminal.show(lambda: fit(plugins=[Progress()], log_every=1))
-        assert not [text for text in terminal.pictures if " update " in text]
-
     def test_the_end_is_a_table_with_last_and_best(self, terminal: Terminal, tmp_path: Path) -> None:
         losses = iter([3.0, 1.0, 2.0])
 
@@ -295,23 +205,6 @@ class TestBar:
         assert f"run folder  {tmp_path}/run" in folded
         assert "checkpoints update-00000008, update-00000012 (latest)" in end
         assert f"forge board {tmp_path}/run" in folded
-
-    def test_what_was_rewound_is_no_best(self) -> None:
-        trainer, status = forge.Trainer(max_epochs=1, plugins=[]), Status("fit")
-        for update, loss in ((2, 3.0), (4, 1.0)):
-            trainer.progress.update = update
-            status.move(trainer)
-            status.log(update, {"val/loss": loss})
-        trainer.progress.update = trainer.resumed_from = 2
-        trainer.restores += 1
-        status.move(trainer)
-        assert status.best == {"val/loss": (2, 3.0)}
-
-    def test_a_resumed_run_says_from_where_on_its_best_is_known(self, terminal: Terminal, tmp_path: Path) -> None:
-        options: dict[str, Any] = {"plugins": [Progress(), Checkpoint()], "run_dir": tmp_path, "val": make_batches(1)}
-        fit(max_epochs=1, **options)
-        terminal.show(lambda: fit(max_epochs=2, resume=True, **options))
-        assert "best since 4" in terminal.last_picture
 
     def test_every_line_fits_the_terminal(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         class Talks(Classifier):
@@ -341,37 +234,6 @@ class TestBar:
         assert terminal.last_picture.startswith(f" epoch 1/1 {word} ━")
         assert terminal.getvalue().endswith(SHOW_CURSOR)
 
-    @pytest.mark.slow
-    def test_a_line_that_cannot_wait_stands_above_the_bars(self) -> None:
-        """As a handler of Ctrl-C writes it, on a real terminal, which echoes ^C."""
-        script = (
-            "import os, signal; from tests.support.tasks import Classifier, fit, make_batches\n"
-            "from forge_plugins import Checkpoint, Progress\n"
-            "class Shot(Classifier):\n"
-            "    def training_step(self, batch):\n"
-            "        if self.trainer.progress.update == 5:\n"
-            "            os.write(2, b'^C'); os.kill(os.getpid(), signal.SIGINT)\n"
-            "        return super().training_step(batch)\n"
-            "fit(Shot(), max_epochs=3, plugins=[Progress()])"
-        )
-        rows = Screen(80).read([sys.executable, "-c", script])
-        assert [row for row in rows if "stopping after this update" in row] == [
-            "SIGINT: stopping after this update; once more to stop at once."
-        ]
-        bars = [row for row in rows if "\u2501" in row]
-        assert len(bars) == 1, rows
-        assert "interrupted" in bars[0]
-
-    def test_an_error_at_the_build_leaves_the_terminal_alone(self, terminal: Terminal) -> None:
-        class NoStart(forge.Plugin):
-            @forge.hookimpl
-            def forge_start(self) -> None:
-                raise RuntimeError("on purpose")
-
-        with pytest.raises(RuntimeError, match="on purpose"):
-            terminal.show(lambda: fit(plugins=[Progress(), NoStart()]))
-        assert terminal.getvalue().count(HIDE_CURSOR) == terminal.getvalue().count(SHOW_CURSOR)
-
     def test_what_the_user_prints_stays_on_lines_of_its_own(self, terminal: Terminal) -> None:
         @forge.on("step_end")
         def say(step: forge.Step) -> None:
@@ -383,24 +245,6 @@ class TestBar:
         for i in range(4):
             assert [line for line in lines if line.endswith(f"update {i}")]
             assert f"to stderr {i}" in lines
-
-    def test_a_stdout_that_goes_to_a_file_keeps_what_is_printed(self, terminal: Terminal) -> None:
-        file = io.StringIO()
-
-        @forge.on("step_end")
-        def say(step: forge.Step) -> None:
-            print("update", step.index)
-
-        terminal.show(lambda: fit(plugins=[Progress(), say]), stdout=file)
-        assert file.getvalue() == "update 0\nupdate 1\nupdate 2\nupdate 3\n"
-
-    def test_validation_is_visible(self, terminal: Terminal) -> None:
-        terminal.show(lambda: fit(val=make_batches(1), plugins=[Progress()]))
-        assert "validating" in terminal.text
-
-    def test_a_run_of_unknown_length_has_a_bar_too(self, terminal: Terminal) -> None:
-        terminal.show(lambda: fit(train=iter(make_batches(4)), plugins=[Progress()]))
-        assert terminal.last_picture.startswith(" epoch 1/1 done ━")
 
     @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
     def test_the_other_verbs_have_a_bar_too(self, terminal: Terminal, verb: str) -> None:
@@ -414,12 +258,6 @@ class TestBar:
         assert "\x1b" not in terminal.getvalue()
         assert terminal.text.startswith("cpu (")
         assert "\nepoch 1/1  update 4/4" in terminal.text
-
-    def test_many_updates_are_few_pictures(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 3600.0)
-        terminal.show(lambda: fit(train=make_batches(50), max_epochs=2, plugins=[Progress()], log_every=1))
-        # one when it starts, one after the first update, one at the end
-        assert terminal.text.count("epoch 1/2") + terminal.text.count("epoch 2/2") == 3
 
 
 class Gone:
@@ -446,13 +284,6 @@ class Gone:
 @pytest.mark.parametrize("writes", [0, 1, 3])
 class TestASilentEnd:
     """Who runs `forge fit ... 2>&1 | tee log` and ends tee has a run that goes on."""
-
-    def test_lines_stop_at_the_first_error_and_the_run_goes_on(self, writes: int, error: OSError) -> None:
-        stderr = Gone(io.StringIO(), writes, error)
-        with contextlib.redirect_stderr(stderr):  # pyright: ignore[reportArgumentType]
-            result = fit(max_epochs=5, plugins=[Progress(every="1 updates")])
-        assert result.updates == 20
-        assert stderr.tried == writes + 1
 
     def test_a_bar_stops_at_the_first_error_and_the_run_goes_on(
         self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, writes: int, error: OSError
@@ -483,18 +314,6 @@ class TestNobodyThere:
         with contextlib.redirect_stderr(stderr):
             assert fit(max_epochs=2, plugins=[Progress(every="1 updates")]).updates == 8
 
-    def test_a_terminal_that_is_closed_meanwhile_ends_the_bar_alone(
-        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
-
-        @forge.on("step_end")
-        def close(step: forge.Step) -> None:
-            terminal.close()
-
-        with contextlib.redirect_stderr(terminal), contextlib.redirect_stdout(io.StringIO()):
-            assert fit(max_epochs=2, plugins=[Progress(), close]).updates == 8
-
 
 class TestHowThingsRead:
     @pytest.mark.parametrize(
@@ -518,28 +337,9 @@ class TestHowThingsRead:
     def test_a_number_is_short(self, name: str, value: float, text: str) -> None:
         assert short(name, value) == text
 
-    def test_training_comes_first_then_validation_then_the_rate(self) -> None:
-        names = ["grad_norm/before", "lr", "val/loss", "train/loss"]
-        assert [name for name, _ in ordered(dict.fromkeys(names, 1.0))] == [*reversed(names)]
-
-    def test_metrics_are_grouped_by_what_is_before_the_slash(self) -> None:
-        groups = grouped({"val/a/loss": 1.0, "train/loss": 2.0, "lr": 0.1, "train/acc": 3.0})
-        assert list(groups) == [
-            ("train", [("loss", "2.0000"), ("acc", "3.0000")]),
-            ("val", [("a/loss", "1.0000")]),
-            ("", [("lr", "0.1")]),
-        ]
-
     @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03")])
     def test_a_time_reads_like_a_clock(self, seconds: float, text: str) -> None:
         assert clock(seconds) == text
-
-    @pytest.mark.parametrize(
-        ("speed", "wide", "text"),
-        [(0.0, True, ""), (0.25, True, "4 s/update"), (12.34, False, "12.3/s"), (1234.5, True, "1,234 updates/s")],
-    )
-    def test_a_speed_is_per_second_or_a_slow_updates_seconds(self, speed: float, wide: bool, text: str) -> None:
-        assert speed_of(speed, wide) == text
 
 
 class TestSpeed:
@@ -580,18 +380,3 @@ def _lines(capsys: Any) -> list[str]:
 def _updates(capsys: Any) -> list[str]:
     """The counters of every line but the final one."""
     return [re.findall(r"update +(\S+)", line)[0] for line in _lines(capsys)[:-1]]
-
-
-def test_what_plugins_say_of_themselves_is_not_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    class Chatty(forge.Plugin):
-        """Records under its own name, and under another."""
-
-        @forge.hookimpl
-        def forge_step_end(self, step: forge.Step) -> None:
-            step.record("chatty/detail", 1.0)
-            step.record("speed/limit", 2.0)
-
-    fit(plugins=[Chatty(), Progress()])
-    shown = capsys.readouterr().err
-    assert "speed/limit" in shown
-    assert "chatty" not in shown

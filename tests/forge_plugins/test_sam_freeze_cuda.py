@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge
-from forge.errors import NonFiniteError
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
-from forge_plugins import SAM, Accumulate, Checkpoint, Clip, Freeze, Guard
-from tests.forge.snapshot.test_resume import PowerCut, cut_at
+from forge_plugins import SAM, Accumulate, Clip, Freeze, Guard
 
 pytestmark = pytest.mark.gpu
 
@@ -114,16 +111,6 @@ def test_sam_equals_a_hand_written_loop_bit_for_bit(adaptive: bool, window: int)
     assert_same_weights(ours, theirs)
 
 
-def test_a_bad_window_leaves_the_weights_as_they_were_before_it() -> None:
-    bad, task = batches(), Fused()
-    bad[3][0][1, 2] = float("nan")
-    with pytest.raises(NonFiniteError, match="Update 3"):
-        fit([SAM(0.5), Guard()], task, bad, max_epochs=1)
-    expected = fit([SAM(0.5), Guard()], max_epochs=None, max_updates=3)
-    for ours, theirs in zip(task.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 # -- freeze -----------------------------------------------------------------------------------------------------------
 
 
@@ -137,38 +124,3 @@ def test_freezing_and_thawing_wait_for_nothing(syncs_are_errors: forge.Plugin) -
     assert all(
         not torch.equal(p.cpu(), start) for p, start in zip(task.parameters(), Fused().parameters(), strict=True)
     )
-
-
-@pytest.mark.parametrize("rho", [None, 0.5])
-def test_freezing_and_thawing_equal_a_hand_written_loop(rho: float | None) -> None:
-    """One epoch frozen, one thawed, with a fused optimizer that has held all parameters from the start."""
-    ours = fit([Freeze("net.[01]", thaw="1 epoch"), Clip(0.5), *([SAM(rho)] if rho else [])])
-    task: Any = Fused().cuda().train()
-    optimizer = task.configure_optimizers()
-    torch.manual_seed(0)
-    for trains in (False, True):
-        for part in (task.net[0], task.net[1]):
-            part.requires_grad_(trains)
-        task.net[1].train(trains)
-        for batch in batches():
-            one_update(task, optimizer, [batch], 0.5, rho, False)
-    assert_same_weights(ours, task)
-
-
-@pytest.mark.parametrize("update", [2, 3, 4, 6])
-def test_a_run_cut_off_around_a_thaw_ends_in_the_same_weights(update: int, tmp_path: Path) -> None:
-    def live(folder: str, *more: Any) -> Any:
-        freeze = Freeze("net.[01]", thaw={"net.0": "3 updates", "net.1": "5 updates"})
-        stack = [SAM(0.5), freeze, Accumulate(2), Checkpoint(every="1 updates", background=False), *more]
-        return fit(stack, run_dir=tmp_path / folder, resume="auto")
-
-    straight = live("straight")
-    with pytest.raises(PowerCut):
-        live("cut", cut_at(update))
-    assert_same_weights(live("cut"), straight)
-
-
-def test_frozen_parameters_and_statistics_keep_their_bits() -> None:
-    task, before = fit([Freeze("net.[01]")]), Fused().state_dict()
-    for name, tensor in task.state_dict().items():
-        assert torch.equal(tensor.cpu(), before[name]) == (not name.startswith("net.4")), name

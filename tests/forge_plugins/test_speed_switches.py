@@ -13,7 +13,7 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, tiny_batches
 from forge_plugins import Backends
 
 
@@ -60,16 +60,6 @@ def test_channels_last_converts_and_puts_back() -> None:
     torch.testing.assert_close(changed.state_dict(), plain.state_dict())
 
 
-def test_channels_last_leaves_a_task_without_pictures_alone(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    plain = TinyTask()
-    changed = copy.deepcopy(plain)
-    trained(plain, tiny_batches())
-    trained(changed, tiny_batches(), "channels_last")
-    assert_same_weights(changed, plain)
-    assert "TinyTask has no weight of four dimensions" in caplog.text
-
-
 def test_fused_steps_keep_class_and_state_and_are_close() -> None:
     plain = Pictures()
     changed = copy.deepcopy(plain)
@@ -101,28 +91,6 @@ def test_an_optimizer_without_a_fused_step_is_named(caplog: pytest.LogCaptureFix
     trained(Chosen(), tiny_batches(), "fused_optimizer")
     assert "RMSprop runs as written: torch has no fused step for it" in caplog.text
     assert "SGD runs as written: it chooses its step itself" in caplog.text
-
-
-def test_several_optimizers_are_all_fused() -> None:
-    seen: dict[Any, Any] = {}
-
-    @forge.on("start")
-    def look(trainer: forge.Run) -> None:
-        seen.update({name: o.param_groups[0]["fused"] for name, o in trainer.optimizers.items()})
-
-    trained(TinyGAN(), tiny_batches(), "fused_optimizer", look)
-    assert len(seen) == 2
-    assert all(seen.values())
-
-
-def test_backends_change_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    plain = TinyTask()
-    changed = copy.deepcopy(plain)
-    trained(plain, tiny_batches())
-    trained(changed, tiny_batches(), Backends(tf32=True, cudnn_benchmark=True, attention="flash"))
-    assert_same_weights(changed, plain)
-    assert "backends: the switches are CUDA's" in caplog.text
 
 
 def test_measured_convolutions_are_refused_if_deterministic() -> None:

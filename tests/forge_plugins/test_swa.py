@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR, update_bn
 
 import forge
-from forge.data import Loader
 from forge.errors import StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
 from forge_plugins import SWA, Checkpoint, Schedule
 from tests.support.averages import (
     Watched,
@@ -27,10 +25,8 @@ from tests.support.averages import (
     loss_of,
     mean_of,
     parameters,
-    skipping,
-    train,
 )
-from tests.support.swa_kit import Noisy
+from tests.support.profiles import some
 
 STATISTICS = ("net.1.running_mean", "net.1.running_var")
 
@@ -46,54 +42,24 @@ def ends_of_40_samples() -> list[int]:
 
 @pytest.mark.parametrize(
     ("options", "taken"),
-    [
-        ({}, lambda update: update == 20),
-        ({"start": 0.5}, lambda update: update in (15, 20)),
-        ({"start": 0.0}, lambda update: update % 5 == 0),
-        ({"start": "2 epochs"}, lambda update: update in (15, 20)),
-        ({"start": 9, "every": "1 epoch"}, lambda update: update in (10, 15, 20)),
-        ({"start": 4, "every": "3 updates"}, lambda update: update in (6, 9, 12, 15, 18)),
-        ({"start": 0.7, "every": "1 updates"}, lambda update: update > 14),
-        ({"start": 0, "every": "40 samples"}, lambda update: update in ends_of_40_samples()),
-    ],
+    some(
+        [
+            ({}, lambda update: update == 20),
+            ({"start": 0.5}, lambda update: update in (15, 20)),
+            ({"start": 0.0}, lambda update: update % 5 == 0),
+            ({"start": "2 epochs"}, lambda update: update in (15, 20)),
+            ({"start": 9, "every": "1 epoch"}, lambda update: update in (10, 15, 20)),
+            ({"start": 4, "every": "3 updates"}, lambda update: update in (6, 9, 12, 15, 18)),
+            ({"start": 0.7, "every": "1 updates"}, lambda update: update > 14),
+            ({"start": 0, "every": "40 samples"}, lambda update: update in ends_of_40_samples()),
+        ],
+        quick=2,
+    ),
 )
 def test_the_mean_is_torchs_own_bit_for_bit(options: dict[str, Any], taken: Callable[[int], bool]) -> None:
     plugin = SWA(**options)
     task, _ = fit_tiny([plugin], max_epochs=4)
     assert_same_weights(parameters(applied(plugin, task)), parameters(by_hand(mean_of, taken, epochs=4).module))
-
-
-def test_the_mean_is_the_mean() -> None:
-    plugin = SWA(0, every="1 updates")
-    task, _ = fit_tiny([plugin], max_epochs=4)
-    seen: list[list[Tensor]] = []
-    model = TinyTask()
-    train(model, lambda update: seen.append([p.detach().double() for p in model.parameters()]), epochs=4)
-    for ours, *theirs in zip(applied(plugin, task).parameters(), *seen, strict=True):
-        torch.testing.assert_close(ours.double(), torch.stack(theirs).mean(0), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("skipped", "taken"),
-    [
-        ({4}, [4, 9, 14]),  # an epoch whose last update is skipped ends all the same
-        ({5, 6, 7, 8, 9}, [4, 14]),  # an epoch without an update has nothing new
-    ],
-)
-def test_the_same_weights_are_taken_once(skipped: set[int], taken: list[int]) -> None:
-    plugin = SWA(0)
-    task, _ = fit_tiny([plugin, skipping(*skipped)], task=TinyTask(dropout=0.0), max_epochs=3)
-    model = TinyTask(dropout=0.0)
-    mean = mean_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for update, batch in enumerate(tiny_batches() * 3):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if update not in skipped:
-            optimizer.step()
-        if update in taken:
-            mean.update_parameters(model)
-    assert_same_weights(parameters(applied(plugin, task)), parameters(mean.module))
 
 
 # -- what is evaluated ------------------------------------------------------------------------------------------------
@@ -182,57 +148,6 @@ class Drawing(TinyTask):
     validation_step = TinyTask.training_step
 
 
-class CountsForwards(forge.Plugin):
-    """Records something at every forward of a training step."""
-
-    @forge.hookimpl(wrapper=True)
-    def forge_forward(self, step: forge.Step, batch: Any) -> Any:
-        output = yield
-        if step.stage == "train":
-            step.record("forwards", batch[0].sum())
-        return output
-
-
-@pytest.mark.parametrize(
-    ("workers", "every"),
-    [
-        (0, "3 updates"),
-        (0, "1 epoch"),
-        *(pytest.param(1, every, marks=pytest.mark.slow) for every in ("3 updates", "1 epoch")),
-    ],
-)
-def test_the_run_does_not_notice_the_estimate(workers: int, every: str) -> None:
-    """Data order, augmentation, random numbers, modes, buffers and metrics of training, in the middle of an epoch."""
-
-    def fit(plugins: list[Any]) -> tuple[Any, dict[str, float], list[Any]]:
-        options = {"persistent_workers": False, "multiprocessing_context": "fork"} if workers else {}
-        loader = Loader(Noisy(), 8, shuffle=True, num_workers=workers, **options)
-        losses: list[Any] = []
-
-        @forge.on("log")
-        def keep(update: int, metrics: dict[str, Any]) -> None:
-            losses.append((update, metrics.get("train/loss"), metrics.get("forwards")))
-
-        stack = [*plugins, keep, CountsForwards()]
-        task, result = fit_tiny(stack, task=Drawing(), train=loader, max_epochs=3, validate_every=every)
-        return task, {k: v for k, v in result.metrics.items() if k.startswith("train/")}, losses
-
-    estimated = SWA(3, every="2 updates")
-    plain, watched = fit([]), fit([estimated])
-    assert estimated._estimated
-    assert_same_weights(watched[0], plain[0])
-    assert torch.equal(watched[0].scratch, plain[0].scratch)
-    assert watched[1:] == plain[1:]
-    assert all(module.training for module in watched[0].modules())
-    assert watched[0].net[1].momentum == 0.1
-
-
-def test_one_average_is_estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = count_estimates(monkeypatch)
-    fit_tiny([SWA(0.5)], max_epochs=4, validate_every="1 updates", run_dir=None)
-    assert calls == [1, 2]
-
-
 def count_estimates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     import forge_plugins.swa as module
 
@@ -279,36 +194,6 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     assert not torch.equal(task.seen[-1]["net.1.running_mean"], task.state_dict()["net.1.running_mean"])
 
 
-class Unsaved(TinyTask):
-    """Leaves BatchNorm's statistics out of what is saved; remembers those that each validation used."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.seen: list[dict[str, Tensor]] = []
-
-    def state_dict(self, *words: Any, **options: Any) -> Any:
-        state = super().state_dict(*words, **options)
-        return {name: tensor for name, tensor in state.items() if not name.startswith("net.1.")}
-
-    def evaluation_end(self, stage: str) -> dict[str, Any]:
-        self.seen.append({name: tensor.clone() for name, tensor in self.named_buffers()})
-        return {}
-
-
-def test_unsaved_statistics_are_estimated_and_put_back(tmp_path: Path) -> None:
-    task, plain, saved = Unsaved(), TinyTask(dropout=0.0), Watched(dropout=0.0)
-    fit_tiny([SWA(0)], task=task, validate_every="3 updates", run_dir=tmp_path)
-    fit_tiny([], task=plain)
-    fit_tiny([SWA(0)], task=saved, validate_every="3 updates")
-    assert_same_weights(dict(task.named_buffers()), dict(plain.named_buffers()))
-    assert_same_weights(parameters(task), parameters(plain))
-    assert len(task.seen) == len(saved.seen) > 2
-    for ours, theirs in zip(task.seen[1:], saved.seen[1:], strict=True):  # at update 3 there is no average
-        for name in STATISTICS:
-            assert torch.equal(ours[name], theirs[name])
-    assert not [name for name in load_file(tmp_path / "weights.safetensors") if "running" in name]
-
-
 class Replacing(TinyTask):
     """Puts other tensors in the place of its buffers at every forward of an evaluation."""
 
@@ -324,30 +209,6 @@ class Replacing(TinyTask):
         if not self.training:
             self.level, self.calls = self.level + 1, self.calls + 1
         return super().forward(x)
-
-
-def test_buffers_that_an_evaluation_replaces_are_put_back(tmp_path: Path) -> None:
-    task, plain, plugin = Replacing(), Replacing(), SWA(7, every="1 updates")
-    fit_tiny([plugin], task=task, validate_every="2 updates", run_dir=tmp_path)
-    fit_tiny([], task=plain, validate_every="2 updates")
-    assert_same_weights(parameters(task), parameters(plain))
-    assert torch.equal(task.calls, plain.calls)
-    assert plugin._estimated
-
-
-def test_a_step_that_asks_for_gradients_is_estimated_too() -> None:
-    class Penalty(Watched):
-        def training_step(self, batch: Any) -> Any:
-            x = batch[0].clone().requires_grad_()
-            (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
-            return {"loss": loss_of(self, batch) + 0.01 * slope.square().mean()}
-
-        validation_step = TinyTask.validation_step
-
-    task = Penalty()
-    fit_tiny([SWA(0)], task=task)
-    assert len(task.seen) == 2
-    assert all(parameter.grad is None for parameter in task.parameters())
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step", "loader"])
@@ -442,31 +303,6 @@ def test_a_schedule_of_the_tasks_is_taken_over_at_the_start() -> None:
     assert both.used[7:] == [[pytest.approx((before + 0.07) / 2)], [0.07], [0.07]]
 
 
-def test_from_the_first_update_on() -> None:
-    rates = Rates()
-    fit_tiny([SWA(0, lr=0.01, anneal=0), rates.plugin], task=TinyGAN())
-    assert rates.used == [[0.01, 0.01]] * 10
-
-
-def test_without_lr_the_rates_are_the_schedules() -> None:
-    alone, both = Rates(), Rates()
-    fit_tiny([Schedule("linear"), alone.plugin])
-    fit_tiny([SWA(0.2), Schedule("linear"), both.plugin])
-    assert both.used == alone.used
-
-
-def test_a_rate_on_the_device_is_changed_where_it_is() -> None:
-    class OnTensor(TinyTask):
-        def configure_optimizers(self) -> Any:
-            self.rate = torch.tensor(0.1)
-            return torch.optim.SGD(self.parameters(), lr=self.rate)
-
-    rates, task = Rates(), OnTensor()
-    fit_tiny([SWA(0.5, lr=0.02, anneal=0), rates.plugin], task=task)
-    assert task.rate.item() == pytest.approx(0.02)
-    assert [pair[0] for pair in rates.used] == pytest.approx([0.1] * 5 + [0.02] * 5)
-
-
 def test_a_plateau_schedule_beside_lr_is_refused() -> None:
     class Plateau(TinyTask):
         def configure_optimizers(self) -> Any:
@@ -479,13 +315,3 @@ def test_a_plateau_schedule_beside_lr_is_refused() -> None:
 
 
 # -- resumed, and beside others ---------------------------------------------------------------------------------------
-
-
-def test_the_log_names_the_cost_of_a_slow_estimate(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    ticks = iter(range(0, 10_000, 5))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
-    fit_tiny([SWA(0)], max_epochs=1)
-    assert "swa: BatchNorm's statistics estimated from 5 batches in 5.0 s" in caplog.text

@@ -16,28 +16,11 @@ from forge.data import Loader
 from forge.testing import assert_same_weights, first_difference, fit_tiny, tiny_batches
 from forge_plugins import SWA
 from tests.support.averages import (
-    Stream,
     applied,
     parameters,
 )
-from tests.support.swa_kit import Noisy
 
 # -- loaders that cannot be read twice at once ------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_persistent_workers_are_not_asked_within_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
-    def fit(plugins: list[Any], every: str) -> forge.TaskModule:
-        loader = Loader(Noisy(), 8, shuffle=True, num_workers=1, multiprocessing_context="fork")
-        return fit_tiny(plugins, train=loader, max_epochs=2, validate_every=every)[0]
-
-    at_ends = SWA(0)
-    assert_same_weights(fit([at_ends], "1 epoch"), fit([], "1 epoch"))
-    assert at_ends._estimated
-    assert "swa" not in caplog.text
-    between = SWA(0, every="2 updates")
-    assert_same_weights(fit([between], "3 updates"), fit([], "3 updates"))
-    assert caplog.text.count("persistent workers serve one pass at a time") == 1
 
 
 class Counting(IterableDataset[Any]):
@@ -104,21 +87,6 @@ def test_a_loader_that_draws_its_order_is_reread_at_the_end(
     plugin = SWA(0, every="2 updates")
     assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
     assert caplog.text.count("this loader may give another order on each pass") == 1
-    assert plugin._estimated
-
-
-def test_a_list_of_batches_is_estimated_between(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = SWA(0, every="2 updates")
-    fit_tiny([plugin], validate_every="2 updates")
-    assert plugin._estimated
-    assert "not estimated again" not in caplog.text
-
-
-def test_a_loader_without_a_length_needs_a_number_of_batches(tmp_path: Path) -> None:
-    with pytest.raises(forge.ForgeError, match=r"swa\.update_bn=true reads all training data.*swa\.update_bn=200"):
-        fit_tiny([SWA(0)], train=Stream())
-    plugin = SWA(0, update_bn=3)
-    fit_tiny([plugin], train=Stream(), run_dir=tmp_path)
     assert plugin._estimated
 
 

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import forge
-from forge.errors import RecipeError
-from forge.testing import assert_same_weights, check_plugin
 from forge_plugins import JSONL, System
 from forge_plugins import system as module
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit
 
 HOST = {"cpu_percent", "process_cpu_percent", "ram_gb", "process_ram_gb", "disk_free_gb"}
 
@@ -66,20 +63,6 @@ def test_the_thread_ends_with_the_run(fails: bool) -> None:
     assert threads() == []
 
 
-def test_the_bits_of_the_run_are_untouched() -> None:
-    tasks = []
-    for plugins in ([], [System(every=1e-4)]):
-        torch.manual_seed(0)
-        tasks.append(Classifier())
-        fit(tasks[-1], make_batches(8), make_batches(2), max_epochs=2, log_every=1, plugins=plugins, seed=3)
-    assert_same_weights(*tasks)
-
-
-def test_an_evaluation_starts_no_thread() -> None:
-    forge.Trainer(plugins=[System()], run_dir=False).validate(Classifier(), make_batches(1))
-    assert threads() == []
-
-
 def test_means_are_of_what_was_read_since() -> None:
     values = iter([1.0, 3.0])
     read = threading.Event()
@@ -96,24 +79,6 @@ def test_means_are_of_what_was_read_since() -> None:
     assert (sampler.take(), sampler.take()) == ({"x": 2.0}, {})
     sampler.stop()
     assert not sampler._thread.is_alive()
-
-
-def test_a_figure_that_goes_away_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    read = threading.Event()
-
-    def gone() -> dict[str, float]:
-        raise OSError("the driver is gone")
-
-    def stays() -> dict[str, float]:
-        read.set()
-        return {"x": 1.0}
-
-    with caplog.at_level("WARNING", logger="forge"):
-        sampler = module.Sampler([gone, stays], 1e-4)
-        assert read.wait(60)
-        sampler.stop()
-    assert caplog.text.count("the driver is gone") == 1
-    assert sampler.take() == {"x": 1.0}
 
 
 def test_gpus_are_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +111,3 @@ def test_without_nvml_it_says_what_to_install(
     with caplog.at_level("WARNING", logger="forge"):
         assert len(module.readers(torch.device("cuda"), Path())) <= 3
     assert "pip install nvidia-ml-py" in caplog.text
-
-
-def test_an_interval_of_nothing_is_refused() -> None:
-    with pytest.raises(RecipeError, match="above 0"):
-        System(every=0)
-
-
-def test_it_keeps_the_rules_for_plugins() -> None:
-    check_plugin(System)

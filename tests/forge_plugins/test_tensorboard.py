@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import signal
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -25,14 +21,10 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
 
 import forge
-from forge.env import Env
-from forge.errors import RecipeError
 from forge.testing import TinyTask, tiny_batches
-from forge_plugins import JSONL, Checkpoint, Clip, Guard, Progress, Schedule, Tensorboard
+from forge_plugins import Checkpoint, Clip, Guard, Schedule, Tensorboard
 from forge_plugins.tensorboard.events import new_file
-from tests.conftest import REPO
-from tests.support import forked
-from tests.support.tasks import Classifier, fit, make_batches, second_rank
+from tests.support.tasks import Classifier, fit, make_batches
 
 hparams_api: Any = api_pb2  # whose classes are made as it is imported
 Status = hparams_api.Status
@@ -155,11 +147,6 @@ def test_scalars_are_drawn_over_updates(tmp_path: Path) -> None:
         assert [(e.step, e.value) for e in events.Scalars(name)] == [(u, pytest.approx(v)) for u, v in points]
 
 
-def test_one_fit_is_one_run_in_one_file(tmp_path: Path) -> None:
-    fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
-    assert len([path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()]) == 1
-
-
 def test_images_of_every_form_arrive_with_their_size(tmp_path: Path) -> None:
     fit(Pictures(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
     events = read(tmp_path)
@@ -205,46 +192,15 @@ class TestHyperparameters:
         assert values["schedule.kind"].string_value == "constant"
         assert values["trainer.seed"].number_value == 3
 
-    def test_what_was_not_set_and_what_only_observes_is_left_out(self, tmp_path: Path) -> None:
-        fit(plugins=[Tensorboard(), JSONL(), Progress()], run_dir=tmp_path)
-        values = hyperparameters_of(tmp_path)["_hparams_/session_start_info"].session_start_info.hparams
-        assert not [name for name in values if name.startswith(("progress", "tensorboard", "jsonl"))]
-        assert "trainer.max_updates" not in values
-
     def test_every_metric_of_the_fit_is_a_column(self, tmp_path: Path) -> None:
         result = fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
         (session,) = Page(tmp_path).sessions.values()
         assert session.metrics == pytest.approx(result.metrics)
 
-    def test_runs_with_other_stacks_have_their_columns_too(self, tmp_path: Path) -> None:
-        fit(plugins=[Tensorboard()], run_dir=tmp_path / "a")
-        fit(plugins=[Tensorboard(), Clip(0.5)], run_dir=tmp_path / "b")
-        page = Page(tmp_path)
-        assert "clip.max_norm" in page.columns
-        assert "grad_norm/before" in page.metrics
-        assert page.sessions["b/tensorboard"].values["clip.max_norm"] == 0.5
-
     def test_a_fit_that_reached_its_end_was_a_success(self, tmp_path: Path) -> None:
         fit(plugins=[Tensorboard()], run_dir=tmp_path)
         (session,) = Page(tmp_path).sessions.values()
         assert session.status == Status.STATUS_SUCCESS
-
-    def test_a_value_of_any_type_becomes_one_that_can_be_shown(self, tmp_path: Path) -> None:
-        class Odd(Classifier):
-            def __init__(self, sizes: tuple[int, ...] = (1, 2), act: type = torch.nn.ReLU):
-                super().__init__()
-
-        fit(Odd(), plugins=[Tensorboard()], run_dir=tmp_path)
-        values = hyperparameters_of(tmp_path)["_hparams_/session_start_info"].session_start_info.hparams
-        assert values["task.sizes"].string_value == "[1, 2]"
-        assert "ReLU" in values["task.act"].string_value
-
-    def test_a_failed_run_has_them_too_but_no_end(self, tmp_path: Path) -> None:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            fit(Fails(), train=make_batches(6), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
-        (session,) = Page(tmp_path).sessions.values()
-        assert session.values["task.hidden"] == 8
-        assert session.status == Status.STATUS_UNKNOWN
 
 
 def test_a_failed_run_keeps_what_it_logged_and_closes_its_file(tmp_path: Path) -> None:
@@ -253,47 +209,6 @@ def test_a_failed_run_keeps_what_it_logged_and_closes_its_file(tmp_path: Path) -
         fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1)
     assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [1, 2, 3]
     assert plugin.opened is None
-
-
-def test_one_plugin_serves_several_runs(tmp_path: Path) -> None:
-    plugin = Tensorboard()
-    for name in ("first", "second"):
-        fit(train=make_batches(2), plugins=[plugin], run_dir=tmp_path / name)
-        assert [event.step for event in read(tmp_path / name).Scalars("train/loss")] == [2]
-
-
-def test_a_test_writes_its_metrics_but_no_hyperparameters(tmp_path: Path) -> None:
-    forge.Trainer(plugins=[Tensorboard()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(2))
-    assert read(tmp_path).Tags()["scalars"] == ["test/loss", "test/accuracy"]
-    assert hyperparameters_of(tmp_path) == {}
-
-
-def test_without_a_run_folder_nothing_is_written(empty_folder: Path) -> None:
-    fit(plugins=[Tensorboard()], run_dir=False)
-    assert list(empty_folder.iterdir()) == []
-
-
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    class SecondRank(forge.Plugin):
-        @forge.hookimpl
-        def forge_setup_env(self) -> Env:
-            return second_rank()
-
-    fit(plugins=[Tensorboard(), SecondRank()], run_dir=tmp_path)
-    assert not (tmp_path / "tensorboard").exists()
-
-
-def test_importing_the_plugin_does_not_import_tensorboard() -> None:
-    code = """
-import sys
-for name in list(sys.modules):
-    if name.partition(".")[0] in ("forge", "forge_plugins", "tensorboard") or name == "torch.utils.tensorboard":
-        del sys.modules[name]
-import forge_plugins.tensorboard
-print("tensorboard" in sys.modules)
-"""
-    done = forked.run([sys.executable, "-c", code], timeout=120)
-    assert done.stdout == "False\n", done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,21 +244,6 @@ def test_a_histogram_has_the_bins_and_sums_of_its_values(tmp_path: Path) -> None
     assert [bar[2] for bar in drawn] == list(written.bucket)
     assert [bar[0] for bar in drawn] == pytest.approx(edges[:-1].tolist(), abs=1e-5)
     assert [bar[1] for bar in drawn] == pytest.approx(edges[1:].tolist(), abs=1e-5)
-
-
-def test_empty_bins_at_the_ends_are_not_stretched_over(tmp_path: Path) -> None:
-    histogram = forge.Histogram(torch.tensor([0.0, 2.0, 0.0, 3.0, 0.0]), torch.arange(6.0))
-    written, drawn = histogram_of(tmp_path, histogram)
-    assert drawn == [[1.0, 2.0, 2.0], [2.0, 3.0, 0.0], [3.0, 4.0, 3.0]]
-    assert (written.min, written.max, written.num, written.sum) == (1.0, 4.0, 5.0, 2 * 1.5 + 3 * 3.5)
-
-
-@pytest.mark.parametrize("values", [torch.empty(0), torch.full((7,), 0.25), torch.tensor([math.nan, math.inf])])
-def test_a_histogram_of_nothing_much_is_written_too(tmp_path: Path, values: torch.Tensor) -> None:
-    written, drawn = histogram_of(tmp_path, forge.Histogram.of(values))
-    count = int(torch.isfinite(values).sum())
-    assert written.num == count
-    assert sum(bar[2] for bar in drawn) == count
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -425,41 +325,6 @@ def test_a_run_that_was_cut_off_shows_every_update_once(tmp_path: Path, cuts: li
     check_lives(tmp_path, cuts, every)
 
 
-@pytest.mark.slow
-@given(cuts=st.lists(st.integers(1, 12), min_size=1, max_size=4), every=st.integers(1, 6))
-def test_any_lives_of_a_run_show_every_update_once(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], every: int
-) -> None:
-    check_lives(tmp_path_factory.mktemp("lives"), cuts, every)
-
-
-def test_the_run_card_is_there_once_for_every_life_that_counts(tmp_path: Path) -> None:
-    for cut in (8, 7):  # the second life dies where the third one begins
-        live(tmp_path, cut_at(cut))
-    live(tmp_path)
-    cards = Board(tmp_path).shown()["card"]
-    assert [step for step, _ in cards] == [0, 7]
-    assert b"- **resumed from**: update 6" in cards[-1][1][0]
-
-
-def test_a_life_that_died_before_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    for _ in range(2):
-        live(tmp_path, cut_at(2))
-    live(tmp_path)
-    assert [step for step, _ in Board(tmp_path).shown()["card"]] == [0]
-
-
-def test_a_resumed_run_is_one_session_with_its_last_end(tmp_path: Path) -> None:
-    live(tmp_path, cut_at(8))
-    (session,) = Page(tmp_path).sessions.values()
-    assert session.status == Status.STATUS_UNKNOWN
-    live(tmp_path)
-    (session,) = Page(tmp_path).sessions.values()
-    assert session.status == Status.STATUS_SUCCESS
-    assert session.values["trainer.max_updates"] == 12
-    assert session.metrics["train/loss"] == Board(tmp_path).shown()["train/loss"][-1][1]
-
-
 def test_a_file_that_a_kill_has_torn_is_read_up_to_there(tmp_path: Path) -> None:
     live(tmp_path / "straight")
     live(tmp_path / "cut", cut_at(8))
@@ -468,14 +333,6 @@ def test_a_file_that_a_kill_has_torn_is_read_up_to_there(tmp_path: Path) -> None
     live(tmp_path / "cut")
     cut, straight = (Board(tmp_path / name).shown() for name in ("cut", "straight"))
     assert without_card(cut) == without_card(straight)
-
-
-def test_a_fit_anew_in_a_folder_replaces_what_is_drawn(tmp_path: Path) -> None:
-    for updates in (8, 5):
-        fit(train=make_batches(8), max_updates=updates, plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
-    shown = Board(tmp_path).shown()
-    assert [step for step, _ in shown["train/loss"]] == [1, 2, 3, 4, 5]
-    assert [step for step, _ in shown["card"]] == [0]
 
 
 def test_a_test_in_the_folder_of_a_fit_leaves_its_curves_alone(tmp_path: Path) -> None:
@@ -517,43 +374,6 @@ def test_a_rewind_takes_back_what_was_drawn_since(tmp_path: Path) -> None:
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
-def test_a_rewind_to_where_this_life_began_writes_its_card_again(tmp_path: Path) -> None:
-    live(tmp_path, cut_at(4))
-
-    @forge.on("boundary")
-    def back(trainer: forge.Trainer) -> None:
-        if trainer.progress.update == 5 and trainer.restores == 1:
-            trainer.request_rewind("once")
-
-    live(tmp_path, back)
-    shown = Board(tmp_path).shown()
-    assert [step for step, _ in shown["card"]] == [0, 4]
-    assert [step for step, _ in shown["train/loss"]] == list(range(1, 13))
-
-
-@pytest.mark.slow
-def test_what_was_drawn_before_a_checkpoint_survives_a_kill(tmp_path: Path) -> None:
-    live(tmp_path / "straight")
-    code = f"""
-import os, signal
-from pathlib import Path
-import forge
-from tests.forge_plugins.test_tensorboard import live
-
-@forge.on("boundary")
-def kill(trainer):
-    if trainer.progress.update == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-live(Path({str(tmp_path / "cut")!r}), kill)
-"""
-    killed = forked.run([sys.executable, "-c", code], cwd=REPO, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    live(tmp_path / "cut")
-    cut, straight = (Board(tmp_path / name).shown() for name in ("cut", "straight"))
-    assert without_card(cut) == without_card(straight)
-
-
 def test_a_new_file_sorts_last_even_within_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000_000_000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
@@ -563,20 +383,6 @@ def test_a_new_file_sorts_last_even_within_one_second(tmp_path: Path, monkeypatc
     new_file(tmp_path, 1, 10).close()
     assert len(list(tmp_path.iterdir())) == 2
     assert max(tmp_path.iterdir()) != other
-
-
-def test_a_clock_that_is_far_behind_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    (tmp_path / "events.out.tfevents.9999999999.zzz.1.0").touch()
-    new_file(tmp_path, 1, 10).close()
-    assert "is newer than this machine's clock" in caplog.text
-
-
-def test_an_option_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"tensorboard\.flush_seconds is -1"):
-        Tensorboard(-1)
 
 
 class Fails(Classifier):

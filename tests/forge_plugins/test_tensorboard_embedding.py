@@ -91,54 +91,6 @@ def test_other_sinks_pass_over_it_and_the_text_page_links_it(tmp_path: Path) -> 
     assert b"6 points of 8 dimensions" in event.tensor_proto.string_val[0]
 
 
-@pytest.mark.slow
-def test_the_latest_of_each_name_is_kept_and_nothing_else(tmp_path: Path) -> None:
-    for seed in range(4):
-        projector.write(tmp_path, "val/a", forge.Embedding(points(seed), images=torch.rand(5, 1, 2, 2)))
-        projector.write(tmp_path, "val/b", forge.Embedding(points(seed + 10, 3)))
-    projector.write(tmp_path, "val/a", forge.Embedding(points(9, 2), ["x", "y"]))
-    (tmp_path / "events.out.tfevents.1.x").touch()
-    files = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "projector").rglob("*") if path.is_file())
-    assert files == ["projector/val%2Fa/labels.tsv", "projector/val%2Fa/vectors.tsv", "projector/val%2Fb/vectors.tsv"]
-    page = Page(tmp_path.parent)
-    answer = json.loads(page.ask("/info", run=tmp_path.name))["embeddings"]
-    assert [(entry["tensorName"], entry["tensorShape"]) for entry in answer] == [("val/b", [3, 4]), ("val/a", [2, 4])]
-    assert "sprite" not in answer[1]
-
-
-def test_pictures_are_laid_out_row_by_row_on_a_square(tmp_path: Path) -> None:
-    images = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 3, 2) / 10
-    fit(Publishes(forge.Embedding(points(), images=images)), plugins=[Tensorboard()], run_dir=tmp_path)
-    page = Page(tmp_path)
-    (entry,) = json.loads(page.ask("/info"))["embeddings"]
-    assert entry["sprite"]["singleImageDim"] == [2, 3]
-    sheet = page.sheet("drawn")
-    assert sheet.shape == (9, 6)  # three columns for five pictures, as many rows
-    tiles = sheet.view(3, 3, 3, 2).permute(0, 2, 1, 3).reshape(9, -1)
-    assert [tile.unique().tolist() for tile in tiles] == [[0], [26], [51], [76], [102], [0], [0], [0], [0]]
-
-
-def test_pictures_that_would_not_fit_on_a_sheet_are_made_smaller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(projector, "WIDEST", 30)
-    images = torch.full((9, 3, 16, 8), 255, dtype=torch.uint8)
-    fit(Publishes(forge.Embedding(points(0, 9), images=images)), plugins=[Tensorboard()], run_dir=tmp_path)
-    page = Page(tmp_path)
-    (entry,) = json.loads(page.ask("/info"))["embeddings"]
-    assert entry["sprite"]["singleImageDim"] == [8, 10]
-    assert page.sheet("drawn").unique().tolist() == [255]
-
-
-def test_odd_numbers_and_labels_do_not_break_the_page(tmp_path: Path) -> None:
-    vectors = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
-    labels = ["two\nlines\tand a tab", "", "plain"]
-    fit(Publishes(forge.Embedding(vectors, labels)), plugins=[Tensorboard()], run_dir=tmp_path)
-    page = Page(tmp_path)
-    assert page.labels("drawn") == ["two lines and a tab", "–", "plain"]
-    assert torch.isfinite(page.vectors("drawn")).all()
-
-
 def test_a_resumed_run_keeps_points_and_a_fresh_one_does_not(tmp_path: Path) -> None:
     saves = Checkpoint(every="2 updates", background=False)
     options: dict[str, Any] = {"run_dir": tmp_path, "max_epochs": None}
@@ -149,14 +101,6 @@ def test_a_resumed_run_keeps_points_and_a_fresh_one_does_not(tmp_path: Path) -> 
     fit(plugins=[Tensorboard()], max_updates=2, **options)
     assert Page(tmp_path).names() == []
     assert not (tmp_path / "tensorboard" / "projector").exists()
-
-
-@pytest.mark.parametrize("damage", [b"embeddings { \xff }", b"embeddings { tensor_name: "])
-def test_a_damaged_list_of_points_is_set_aside(tmp_path: Path, damage: bytes) -> None:
-    (tmp_path / projector.CONFIG).write_bytes(damage)
-    projector.write(tmp_path, "points", forge.Embedding(points()))
-    assert 'tensor_name: "points"' in (tmp_path / projector.CONFIG).read_text()
-    assert (tmp_path / f"{projector.CONFIG}.damaged").read_bytes() == damage
 
 
 def test_forge_board_shows_points_that_came_after_it_was_started(tmp_path: Path) -> None:

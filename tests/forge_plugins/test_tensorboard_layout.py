@@ -18,7 +18,6 @@ from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalar
 import forge
 from forge.errors import StackError
 from forge_plugins import Checkpoint, Clip, Ledger, Monitor, Tensorboard, Throughput
-from forge_plugins.tensorboard import layout
 from tests.support.tasks import Classifier, fit, make_batches
 
 Shown = dict[str, dict[str, list[str]]]
@@ -56,12 +55,6 @@ def test_a_metric_of_both_stages_has_one_chart_loss_first(tmp_path: Path) -> Non
     assert shown["accuracy"] == ["train/accuracy", "val/accuracy"]
 
 
-def test_several_validation_sets_share_their_metrics_chart(tmp_path: Path) -> None:
-    val = {"near": make_batches(1), "far": make_batches(1, seed=1)}
-    fit(val=val, plugins=[Tensorboard()], run_dir=tmp_path)
-    assert drawn(tmp_path)["training and validation"]["loss"] == ["train/loss", "val/near/loss", "val/far/loss"]
-
-
 def test_a_metric_of_one_stage_alone_has_no_such_chart(tmp_path: Path) -> None:
     class Own(Classifier):
         def training_step(self, batch: Any) -> Any:
@@ -72,19 +65,6 @@ def test_a_metric_of_one_stage_alone_has_no_such_chart(tmp_path: Path) -> None:
 
     fit(Own(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
     assert "training and validation" not in drawn(tmp_path)
-
-
-def test_a_name_is_taken_literally(tmp_path: Path) -> None:
-    class Own(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            return {**super().training_step(batch), "f.1 (%)": 1.0, "f-1 (%)": 2.0}
-
-        validation_step = training_step
-
-    fit(Own(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
-    shown = drawn(tmp_path)["training and validation"]
-    assert shown["f.1 (%)"] == ["train/f.1 (%)", "val/f.1 (%)"]
-    assert shown["f-1 (%)"] == ["train/f-1 (%)", "val/f-1 (%)"]
 
 
 def test_rate_gradients_throughput_and_ledger_have_sections(tmp_path: Path) -> None:
@@ -135,20 +115,6 @@ def test_a_chart_that_cannot_be_drawn_is_refused_before_the_run(charts: dict[str
         fit(plugins=[Noise()])
 
 
-def test_the_charts_of_all_runs_stand_together_once(tmp_path: Path) -> None:
-    fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path / "a")
-    fit(val=make_batches(1), plugins=[Clip(), Tensorboard()], run_dir=tmp_path / "b")
-    assert page(tmp_path / "a").items() <= page(tmp_path).items()
-    assert page(tmp_path / "b") == page(tmp_path)
-
-
-def test_the_layout_is_written_only_when_it_changes(tmp_path: Path) -> None:
-    fit(train=make_batches(6), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Tensors("custom_scalars__config__")] == [1, 6]
-
-
 def test_a_resumed_run_has_the_whole_layout_at_once(tmp_path: Path) -> None:
     saves = Checkpoint(every="3 updates", background=False)
     options: dict[str, Any] = {"run_dir": tmp_path, "log_every": 1, "max_epochs": None}
@@ -162,41 +128,3 @@ def test_a_resumed_run_has_the_whole_layout_at_once(tmp_path: Path) -> None:
     assert "training and validation" in before
     live(5, validate_every="100 updates", resume="auto")
     assert page(tmp_path) == before
-
-
-def test_a_rewind_does_not_take_the_layout_back(tmp_path: Path) -> None:
-    @forge.on("boundary")
-    def back(trainer: forge.Trainer) -> None:
-        if trainer.progress.update == 5 and trainer.restores == 0:
-            trainer.request_rewind("once")
-
-    saves = Checkpoint(every="2 updates", background=False)
-    fit(
-        train=make_batches(8),
-        val=make_batches(1),
-        plugins=[Tensorboard(), saves, back],
-        run_dir=tmp_path,
-        log_every=1,
-        validate_every="5 updates",
-    )
-    assert list(drawn(tmp_path)["training and validation"]) == ["loss", "accuracy"]
-
-
-def test_an_evaluation_writes_no_layout(tmp_path: Path) -> None:
-    forge.Trainer(plugins=[Tensorboard()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(2))
-    assert page(tmp_path) == {}
-
-
-def test_the_order_of_the_stack_does_not_matter() -> None:
-    names = ["train/loss", "val/loss", "lr", "grad_norm/before", "monitor/grad_norm", "ledger/clip"]
-    one, other = ([Clip(), Ledger(), Monitor()], [Monitor(), Ledger(), Clip()])
-    assert str(layout.make(names, one)) == str(layout.make(reversed(names), other))
-
-
-def test_charts_stand_as_their_plugin_declares_them() -> None:
-    names = ["throughput/tflops", "throughput/samples_per_s", "throughput/peak_gb"]
-    assert list(layout.make(names, [Throughput()])["throughput"]) == [
-        "samples per second",
-        "TFLOP per second",
-        "memory, in GB",
-    ]

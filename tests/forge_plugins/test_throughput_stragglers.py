@@ -14,13 +14,12 @@ import torch
 
 import forge
 from forge.env import Env
-from forge.testing import TinyGAN, TinyTask, tiny_batches
+from forge.testing import TinyTask, tiny_batches
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Accumulate, Throughput
 from forge_plugins.common.clock import StepClock, TimedStep, Totals
 from forge_plugins.throughput import RATES
-from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers, warning
-from tests.forge_plugins.test_throughput import Device
+from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers
 from tests.support import throughput_kit
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -90,6 +89,7 @@ def run_by(clock: Clock, strategy: str, forward: float, load: float) -> Any:
     return sink.logs, [text for text in messages.texts if "holds up" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", some(["ddp", "zero", "accumulate"]))
 def test_a_rank_that_sleeps_is_named_once(strategy: str) -> None:
     (logs, told), (others, silent) = ranks(2)(run, strategy, (10.0, 60.0))
@@ -103,12 +103,6 @@ def test_a_rank_that_sleeps_is_named_once(strategy: str) -> None:
     assert last["throughput/waited_ms_rank0"] > last["throughput/waited_ms_rank1"] == 0
     assert logs[3].keys() >= NAMES
     assert {name: others[18][name] for name in NAMES} == {name: last[name] for name in NAMES}
-
-
-def test_without_a_straggler_nothing_is_said() -> None:
-    (logs, told), _ = ranks(2)(run, "ddp", (100.0, 100.0))
-    assert told == []
-    assert logs[18].keys() >= NAMES
 
 
 @pytest.mark.slow
@@ -172,25 +166,6 @@ def bits(watched: bool) -> list[Any]:
     return list(task.state_dict().values())
 
 
-@pytest.mark.slow
-def test_the_weights_of_ranks_are_the_same_to_the_bit() -> None:
-    for with_, without in zip(ranks(2)(bits, True), ranks(2)(bits, False), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(with_, without, strict=True))
-
-
-def two_optimizers() -> set[str]:
-    sink = Sink()
-    forge.Trainer(
-        max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=4, plugins=[DDP(), Throughput(), sink]
-    ).fit(TinyGAN(), tiny_batches([8] * 8))
-    return set(sink.logs[8])
-
-
-@pytest.mark.slow
-def test_several_optimizers_compare_the_time_before_a_step() -> None:
-    assert ranks(2)(two_optimizers)[0] >= NAMES
-
-
 # -- without ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -221,12 +196,6 @@ def judged(*logs: list[Pace], env: Env | None = None) -> tuple[int, list[dict[st
     return env.asked, metrics  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_all_wait_for_the_data_of_one_before_they_compute() -> None:
-    """With buffers, ddp copies rank 0's at the beginning of forward: all of its ranks are late then."""
-    (metrics,) = judged([Pace(0.3, 0.5, 1.0), Pace(0.0, 0.5, 1.0)])[1]
-    assert metrics == {"slowest_rank": 0, "straggler_share": 0.3, "waited_ms_rank0": 0, "waited_ms_rank1": 300}
-
-
 def test_only_a_rank_that_stays_slow_is_warned_of() -> None:
     slow, even, other = paced(0.2, 0.2, 0.5), paced(0.2, 0.2, 0.25), paced(0.5, 0.2, 0.2)
     assert judged(*[slow] * LASTING)[0] == 1
@@ -251,24 +220,6 @@ def test_the_metrics_are_against_the_slowest_and_the_median() -> None:
     assert metrics == pytest.approx({"slowest_rank": 99, "straggler_share": 0.5})
 
 
-def test_paces_are_exchanged_by_rank() -> None:
-    done = [TimedStep(0.1, 1, seconds=0.4, before=0.1, own=0.3), TimedStep(0.1, 1, seconds=0.6, before=0.1, own=0.3)]
-    env = Many(0, 0, 0, 5 * 10**8, 10**9, 2 * 10**9)
-    assert Stragglers(env).exchange(Totals.of(done))[0] == [Pace(0.1, 0.3, 0.5), Pace(0.5, 1.0, 2.0)]
-    done[1].own = None  # the model's gradients are not seen: what is known of all updates counts
-    assert Stragglers(env).exchange(Totals.of(done))[0] == [Pace(0.1, 0.1, 0.5), Pace(0.5, 1.0, 2.0)]
-    assert Stragglers(Many(*[0] * 6)).exchange(Totals.of(done))[0] is None
-    assert Stragglers(env).exchange(Totals.of([]))[0] is None
-
-
-def test_the_warning_says_what_to_look_at() -> None:
-    computes = warning([Pace(0.0, 0.1, 0.3), Pace(0.01, 0.2, 0.3)], 1, "node7", 1 / 3)
-    assert computes.startswith("throughput: rank 1 on node7 holds up the others for 33% of every update: it takes 200")
-    assert "until its gradients are there, the median rank 100 ms. It computes more slowly" in computes
-    waits = warning([Pace(0.0, 0.2, 0.3), Pace(0.09, 0.2, 0.3)], 1, "node7", 0.3)
-    assert "it takes 90 ms until it has its data, the median rank 0 µs. It waits for data" in waits
-
-
 def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
     steps = StepClock()
     for signs in ((5, 3), ()):
@@ -284,22 +235,6 @@ def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
     assert (first.before, first.own) == pytest.approx((0.002, 0.010))
     assert (second.before, second.own) == (pytest.approx(0.002), None)
     assert second.seconds == pytest.approx(0.012)
-
-
-def test_own_time_of_a_device_is_the_devices(clock: Clock) -> None:
-    queue = Device(clock)
-    steps = StepClock(queue.event)
-    for _ in range(3):
-        steps.begin(0.0)
-        steps.computes()
-        queue.launch(10)
-        steps.ready()
-        queue.launch(5)  # waits for other ranks
-        clock.spend(1)
-        steps.end(TimedStep(0.0, 1), counts=True)
-    clock.spend(1e6)
-    told = [(done.before, done.own, done.seconds) for done in steps.take()]
-    assert told == [pytest.approx((0.0, 0.010, 0.015))] * 3  # the host ran ahead
 
 
 def test_the_last_gradient_is_learned_and_one_hook_stays() -> None:

@@ -18,6 +18,7 @@ from forge_plugins import DDP, FSDP, Accumulate
 from forge_plugins.common.use import AgreedUse
 from forge_plugins.fsdp import COUNTS_UNUSED
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 from tests.support.strangers_kit import EXACT, apart
 
 WIDTH = 4
@@ -123,7 +124,7 @@ def test_experts_train_as_in_one_process(count: int, strategy: str, choices: lis
         pytest.param(4, "sharded pipelines", "Use ddp with ddp.find_unused=true", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("choices", [ALTERNATING, ALTERNATING[2:]], ids=["at once", "later"])
+@pytest.mark.parametrize("choices", some([ALTERNATING, ALTERNATING[2:]], quick=1), ids=["at once", "later"])
 def test_gradients_of_some_ranks_are_refused(count: int, strategy: str, cure: str, choices: list[list[int]]) -> None:
     errors = ranks(count).errors(fit, strategy, choices)
     assert any(".experts." in error and cure in error for error in errors)
@@ -147,7 +148,7 @@ def skip(options: dict[str, Any]) -> None:
     trainer.fit(Skipping(), data)
 
 
-@pytest.mark.parametrize("options", [{}, *([{"find_unused": True}] if COUNTS_UNUSED else [])])
+@pytest.mark.parametrize("options", some([{}, *([{"find_unused": True}] if COUNTS_UNUSED else [])], quick=1))
 def test_ranks_that_call_different_blocks_are_refused(options: dict[str, Any]) -> None:
     for error in ranks(2).errors(skip, options):
         assert "fsdp: call 2 of a block is blocks.1 on rank 0 and blocks.0 on rank 1." in error

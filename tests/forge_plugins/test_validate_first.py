@@ -58,27 +58,10 @@ def test_the_recipe_default_tries_one_batch_before_the_first_update(tmp_path: Pa
     assert "the check before training, on one batch of each val loader" in notes
 
 
-def test_it_is_turned_off_by_the_setting_and_by_the_stack(tmp_path: Path) -> None:
-    ways: list[dict[str, Any]] = [{"validate_first": False}, {"recipe": "default", "plugins": {"validate_first": None}}]
-    for options in ways:
-        trainer = forge.Trainer(**options)
-        assert not any(isinstance(plugin, ValidateFirst) for plugin in trainer.stack)
-    (plugin,) = (each for each in forge.Trainer(validate_first=True).stack if isinstance(each, ValidateFirst))
-    assert plugin.config.batches is None
-    assert not list(forge.Trainer(plugins=[]).stack)
-
-
 def test_one_batch_of_each_loader_runs_and_ends_as_a_validation() -> None:
     task = Seen()
     fit(task, make_batches(2), {"a": make_batches(3), "b": make_batches(3)}, plugins=[ValidateFirst(batches=1)])
     assert task.seen == ["val", "val", "end", "train", "train", *["val"] * 6, "end"]
-
-
-def test_nothing_runs_where_a_fit_does_not_validate() -> None:
-    for options in ({"val": make_batches(2), "validate_every": None}, {}):
-        task = Seen()
-        fit(task, make_batches(2), plugins=[ValidateFirst(batches=1)], **options)
-        assert task.seen == ["train", "train"]
 
 
 class Counts(Sampler[int]):
@@ -144,18 +127,6 @@ def test_the_run_goes_on_as_if_it_had_not_been() -> None:
     assert all(torch.equal(weights[name], weights_too[name]) for name in weights)
 
 
-def test_nothing_is_logged(tmp_path: Path) -> None:
-    logged: list[int] = []
-
-    class Sink(forge.Plugin):
-        @forge.hookimpl
-        def forge_log(self, update: int) -> None:
-            logged.append(update)
-
-    fit(Seen(), make_batches(2), make_batches(2), plugins=[ValidateFirst(batches=1), Sink()])
-    assert 0 not in logged
-
-
 def test_an_end_that_needs_more_batches_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     class Needs(Seen):
         def evaluation_end(self, stage: str) -> Any:
@@ -168,12 +139,6 @@ def test_an_end_that_needs_more_batches_is_only_warned_of(caplog: pytest.LogCapt
         fit(task, make_batches(1), make_batches(2), plugins=[ValidateFirst(batches=1)])
     assert task.seen == ["val", "end", "train", "val", "val", "end"]
     assert any("failed after its batches: ValueError: only one class" in line for line in caplog.messages)
-
-
-def test_an_iterator_is_not_read() -> None:
-    task = Seen()
-    fit(task, make_batches(1), iter(make_batches(2)), plugins=[ValidateFirst(batches=1)])
-    assert task.seen == ["train", "val", "val", "end"]
 
 
 class Stateful:
@@ -225,17 +190,6 @@ def test_a_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
 
     assert run(Seen(), max_updates=2).seen == ["val", "end", "train", "train"]
     assert run(Seen(), max_epochs=1).seen == ["train", "val", "end"]
-
-
-def test_a_layer_without_sizes_gets_them_in_training() -> None:
-    class Lazy(Seen):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.LazyLinear(3))
-
-    task = Lazy()
-    fit(task, make_batches(1), make_batches(1), plugins=[ValidateFirst(batches=1)])
-    assert task.seen == ["train", "val", "end"]
 
 
 def on_ranks() -> tuple[list[str], list[float]]:

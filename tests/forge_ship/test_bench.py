@@ -9,7 +9,7 @@ import pytest
 
 from forge.cli import main
 from forge.runs.trained_task import Source
-from forge_ship.bench import BenchResult, EngineTiming, bench
+from forge_ship.bench import bench
 from forge_ship.engine import ExportError
 from tests.support.ships import Classifier, batches, trained_run
 
@@ -27,20 +27,6 @@ def test_engines_are_timed_at_every_size() -> None:
     assert all(0 < timing.p50 <= timing.p95 <= timing.p99 and timing.calls >= 30 for timing in found.timings)
     assert found.bytes["torchscript"] > 0
     assert found.picture("title").startswith("<svg")
-
-
-def test_advice_names_the_fastest_and_the_widest() -> None:
-    rows = [("eager", 1, 2.0, 500.0), ("onnx", 1, 1.0, 1000.0), ("eager", 8, 4.0, 2000.0), ("onnx", 8, 8.0, 1000.0)]
-    timings = [EngineTiming(name, size, ms, ms, ms, rate, 30) for name, size, ms, rate in rows]
-    latency, throughput = BenchResult("cpu", 2, timings).advice()
-    assert "take onnx: 1 ms at batch 1, 2.00 times as fast as eager" in latency
-    assert "take eager at batch 8: 2,000 samples/s" in throughput
-
-
-def test_an_engine_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_ship.export_formats.find_spec", lambda name: None if name == "executorch" else object())
-    found = bench(Source(Classifier().eval()), batches(), engines=["eager", "executorch"], batches=[1], seconds=0.01)
-    assert "pip install" in found.missing["executorch"]
 
 
 @pytest.mark.parametrize(("options", "said"), [({"engines": ["magic"]}, "magic"), ({"batches": [0]}, "at least 1")])

@@ -19,6 +19,7 @@ from forge_plugins import Checkpoint
 from forge_ship.open_engine import open_engine
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
+from tests.support.profiles import some
 from tests.support.ships import Classifier, batches, trained_run
 
 SHIPS = REPO / "tests" / "support" / "ships.py"
@@ -48,12 +49,7 @@ def test_export_writes_the_best_weights(run: torch.Tensor, capsys: pytest.Captur
     assert torch.allclose(answer, run, atol=1e-6)
 
 
-def test_bench_times_the_best_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--engines", "eager", "--batch", "2", "--seconds", "0.01"]
-    assert main(["bench", BEST, *words, *NAMED]) == 0
-    assert "run: best weights of update 2" in capsys.readouterr().out
-
-
+@pytest.mark.slow
 def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
     command = [sys.executable, "-m", "forge", "serve", BEST, "--port", "0", *NAMED]
     paths = os.pathsep.join(path for path in sys.path if path)
@@ -78,7 +74,7 @@ def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
     assert torch.allclose(torch.tensor(values), run, atol=1e-5)
 
 
-@pytest.mark.parametrize("words", [["export", "--to", "pt2"], ["bench"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize("words", some([["export", "--to", "pt2"], ["bench"], ["serve", "--port", "0"]], quick=1))
 def test_a_run_without_a_best_checkpoint_says_how_to_keep_one(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from forge.data.collate import Padded
 from forge_ship.engine import ExportError
 from forge_ship.interface import SeenCall, dynamic_axes, observe
 from forge_ship.open_engine import open_engine
-from forge_ship.structure import outputs_of, take_apart
+from forge_ship.structure import take_apart
 from forge_ship.verify import ExportMismatch
 from tests.support.ships import Classifier, batches
 
@@ -79,17 +79,6 @@ class Sequences(Classifier):
     def forward(self, text: Padded) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         last = text.values[torch.arange(text.lengths.shape[0]), text.lengths - 1]
         return super().forward(last)
-
-
-@pytest.mark.slow
-def test_a_named_tuple_is_taken_apart(tmp_path: Path) -> None:
-    data = [
-        (Padded(torch.randn(3, n, 4), torch.tensor([1, n, 2]), torch.ones(3, n).bool()), torch.arange(3))
-        for n in (4, 6)
-    ]
-    made = export(Sequences(), data, tmp_path)
-    assert [port["name"] for port in made.card["inputs"]] == ["text_values", "text_lengths", "text_mask"]
-    assert made.verified
 
 
 class Predicts(forge.TaskModule):
@@ -175,20 +164,6 @@ def test_a_preprocess_that_no_step_calls_is_refused(tmp_path: Path) -> None:
         export(task, batches(), tmp_path)
 
 
-class Bypassing(Classifier):
-    def validation_step(self, batch: Any) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return F.cross_entropy(self.last(self.first(batch[0]).relu()), batch[1])
-
-
-@pytest.mark.slow
-def test_a_validation_that_does_not_call_forward_is_noted(tmp_path: Path) -> None:
-    made = export(Bypassing(), batches(), tmp_path)
-    assert made.verified
-    assert "does not call forward" in made.notes[0]
-    with pytest.raises(ExportError, match="max-drop"):
-        export(Bypassing(), batches(), tmp_path / "judged", max_drop=0.1)
-
-
 class Counting(Classifier):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images)[torch.arange(len(images))]
@@ -226,11 +201,6 @@ def test_an_axis_that_is_missing_in_some_batches_is_refused() -> None:
         dynamic_axes(calls(((2, 5), (2,)), ((2,), (2,))))
 
 
-def test_a_batch_of_one_row_is_not_baked_in(tmp_path: Path) -> None:
-    made = forge.export(Classifier(), to="pt2", out=tmp_path, data=batches(1, 1))
-    assert open_engine(made.path)({"images": torch.zeros(6, 4)})["output"].shape == (6, 3)
-
-
 # -- structure --------------------------------------------------------------------------------------------------------
 
 
@@ -250,13 +220,6 @@ def test_what_is_taken_apart_is_rebuilt(value: Any) -> None:
     assert type(again) is type(value)
     for name, tensor in take_apart(again, "x")[0].items():
         assert torch.equal(tensor, tensors[name] + 1)
-
-
-def test_outputs_of_others_are_named() -> None:
-    nested = {"logits": torch.ones(1), "states": (torch.ones(2), torch.ones(3)), "cache": object(), "none": None}
-    found, left_out = outputs_of(nested)
-    assert list(found) == ["logits", "states_0", "states_1"]
-    assert left_out == ["cache (object)"]
 
 
 def test_the_task_is_left_as_it_was() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -25,9 +24,7 @@ from forge_ship.qat import QAT, install, remove, round_weight
 from forge_ship.quantize import (
     DOES_NOT_WORK,
     KINDS,
-    Int8Convolution,
     in_torchs_operators,
-    linears,
     onnx_translations,
     quantize,
     ranges_of,
@@ -107,36 +104,10 @@ def test_weights_take_fewer_bytes(made: dict[str, nn.Module], kind: str, share: 
     assert weight_bytes(made[kind]) < share * weight_bytes(Net())
 
 
-def test_bytes_count_what_is_stored() -> None:
-    model = nn.Linear(3, 2)
-    assert weight_bytes(model) == 4 * 8
-    model.register_buffer("whole", torch.zeros(5, dtype=torch.int8))
-    model.again = model.weight  # one tensor by two names
-    assert weight_bytes(model) == 4 * 8 + 5
-
-
 def test_the_model_itself_stays_as_it_is(made: dict[str, nn.Module]) -> None:
     before = Net().state_dict()
     assert MODEL.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in MODEL.state_dict().items())
-
-
-def test_a_convolution_keeps_its_settings() -> None:
-    layer = nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2, padding_mode="circular")
-    x = torch.randn(2, 4, 20)
-    expected = layer(x)
-    found = Int8Convolution(copy.deepcopy(layer))
-    assert found.weight.dtype is torch.int8
-    torch.testing.assert_close(found(x), expected, atol=0.03, rtol=0)
-
-
-def test_eval_and_train_do_no_harm(made: dict[str, nn.Module]) -> None:
-    (x,) = examples((3,))[0]
-    for model in made.values():
-        expected = model(x)[0]
-        model.train()
-        model.eval()
-        assert torch.equal(model(x)[0], expected)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -208,6 +179,7 @@ def test_native_code_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_p
 # -- ranges that qat has learnt ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_learnt_ranges_give_the_rounded_models_outputs() -> None:
     """What was validated in training is what is exported, although batch norm is folded into the weights."""
     model, (x,) = Net(), examples((64,))[0]
@@ -251,10 +223,6 @@ def test_ranges_come_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(low < high for low, high in found.values())
 
 
-def test_layers_without_a_batch_have_no_range() -> None:
-    assert ranges_of({"ranges": {"a": torch.zeros(3), "b": torch.tensor([-1.0, 1.0, 4.0])}}) == {"b": (-1.0, 1.0)}
-
-
 # -- grids ------------------------------------------------------------------------------------------------------------
 
 
@@ -292,25 +260,6 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(x)))
 
 
-def test_a_shared_weight_is_not_stored_twice() -> None:
-    model = Tied().eval()
-    assert list(linears(model, "int8-weights", torch.device("cpu"))) == ["inner"]
-    tokens = [(torch.arange(8).view(2, 4),)]
-    for kind in ("int8-weights", "int8-static"):
-        int8 = quantize(model, kind, tokens)
-        assert weight_bytes(int8) < weight_bytes(model)
-
-
-def test_integer_products_padded_for_a_gpu_are_the_same(made: dict[str, Any]) -> None:
-    """CUDA's product takes no fewer than 17 rows, and layers of multiples of 8."""
-    plain, padded = made["int8-dynamic"], copy.deepcopy(made["int8-dynamic"])
-    module._pad_rows(padded.quantized)
-    assert str(padded.quantized.graph).count("constant_pad_nd.default]") == 2
-    assert all(torch.equal(plain(x)[0], padded(x)[0]) for (x,) in examples(BATCHES))
-    odd = nn.Sequential(nn.Linear(16, 10), nn.Linear(12, 16), nn.Linear(16, 8))
-    assert list(linears(odd, "int8-dynamic", torch.device("cuda"))) == ["2"]
-
-
 @pytest.mark.parametrize(
     ("kind", "model", "device", "message"),
     [
@@ -327,21 +276,6 @@ def test_what_cannot_be_quantised_is_refused(kind: str, model: nn.Module, device
     assert reason is not None
     with pytest.raises(ExportError, match=message):
         quantize(model, kind, [(torch.zeros(2, 4),)], device=device)
-
-
-def test_a_graph_without_layers_is_refused() -> None:
-    with pytest.raises(ExportError, match="int8-static would change nothing: the model has no linear layer"):
-        quantize(nn.BatchNorm1d(4).eval(), "int8-static", [(torch.zeros(2, 4),)])
-
-
-def test_ranges_of_another_model_are_refused() -> None:
-    with pytest.raises(ExportError, match="that the plugin qat has a range of"):
-        quantize(Net().eval(), "int8-static", examples((4,)), ranges={"net.0": (0.0, 1.0)})
-
-
-def test_examples_are_needed() -> None:
-    with pytest.raises(ExportError, match="needs examples of inputs"):
-        quantize(Net().eval(), "int8-static", [])
 
 
 def test_a_format_that_does_not_work_says_why() -> None:

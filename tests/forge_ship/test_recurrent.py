@@ -38,16 +38,6 @@ def test_a_loop_is_the_layer(kind: Any, layers: int, both: bool, first: bool, bi
             assert close(rnn(*arguments), expected)
 
 
-@pytest.mark.slow
-def test_a_sequence_alone_and_relu() -> None:
-    rnn = nn.RNN(3, 5, nonlinearity="relu").eval()
-    inputs = torch.randn(4, 3)
-    with torch.no_grad():
-        expected = rnn(inputs)
-        with looped(rnn):
-            assert close(rnn(inputs), expected)
-
-
 def test_a_packed_sequence_is_refused() -> None:
     rnn = nn.GRU(3, 5).eval()
     packed = nn.utils.rnn.pack_sequence([torch.randn(2, 3)])

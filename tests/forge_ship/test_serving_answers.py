@@ -58,30 +58,6 @@ def test_accept_names_the_format_of_the_answer(linear: TestClient, accept: str, 
     assert post(linear, {"x": X}, Accept=accept).headers["content-type"] == kind
 
 
-def test_several_inputs_and_outputs(tokens: TestClient) -> None:
-    answer = post(tokens, {"inputs": {"ids": [[1, 2, 3]], "mask": [[True, True, False]]}})
-    assert answer.json() == {"outputs": {"count": [2], "twice": [[2], [4], [6]]}}
-    raw = {"ids": torch.tensor([[1, 2]]), "mask": torch.tensor([[True, False]])}
-    assert load(post(tokens, save(raw), RAW).content)["count"].tolist() == [1]
-
-
-def test_an_input_named_inputs_is_found() -> None:
-    engine = LinearEngine()
-    engine.inputs = (Port("inputs", "float32", ("batch", 4)),)
-    engine.__class__ = type("Renamed", (LinearEngine,), {"__call__": lambda self, given: {"y": given["inputs"][:, :3]}})
-    with client_of(engine) as client:
-        for body in ({"inputs": X}, {"inputs": {"inputs": X}}):
-            assert post(client, body).json() == {"outputs": {"y": [[1.0, 2.0, 3.0]]}}
-
-
-def test_values_that_json_lacks_are_null() -> None:
-    engine = LinearEngine()
-    vars(engine.model)["forward"] = lambda x: x[:, :3] / torch.tensor([1.0, 0.0, 2.0])
-    with client_of(engine) as client:
-        assert post(client, {"x": X}).json() == {"outputs": {"y": [[1.0, None, 1.5]]}}
-        assert load(post(client, {"x": X}, Accept=RAW).content)["y"].tolist() == [[1.0, float("inf"), 1.5]]
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "uint8", "int32", "bool"])
 def test_every_dtype_is_read_and_written(dtype: str) -> None:
     values = [[True, False]] if dtype == "bool" else [[1, 0]]
@@ -202,20 +178,6 @@ def test_other_shapes_and_dtypes_are_refused(tokens: TestClient, body: Body, mes
     check_refusal(post(tokens, body), message)
 
 
-def test_a_bool_of_another_byte_is_refused(tokens: TestClient) -> None:
-    content = save({"ids": torch.tensor([[1]]), "mask": torch.tensor([[True]])})
-    assert content[-1:] == b"\x01"
-    check_refusal(post(tokens, content[:-1] + b"\x07", RAW), "its bytes must be 0 and 1")
-
-
-def test_integers_beyond_a_dtype_are_refused() -> None:
-    engine = LinearEngine()
-    engine.inputs = (Port("x", "uint8", ("batch", 4)),)
-    with client_of(engine, warmup=False) as client:
-        check_refusal(post(client, {"x": [[1, 2, 3, 256]]}), "beyond uint8")
-        check_refusal(post(client, {"x": [[1, 2, 3, -1]]}), "beyond uint8")
-
-
 @pytest.mark.parametrize(
     ("headers", "status", "message"),
     [
@@ -239,44 +201,10 @@ def test_a_flood_of_values_is_refused_before_it_is_parsed(linear: TestClient) ->
     check_refusal(post(linear, '{"x": [' + "[]," * 1000 + "[]]}"), "more values than 4 rows", (413,))
 
 
-def test_longer_axes_can_be_allowed() -> None:
-    limits = ServeLimits(max_wait=0.0, max_axes={"length": 7})
-    with client_of(TokensEngine(), limits) as client:
-        body = {"ids": [[1] * 7], "mask": [[True] * 7]}
-        assert post(client, body).json()["outputs"]["count"] == [7]
-
-
-def test_nonfinite_raw_tensors_can_be_allowed() -> None:
-    with client_of(LinearEngine(), ServeLimits(max_wait=0.0, allow_nonfinite=True)) as client:
-        assert post(client, save({"x": torch.full((1, 4), float("nan"))}), RAW).status_code == 200
-
-
 def test_large_bodies_are_refused_without_reading_on(linear: TestClient) -> None:
     answer = post(linear, b" " * 5000)
     check_refusal(answer, "more than 4,096 bytes", (413,))
     assert answer.headers["connection"] == "close"
-
-
-def test_a_large_body_is_read_in_another_thread() -> None:
-    limits = ServeLimits(max_batch=32, max_wait=0.0)
-    engine = LinearEngine()
-    engine.inputs = (Port("x", "float32", ("batch", 4, 4096)),)
-    vars(engine.model)["forward"] = lambda x: x.sum(2)[:, :3]
-    threads: list[str] = []
-    engine.__class__ = type("Wide", (LinearEngine,), {})
-    with client_of(engine, limits) as client, pytest.MonkeyPatch.context() as patch:
-        from forge_ship.serving import protocol
-
-        real: Callable[..., Any] = protocol.decode
-
-        def decode(*arguments: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return real(*arguments)
-
-        patch.setattr(protocol, "decode", decode)
-        answer = post(client, save({"x": torch.ones(8, 4, 4096)}), RAW)
-        assert load(answer.content)["y"].tolist() == [[4096.0] * 3] * 8
-    assert threads[0].startswith("asyncio_")
 
 
 @given(body=st.binary(max_size=200), kind=st.sampled_from([JSON, RAW]))
@@ -411,13 +339,6 @@ def test_a_422_names_the_input_that_is_rejected(ids: Any, mask: Any, error: str)
         check_refusal(post(client, {"ids": ids, "mask": mask}), re.escape(error), (422,))
 
 
-def test_a_lack_of_memory_is_no_fault_of_the_request() -> None:
-    engine = PickyEngine()
-    with client_of(engine) as client, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PickyEngine, "__call__", lambda *arguments: exec("raise MemoryError"))
-        assert post(client, {"x": X}).status_code == 500
-
-
 def test_a_bug_of_the_server_is_a_500_without_a_traceback() -> None:
     app = make_app(LinearEngine(), FAST)
     with TestClient(app, raise_server_exceptions=False) as client, pytest.MonkeyPatch.context() as patch:
@@ -464,38 +385,3 @@ def test_a_body_that_does_not_arrive_is_a_408() -> None:
     app.state.service.warm.set()
     assert asyncio.run(call(app, silent))[0] == 408
     assert app.state.service.waiting == 0
-
-
-def test_a_client_that_leaves_while_it_sends_is_let_go() -> None:
-    async def leaving() -> Message:
-        return {"type": "http.disconnect"}
-
-    app = make_app(LinearEngine(), FAST)
-    app.state.service.warm.set()
-    assert asyncio.run(call(app, leaving))[0] == 499
-    assert app.state.service.waiting == 0
-
-
-def test_a_client_that_leaves_the_queue_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_ship.serving.http_answers.LOOK", 0.001)
-    engine = GatedEngine()
-    app = make_app(engine, FAST, warmup=False)
-
-    async def check() -> None:
-        messages = iter([{"type": "http.request", "body": json.dumps({"x": X}).encode()}])
-
-        async def leaving() -> Message:
-            return next(messages, {"type": "http.disconnect"})
-
-        async with app.router.lifespan_context(app):
-            await app.state.service.warm.wait()
-            running = app.state.service._batcher.submit({"x": torch.tensor(X)}, 1)
-            assert await asyncio.to_thread(engine.begun.wait, 30)
-            assert (await call(app, leaving))[0] == 499
-            await asyncio.sleep(0)
-            assert app.state.service.waiting == 0
-            engine.gate.set()
-            await running
-
-    asyncio.run(check())
-    assert engine.sizes == [1]

@@ -52,10 +52,6 @@ def queued(arrived: float, count: int = 1) -> QueuedRequest:
     return QueuedRequest({}, count, arrived, None)  # pyright: ignore[reportArgumentType]
 
 
-def test_nothing_is_due_in_an_empty_queue() -> None:
-    assert WaitingRequests(4, 0.5).due_in(0.0) is None
-
-
 def test_a_request_is_due_after_the_longest_wait() -> None:
     waiting = WaitingRequests(max_batch=4, max_wait=0.5)
     first, second = queued(10.0), queued(10.25)
@@ -75,25 +71,6 @@ def test_a_full_batch_is_due_at_once() -> None:
     assert waiting.due_in(10.0) == 0.0
     assert waiting.take(10.0) == requests[:2]
     assert waiting.due_in(10.0) == 0.5
-
-
-def test_a_request_that_does_not_fit_waits_for_the_next_batch() -> None:
-    waiting = WaitingRequests(max_batch=4, max_wait=0.0)
-    requests = [queued(1.0, 3), queued(2.0, 2), queued(3.0, 1)]
-    for request in requests:
-        waiting.add("a", request)
-    assert waiting.take(3.0) == requests[:1]  # the third would fit, but came after the second
-    assert waiting.take(3.0) == requests[1:]
-
-
-def test_the_oldest_of_the_due_groups_goes_first() -> None:
-    waiting = WaitingRequests(max_batch=2, max_wait=0.5)
-    old, young, other = queued(1.0), queued(1.2), queued(1.2)
-    waiting.add("a", old)
-    waiting.add("b", young)
-    waiting.add("b", other)
-    assert waiting.take(1.2) == [young, other]  # full; the older one may wait for more
-    assert waiting.take(1.5) == [old]
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=30))

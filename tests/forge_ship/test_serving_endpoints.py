@@ -35,14 +35,6 @@ def test_health_and_readiness() -> None:
         assert post(client, {"x": X}).status_code == 200  # what arrives on an open connection is answered
 
 
-def test_a_model_that_fails_on_zeros_is_never_ready() -> None:
-    engine = LinearEngine()
-    vars(engine.model)["forward"] = lambda x: 1 / 0
-    with client_of(engine) as client:
-        assert "failed on its first batch" in client.get("/ready").json()["error"]
-        assert post(client, {"x": X}).status_code == 503
-
-
 def test_the_model_is_described(tokens: TestClient) -> None:
     described = tokens.get("/v1/model").json()
     assert described["inputs"][0] == {
@@ -79,13 +71,6 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert samples["forge_ready",] == 1
     assert samples["forge_max_wait_seconds",] == 0
     assert samples["process_resident_memory_bytes",] > 0
-
-
-def test_metrics_can_be_read_before_the_model_is_warm() -> None:
-    engine = GatedEngine()
-    with TestClient(make_app(engine, FAST)) as client:
-        assert "forge_ready 0.0" in client.get("/metrics").text
-        engine.gate.set()
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,13 @@ import torch.nn.functional as F
 import forge
 from forge import registry
 from forge.errors import KernelError, RecipeError
-from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
-from forge_kernels import patch as swapping
-from forge_kernels.torch_internals import build_dynamo_table
+from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Compile, Remat
 from forge_speed.kernels import Kernels
 from tests.conftest import PROFILE
-from tests.support import kernels_plugin_kit, toy_kernels
+from tests.support import kernels_plugin_kit
 from tests.support.kernels_plugin_kit import FOUR, LAYER_NORM_ITSELF, RELU_ITSELF, Clock, ran
-from tests.support.toy_kernels import CALLS, RELU, entries
+from tests.support.toy_kernels import CALLS, entries
 
 clean = kernels_plugin_kit.clean
 install = kernels_plugin_kit.install
@@ -72,22 +70,6 @@ def test_after_an_error_in_the_step_everything_is_put_back(install: Any) -> None
     assert F.relu is RELU_ITSELF
 
 
-def test_another_trainer_inside_a_step_is_left_alone(install: Any) -> None:
-    install("toy", "toy_rival")
-
-    class Inner(TinyTask):
-        check_first_batch = False  # it runs modules again
-
-    class Outer(Inner):
-        def training_step(self, batch: Any) -> Any:
-            fit_tiny([Kernels("toy_rival")], task=Inner(), max_updates=1)
-            CALLS.append(("inside", ()))
-            return super().training_step(batch)
-
-    fit_tiny([Kernels("toy")], task=Outer(), max_updates=1)
-    assert ran() == ["toy_rival", "inside", "toy"]
-
-
 def test_what_is_computed_again_runs_on_the_kernel_too(install: Any) -> None:
     install("toy")
     ours, _ = fit_tiny([Kernels("toy"), Remat(modules="net")], max_updates=2)
@@ -128,12 +110,6 @@ def test_options_that_make_no_sense_are_refused(install: Any, options: Any, mess
         Kernels(**options)
 
 
-def test_two_named_kernels_for_one_function_are_refused(install: Any) -> None:
-    install("toy", "toy_rival")
-    with pytest.raises(RecipeError, match=r"'toy' and 'toy_rival' both replace torch.nn.functional.relu"):
-        fit_tiny([Kernels(["toy", "toy_rival"])])
-
-
 def test_a_pattern_of_compiled_graphs_does_nothing_without_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,20 +141,6 @@ LEFT_OUT = ["cost", "a fit with accumulation", "a fit with two optimizers"] if P
 """A fit with both accumulation and two optimizers stands for either."""
 
 
-@pytest.mark.parametrize("use", [pytest.param("toy", marks=pytest.mark.slow), ["toy", "toy_linear"]], ids=str)
-def test_it_keeps_the_contract_when_it_swaps(install: Any, use: Any) -> None:
-    install("toy", "toy_linear")
-    check_plugin(lambda: Kernels(use), leave_out=LEFT_OUT)
-    assert "toy" in ran()
-
-
-@pytest.mark.slow
-def test_it_keeps_the_contract_under_auto(install: Any, clock: type[Clock]) -> None:
-    install("toy", "toy_linear")
-    check_plugin(lambda: Kernels(cache=False))
-    assert clock.measured > 0
-
-
 def test_one_of_forges_own_kernels_trains_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     import tests.support.kernel_kit  # noqa: F401  (it mends the interpreter)
@@ -199,44 +161,3 @@ def test_one_of_forges_own_kernels_trains_in_the_interpreter(monkeypatch: pytest
     assert runs == [True, True, False, False]
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Its parts
-
-
-def test_stand_ins_of_several_leave_in_any_order() -> None:
-    def one(*args: Any) -> None: ...
-
-    def two(*args: Any) -> None: ...
-
-    first, second = swapping.StandIns({RELU: one}), swapping.StandIns({RELU: two})
-    first.__enter__()
-    second.__enter__()
-    assert F.relu is two
-    assert swapping.original(RELU) is RELU_ITSELF
-    first.__exit__()
-    assert F.relu is two
-    second.__exit__()
-    assert F.relu is RELU_ITSELF
-
-
-def test_torch_compile_looks_into_an_earlier_stand_in() -> None:
-    from torch._dynamo import trace_rules
-
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    (relu,) = toy_kernels.TOY.replaces
-    trace_rules.get_torch_obj_rule_map.cache_clear()
-    torch._dynamo.reset()
-    try:
-        build_dynamo_table(soon=True)
-        with swapping.StandIns({RELU: swapping.always(RELU, relu.call)}):  # pyright: ignore
-            torch.compile(lambda x: F.relu(x), backend=keep, fullgraph=True)(torch.randn(3))
-    finally:
-        trace_rules.get_torch_obj_rule_map.cache_clear()
-    assert "forge_toys.relu" in graphs[0].code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import forge
 from forge import registry
-from forge.errors import StackError, TaskError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.errors import StackError
+from forge.testing import assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_speed.kernels import Kernels
 from forge_speed.kernels.judgement import StepTrial
@@ -75,13 +73,6 @@ def test_a_step_under_trial_leaves_no_trace(install: Any, monkeypatch: pytest.Mo
     assert_same_weights(ours, fit_tiny([])[0])
 
 
-def test_auto_takes_the_fastest_of_several(install: Any, clock: type[Clock]) -> None:
-    install("toy", "toy_rival")
-    clock.own = {"toy_rival": 0.4}
-    fit_tiny([Kernels()], max_updates=2)
-    assert ran()[-2:] == ["toy_rival"] * 2
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -138,37 +129,6 @@ def test_each_optimizers_first_batch_is_looked_at(install: Any, clock: type[Cloc
     assert clock.measured == 2
 
 
-def test_a_first_batch_that_fails_fails_in_the_runs_own_forward(install: Any, clock: type[Clock]) -> None:
-    install("toy")
-
-    class Fails(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        fit_tiny([Kernels()], task=Fails())
-    assert "kernels" not in "".join(getattr(caught.value, "__notes__", []))
-
-
-@pytest.mark.slow
-def test_mistakes_in_a_replaced_loss_are_still_refused(clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
-    import tests.support.kernel_kit  # noqa: F401  (it mends the interpreter)
-
-    pytest.importorskip("triton")
-    found = entries(cross_entropy="forge_kernels.ops.cross_entropy:CROSS_ENTROPY")
-    others = registry.installed
-    monkeypatch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
-
-    class Normalises(TinyTask):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).softmax(1)
-
-    with pytest.raises(TaskError, match=r"cross_entropy got probabilities \(every row sums to 1\)"):
-        fit_tiny([Kernels(cache=False)], task=Normalises(), max_updates=1)
-    fit_tiny([Kernels(cache=False)], max_updates=1)
-    assert clock.measured == 1
-
-
 def test_auto_sees_through_blocks_that_are_computed_again(install: Any, clock: type[Clock]) -> None:
     install("toy")
     ours, _ = fit_tiny([Remat(modules="net"), Kernels(cache=False)], max_updates=2)
@@ -176,12 +136,6 @@ def test_auto_sees_through_blocks_that_are_computed_again(install: Any, clock: t
     assert ran()[-4:] == ["toy"] * 4
     theirs, _ = fit_tiny([Kernels("toy")], max_updates=2)
     assert_same_weights(ours, theirs)
-
-
-def test_verbs_without_training_run_as_written_under_auto(install: Any, clock: type[Clock]) -> None:
-    install("toy")
-    forge.Trainer(plugins=[Kernels()], device="cpu").validate(TinyTask(), tiny_batches([4]))
-    assert ran() == []
 
 
 def on_one_rank(cache: str | bool = False, rows: int = 8, stack: tuple[Any, ...] = (DDP,)) -> dict[str, Any]:
@@ -208,16 +162,6 @@ def test_several_ranks_measure_nothing_and_run_as_written() -> None:
     assert_same_weights(first["weights"], second["weights"])
 
 
-@pytest.mark.slow
-def test_several_ranks_use_what_one_process_has_measured(tmp_path: Path) -> None:
-    alone = on_one_rank(str(tmp_path), 4, ())
-    assert alone["measured"] == 1
-    first, second = ranks(2)(partial(on_one_rank, str(tmp_path)))
-    assert (first["measured"], second["measured"]) == (0, 0)
-    assert first["calls"] == second["calls"] == alone["calls"] == [("toy_linear", (4, 6)), ("toy", (4, 8))] * 4
-    assert_same_weights(first["weights"], second["weights"])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Known from before
 
@@ -235,20 +179,6 @@ def test_a_second_run_knows_what_the_first_one_measured(
     assert ran() == ["toy"] * 3  # checked, and used twice
     assert "known from an earlier run" in caplog.text
     assert (tmp_path / "cache" / "forge" / "kernels.json").is_file()
-
-
-def test_without_a_cache_each_run_measures(install: Any, clock: type[Clock], tmp_path: Path) -> None:
-    install("toy")
-    for _ in range(2):
-        fit_tiny([Kernels(cache=False)], max_updates=1)
-    assert clock.measured == 2
-    assert not (tmp_path / "cache").exists()
-
-
-def test_the_cache_can_be_a_folder_of_ones_own(install: Any, clock: type[Clock], tmp_path: Path) -> None:
-    install("toy")
-    fit_tiny([Kernels(cache=str(tmp_path / "own"))], max_updates=1)
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["kernels.json"]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"form": 2, "known": 3}', '{"form": 2, "known": {"KEY": 7}}'])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 from collections.abc import Sequence
 
@@ -51,20 +49,6 @@ def test_those_that_won_alone_are_tried_together() -> None:
     )
     assert judge(["a", "b", "c"], steps).kept == ("a", "b")
     assert steps.asked == [["", "a b c"], ["", "a", "b", "c"], ["", "a b"]]
-
-
-@pytest.mark.parametrize(("seconds", "kept"), [(50, ("a",)), (200, ())])
-def test_one_by_one_takes_no_minutes(seconds: int, kept: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "forge")
-    steps = Steps({"": (100, 1), "a b": (105, 1), "a": (95, 1), "b": (105, 1)})
-    assert judge(["a", "b"], steps, clock=itertools.count(0, seconds).__next__).kept == kept
-    assert ("not tried one by one: that would take about 200 s" in caplog.text) == (not kept)
-
-
-def test_more_memory_is_taken_where_it_is_allowed() -> None:
-    steps = Steps({"": (100, 10), "a": (80, 14)})
-    assert judge(["a"], steps).kept == ()
-    assert judge(["a"], steps, memory=1.5).kept == ("a",)
 
 
 @pytest.mark.parametrize(("ms", "peak", "kept"), [(99, 8, ("a",)), (99, 10, ()), (100, 8, ()), (103, 2, ())])

@@ -102,23 +102,6 @@ def test_another_of_its_group_replaces_one_if_that_is_faster() -> None:
     assert why_not(report)["whole"] == "blocks is faster"
 
 
-def test_what_is_part_of_a_choice_is_not_measured_again() -> None:
-    fake = Fake({"both": 0.3, "compile": 0.7, "graph": 0.6})
-    both = Lever("both", Change({"compile": {}, "graph": {}}), "rounding", "compile")
-    report = fake.search(lever("graph"), lever("compile", group="compile"), both)
-    assert names(report) == ["both"]
-    assert why_not(report) == {"graph": "part of both", "compile": "both is faster", "both": ""}
-    assert not [call for call in fake.calls if len(call) > 1]
-
-
-def test_of_equal_levers_the_smaller_is_used() -> None:
-    fake = Fake({"both": 0.3, "compile": 0.99, "graph": 0.3})
-    both = Lever("both", Change({"compile": {}, "graph": {}}), "rounding", "compile")
-    fake.override = lambda names: 30.0 if "graph" in names and "both" in names else None
-    report = fake.search(both, lever("graph"), lever("compile", group="compile"))
-    assert names(report) == ["graph"]
-
-
 def test_a_failure_is_listed_and_the_search_goes_on() -> None:
     fake = Fake({"a": 0.5, "b": 0.4})
     fake.fails["b"] = "RuntimeError: no such kernel"
@@ -146,16 +129,6 @@ def test_memory_stays_within_the_limit() -> None:
     assert names(report) == ["b"]
     assert why_not(report)["a"] == "over the limit of 12 GB"
     assert report.fits
-
-
-def test_a_start_over_the_limit_gives_way_to_what_fits() -> None:
-    fake = Fake({"split": 1.3}, start=10 * GB, split=-5 * GB)
-    report = fake.search(lever("split"), limit=8 * GB)
-    assert names(report) == ["split"]
-    assert report.fits
-    none = Fake({"a": 0.5}, start=10 * GB).search(lever("a"), limit=8 * GB)
-    assert names(none) == []
-    assert not none.fits
 
 
 def test_the_answer_is_dropped_if_it_loses_at_the_end() -> None:
@@ -199,21 +172,6 @@ def test_the_budget_ends_the_search_with_the_best_so_far() -> None:
     assert report.best is not None
 
 
-def test_a_dear_measurement_with_a_clear_result_runs_once() -> None:
-    dear, cheap = Fake({"a": 0.5}, seconds=10.0), Fake({"a": 0.5}, seconds=1.0)
-    for fake in (dear, cheap):
-        assert names(fake.search(lever("a"), budget=150.0)) == ["a"]
-    assert dear.calls.count(("a",)) == cheap.calls.count(("a",)) - 1
-
-
-def test_slow_levers_wait_for_a_large_budget() -> None:
-    fake = Fake({"a": 0.9, "long": 0.5}, seconds=10.0)
-    small = fake.search(lever("a"), lever("long", slow=True), budget=30.0)
-    assert "takes minutes" in why_not(small)["long"]
-    fake.now = 0.0
-    assert names(fake.search(lever("a"), lever("long", slow=True), budget=3000.0)) == ["long", "a"]
-
-
 def test_noise_raises_the_bar() -> None:
     fake = Fake({"a": 0.95})
     starts = iter([100.0, 109.0, 92.0] * 9)
@@ -221,24 +179,6 @@ def test_noise_raises_the_bar() -> None:
     report = fake.search(*map(lever, "ab"))
     assert report.noise > 0.05
     assert why_not(report) == {"a": "no gain", "b": "no gain"}
-
-
-def test_a_disturbed_measurement_is_repeated() -> None:
-    fake = Fake({"a": 0.5, "b": 0.9})
-    disturbed = [100.0, 900.0, 100.0]
-    fake.override = lambda names: 900.0 if names == ("a",) and fake.calls.count(("a",)) == 1 else None
-    plain = fake.__call__
-
-    def measure(chosen: Sequence[Lever]) -> StepReading:
-        reading = plain(chosen)
-        ms = disturbed.pop(0) if not chosen and disturbed else reading.ms
-        return StepReading(ms, reading.memory, 0.0, True)
-
-    report = SpeedSearch(measure, [lever("a"), lever("b")], clock=lambda: 0.0).run()
-    assert names(report) == ["a", "b"]
-    assert report.rows[0].alone is not None
-    assert report.rows[0].alone.ms == pytest.approx(50)
-    assert [row.repeated for row in report.rows] == [True, False]
 
 
 def test_levers_are_compared_with_the_start_beside_them_in_time() -> None:
@@ -295,14 +235,6 @@ def test_the_users_choice_wins() -> None:
     assert not [name for name in applying(situation) if name.startswith("compile")]
 
 
-def test_options_that_the_user_left_open_are_tried() -> None:
-    facts = StepFacts("cuda", blocks=("Block",))
-    open_one = LeverSituation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING)
-    assert applying(open_one) >= {"compile by block", "compile reduce-overhead", "no remat"}
-    closed = LeverSituation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING, only_adds=True)
-    assert not {name for name in applying(closed) if "compile" in name or "remat" in name}
-
-
 def test_merged_micro_batches_keep_the_global_batch() -> None:
     situation = LeverSituation(
         StepFacts(window=4), given={"accumulate": {"window": 4}}, data={"batch_size": 8}, installed=EVERYTHING
@@ -314,8 +246,3 @@ def test_merged_micro_batches_keep_the_global_batch() -> None:
 def test_an_optimizer_that_chooses_its_step_is_left_alone() -> None:
     situation = LeverSituation(StepFacts(not_fused="Adam chooses its step itself"), installed=EVERYTHING)
     assert found(situation)["fused_optimizer"] == "Adam chooses its step itself"
-
-
-def test_changes_merge_by_option() -> None:
-    one, two = Change({"backends": {"tf32": True}}), Change({"backends": {"attention": "flash"}, "remat": None})
-    assert (one | two).plugins == {"backends": {"tf32": True, "attention": "flash"}, "remat": None}

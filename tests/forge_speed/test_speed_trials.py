@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw
 from forge.util import peak_memory
 from forge.util.time_limit import TrialTooLong, time_limit
 from forge_plugins import Clip
-from forge_speed.speed import StepTrials, with_change
+from forge_speed.speed import StepTrials
 from forge_speed.speed_plot import bars_of
 from forge_speed.speed_search import LeverFailed
 from forge_speed.step_facts import repeated_classes
@@ -101,19 +99,6 @@ def test_facts_are_learned_from_the_first_trial() -> None:
     assert facts.float32
 
 
-def test_attention_is_noticed_and_torchs_function_is_back() -> None:
-    class Attends(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            q = torch.randn(1, 1, 2, 4)
-            nn.functional.scaled_dot_product_attention(q, q, q)
-            return super().training_step(batch)
-
-    before = nn.functional.scaled_dot_product_attention
-    assert trials(Attends).facts.attention
-    assert not trials().facts.attention
-    assert nn.functional.scaled_dot_product_attention is before
-
-
 def test_repeated_blocks_are_found_by_their_class() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -141,32 +126,10 @@ def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
     assert not list(empty_folder.iterdir())
 
 
-@pytest.mark.slow
-def test_the_recipes_own_plugins_are_the_users_choice() -> None:
-    report = speed_range(
-        Pictures, pictures, leave_out=["compile", "amp"], device="cpu", recipe="default", plugins={"channels_last": {}}
-    )
-    reasons = {row.lever.name: row.why_not for row in report.rows}
-    assert reasons["channels_last"] == "your stack has it"
-
-
 @pytest.mark.parametrize("options", [{"numbers": "some"}, {"limit": 0.0}, {"budget": -1.0}])
 def test_senseless_options_are_refused(options: Any) -> None:
     with pytest.raises(ForgeError, match=next(iter(options))):
         speed_range(TinyTask, tiny_batches, **options)
-
-
-def test_a_change_keeps_the_form_of_the_plugins() -> None:
-    change = Change({"clip": {"max_norm": 2.0}, "remat": None})
-    assert with_change({"clip": {"norm_type": 1.0}, "ema": {}}, change) == {
-        "clip": {"norm_type": 1.0, "max_norm": 2.0},
-        "ema": {},
-        "remat": None,
-    }
-    changed = with_change([Clip(1.0), "remat", "ema"], change)
-    assert isinstance(changed, Sequence)
-    assert [getattr(item, "name", item) for item in changed] == ["ema", "clip"]
-    assert changed[1].config.max_norm == 2.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_trial_that_takes_too_long_is_stopped() -> None:
@@ -178,31 +141,6 @@ def test_a_trial_that_takes_too_long_is_stopped() -> None:
         stuck()
     with time_limit(60):
         pass
-
-
-def test_a_compilation_that_is_cut_short_prints_no_traceback() -> None:
-    heard: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = heard.append
-    logger = logging.getLogger("torch._dynamo.metrics_context")
-
-    def compile_for_long() -> None:
-        try:
-            begun = time.monotonic()
-            while time.monotonic() - begun < 10:
-                pass
-        except TrialTooLong:
-            logger.error("a long traceback")  # as torch 2.11 does on its way out
-            raise
-
-    logger.addHandler(handler)
-    try:
-        with pytest.raises(TrialTooLong), time_limit(0.05):
-            compile_for_long()
-    finally:
-        logger.removeHandler(handler)
-    assert not heard
-    assert not logger.disabled
 
 
 def test_a_share_of_the_batch_is_trained_as_one_of_several_ranks() -> None:

@@ -137,12 +137,6 @@ def test_a_trial_killed_while_it_is_pruned_stays_pruned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_seed_tries_other_values(tmp_path: Path) -> None:
-    tried = [[row.params for row in sweep(tmp_path / str(seed), trials=2, seed=seed).trials] for seed in (0, 1)]
-    assert tried[0] != tried[1]
-
-
-@pytest.mark.slow
 def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) -> None:
     space = {"task.lr": "choice(0.1,0.95)", "task.hidden": "choice(4,8)"}
     found = sweep(tmp_path, space, trials=9, sampler="grid", overrides=[*OVERRIDES, "task.fails=true"])
@@ -203,24 +197,6 @@ def test_a_trial_is_taken_on_by_one_process_alone(tmp_path: Path) -> None:
     assert (again.number, again.params) == (1, other.params)
 
 
-def test_a_trial_that_just_ended_is_not_taken_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends after another process has listed it as running, and before that process looks at its lock."""
-    plan = SweepPlan(parse_spaces(SPACE), "val/loss", "min")
-    here, there = SweepStudy(tmp_path, plan), SweepStudy(tmp_path, plan)
-    claim = here.claim(2)
-    assert claim is not None
-    look = there._lock_if_left
-
-    def end_first(number: int) -> Any:
-        here.finish(claim, 1.0)
-        return look(number)
-
-    monkeypatch.setattr(there, "_lock_if_left", end_first)
-    other = there.claim(2)
-    assert other is not None
-    assert other.number == 1
-
-
 @pytest.mark.slow
 def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder: Path) -> None:
     code = (
@@ -234,14 +210,6 @@ def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder:
     assert [(row.number, row.state) for row in found.trials] == [(n, "complete") for n in range(10)]
     holders = {run.path.name: len(run.attempts) for run in runs_in(tmp_path)}
     assert holders == {f"trial-{n:04d}": 0 for n in range(10)}, "no trial ran twice"
-
-
-@pytest.mark.slow
-def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path) -> None:
-    first = sweep(tmp_path, trials=2)
-    with (tmp_path / "journal.log").open("a") as journal:
-        journal.write('{"op_code": 4, "worker_id": "x')
-    assert table(sweep(tmp_path, trials=3))[:2] == table(first)
 
 
 @pytest.mark.slow

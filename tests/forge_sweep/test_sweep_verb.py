@@ -111,12 +111,6 @@ def test_a_trial_that_is_killed_is_a_failure_of_it_alone(capsys: pytest.CaptureF
     assert "1 complete, 1 failed" in said.out
 
 
-@pytest.mark.slow
-def test_a_sweep_in_which_every_trial_fails_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*WORDS, "task.dies=0", "--dir", "s"]) == 1
-    assert "No trial gave a result" in capsys.readouterr().err
-
-
 def start(*words: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(

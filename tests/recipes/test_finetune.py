@@ -44,6 +44,7 @@ def test_a_file_of_weights_makes_it_torchvisions_network(tmp_path: Path) -> None
     torch.testing.assert_close(task(images), task.head(features[0]))
 
 
+@pytest.mark.slow
 def test_without_a_network_weights_are_random_and_it_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,16 +76,6 @@ def test_a_models_output_trains_as_by_hand(window: int) -> None:
     assert not any("logits" in name for name in fitted.metrics)
 
 
-def test_an_output_without_a_loss_is_refused_by_name() -> None:
-    class NoLabels(HFText):
-        def training_step(self, batch: Any) -> Any:
-            return self.model(input_ids=batch["input_ids"])
-
-    torch.manual_seed(0)
-    with pytest.raises(forge.TaskError, match=r"a dict without 'loss' \(logits"):
-        forge.Trainer(max_epochs=1, plugins=[], run_dir=False, device="cpu").fit(NoLabels(**SIZES), batches())
-
-
 @pytest.mark.slow
 def test_batches_of_a_tokenizer_are_moved_and_counted() -> None:
     data = [transformers.BatchEncoding(batch) for batch in batches()]
@@ -133,15 +123,3 @@ def test_weights_beside_the_model_are_not_lost_in_silence(tmp_path: Path) -> Non
     with pytest.raises(ExportError, match=r"has weights beside model, which would be lost: head.weight, head.bias"):
         forge.export(WithHead(**SIZES), to="pretrained", out=tmp_path / "shipped", data=batches())
     assert not [*(tmp_path / "shipped").rglob("*")]
-
-
-@pytest.mark.slow
-def test_a_model_with_buffers_that_are_not_saved_ships(tmp_path: Path) -> None:
-    class Llama(HFText):
-        def __init__(self) -> None:
-            super().__init__(**SIZES)
-            sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, **sizes))
-
-    made = forge.export(Llama(), to="safetensors", out=tmp_path / "llama.safetensors", data=batches(2))
-    assert made.card["verified"]

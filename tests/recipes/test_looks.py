@@ -43,13 +43,6 @@ def test_the_mistakes_are_those_it_was_surest_of() -> None:
     assert torch.equal(looks.finish(Env("cpu"))["mistakes"].data, expected.data)
 
 
-def test_a_classifier_without_mistakes_has_none_to_show() -> None:
-    looks = Looks(NAMES)
-    labels = torch.randint(3, (10,))
-    looks.add(torch.rand(10, 1, 8, 8), labels, torch.eye(3)[labels], torch.rand(10, 2))
-    assert looks.finish(Env("cpu")).keys() == {"predictions", "confusion", "embedding"}
-
-
 def test_points_are_of_the_first_samples_with_names() -> None:
     looks = Looks(NAMES, mean=0.5, std=0.25, points=7)
     images, labels, _, hidden = evaluated(looks)
@@ -59,16 +52,6 @@ def test_points_are_of_the_first_samples_with_names() -> None:
     assert list(points.labels) == [NAMES[i] for i in labels[:7].tolist()]
     assert points.images is not None
     torch.testing.assert_close(points.images, images[:7] * 0.25 + 0.5)
-
-
-def test_the_next_evaluation_begins_with_nothing() -> None:
-    looks = Looks(NAMES)
-    evaluated(looks)
-    looks.finish(Env("cpu"))
-    assert looks.finish(Env("cpu")) == {}
-    evaluated(looks, samples=4)
-    assert looks._counts is not None
-    assert int(looks._counts.sum()) == 4
 
 
 def test_without_pillow_there_are_points_but_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:

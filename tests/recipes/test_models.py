@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from forge.config import load_recipe
 from forge.data import TokenStream
 from forge_recipes.gpt import GPT
 from forge_recipes.resnet import ResNet18
-from forge_recipes.synthetic import images, tokens
+from forge_recipes.synthetic import tokens
 from tests.support import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 2, "context": 16, "vocabulary": 100}
@@ -90,21 +89,6 @@ def trained(updates: int, plugins: Any = (), **options: Any) -> GPT:
     return task
 
 
-COVERING = {("forge", "fused")}
-WAYS = [
-    pytest.param(*way, marks=() if way in COVERING else pytest.mark.slow)
-    for way in itertools.product(("sdpa", "cudnn", "forge"), ("plain", "fused", "chunked"))
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("attention", "loss"), WAYS)
-def test_every_way_to_compute_gpt_trains_the_same(attention: str, loss: str) -> None:
-    plain, other = trained(2), trained(2, loss=loss, attention=attention)
-    for mine, its in zip(other.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
-
-
 IN_SMALL = {
     "mlp": ["task.hidden=8", "data.samples=400", "trainer.max_updates=3"],
     "resnet18": ["data.samples=20", "data.batch_size=4", "data.size=8", "trainer.max_updates=2", "-p", "no:checkpoint"],
@@ -131,15 +115,6 @@ def test_each_recipe_trains_on_a_cpu(name: str, capsys: pytest.CaptureFixture[st
     compiled = ["-p", "no:compile"] if "compile" in load_recipe(name).plugins else []
     assert main(["fit", name, "trainer.device=cpu", *IN_SMALL[name], *compiled]) == 0
     assert "train/loss" in capsys.readouterr().out
-
-
-def test_random_data_is_the_same_in_every_run() -> None:
-    first, second = images(8, samples=50, size=4), images(8, samples=50, size=4)
-    assert first.train is not None
-    assert second.train is not None
-    for a, b in zip(first.train, second.train, strict=True):
-        assert torch.equal(a[0], b[0])
-        assert torch.equal(a[1], b[1])
 
 
 def test_tokens_come_from_a_file_where_one_is_given(tmp_path: Any) -> None:

@@ -166,6 +166,7 @@ def test_each_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixtur
     assert "val/" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     some([["data"], ["plan", "--memory", "1"], ["tune", "lr", "--updates", "10"], ["doctor", "--quick"]], quick=2),

@@ -37,12 +37,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def test_the_model_has_as_many_parameters_as_nanogpt_says() -> None:
-    with torch.device("meta"):
-        task = CharGPT()
-    assert sum(p.numel() for p in task.parameters()) - task.positions.weight.numel() == 10_646_784  # "10.65M"
-
-
 def nanogpt(task: CharGPT, tokens: Tensor, heads: int, dropout: float) -> Tensor:
     """nanoGPT's forward, written out with the task's weights."""
     weights = dict(task.named_parameters())
@@ -74,15 +68,6 @@ def test_the_model_computes_what_nanogpt_computes(dropout: float) -> None:
     own = task(tokens)
     torch.manual_seed(5)
     torch.testing.assert_close(own, nanogpt(task, tokens, heads=2, dropout=dropout))
-
-
-def test_weights_begin_as_nanogpts() -> None:
-    for name, weight in CharGPT(layers=8, width=64, heads=2).named_parameters():
-        if weight.ndim == 1:
-            assert torch.equal(weight, torch.ones(64))
-        else:
-            is_added = name.endswith(("attention.out.weight", "mlp.2.weight"))
-            assert float(weight.detach().std()) == pytest.approx(0.02 / 4 if is_added else 0.02, rel=0.1), name
 
 
 def test_matrices_decay_and_norms_do_not() -> None:
@@ -126,13 +111,6 @@ def test_training_windows_are_slices_of_the_first_nine_tenths() -> None:
             assert torch.equal(targets[row], tokens[start + 1 : start + 17])
 
 
-def test_a_shuffled_epoch_is_the_whole_text_once() -> None:
-    train = shakespeare.shakespeare(window=16, batch_size=4, order="shuffled").train
-    assert isinstance(train, TokenStream)
-    windows = (int(0.9 * len(TEXT)) - 1) // 16
-    assert sorted(train.sample_indices(0, 0, train.samples)) == [16 * i for i in range(windows)]
-
-
 def test_a_validation_is_every_window_of_the_rest_in_order() -> None:
     val = shakespeare.shakespeare(window=16).val
     assert isinstance(val, TokenStream)
@@ -157,28 +135,6 @@ def test_a_text_that_is_nowhere_is_fetched_into_the_cache(tmp_path: Path, monkey
         assert shakespeare.shakespeare(window=16).train is not None
     assert asked == [shakespeare.SOURCE]
     assert [file.name for file in (tmp_path / "cache/forge/tinyshakespeare").iterdir()] == ["input.txt"]
-
-
-def test_a_text_fetched_meanwhile_by_another_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "elsewhere" / "tinyshakespeare" / "input.txt"
-    parts: list[str] = []
-
-    def urlopen(address: str, timeout: float) -> io.BytesIO:
-        return io.BytesIO(b"half")
-
-    def fail(part: Path, content: bytes) -> int:
-        parts.append(part.name)
-        part.open("wb").close()
-        path.write_text(TEXT)
-        raise OSError("no space left")
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    for _ in range(2):
-        path.unlink(missing_ok=True)
-        assert shakespeare.find_text(str(tmp_path / "elsewhere")).read_text() == TEXT
-    assert len(set(parts)) == 2  # each attempt has a file of its own
-    assert [file.name for file in path.parent.iterdir()] == ["input.txt"]
 
 
 def test_without_a_network_the_error_says_where_to_put_the_text(
@@ -225,31 +181,6 @@ def test_writing_leaves_the_runs_random_numbers_alone() -> None:
     assert len(first) == 35  # further than the context of 16
     assert task.write("First", length=30) == first
     assert task.write("First", length=30, seed=1) != first
-
-
-def test_the_text_is_written_without_dropout_and_modes_stay() -> None:
-    task = CharGPT(**SMALL, dropout=0.5, sample=20)
-    publish: list[Any] = []
-    stub = type("Stub", (), {"publish": publish.append, "env": type("Env", (), {"is_main": False})})
-    wrapper = task.forge_export(stub)  # pyright: ignore[reportArgumentType]
-    task.norm.eval()
-    next(wrapper)
-    assert task.training
-    assert not task.norm.training
-    assert task.blocks.training
-    assert publish[0]["sample"].text == f"```text\n{task.eval().write(length=20).strip()}\n```"
-
-
-def test_a_text_that_cannot_be_written_leaves_modes_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: CharGPT, length: int) -> str:
-        assert not self.blocks.training
-        raise RuntimeError("out of memory")
-
-    task = CharGPT(**SMALL, sample=20)
-    monkeypatch.setattr(CharGPT, "write", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        next(task.forge_export(None))  # pyright: ignore[reportArgumentType]
-    assert all(module.training for module in task.modules())
 
 
 def _texts(folder: Path) -> dict[str, str]:

@@ -95,7 +95,6 @@ TOY_BROKEN = toy("toy_broken", Functional(RELU, _fail))
 TOY_LINEAR = toy("toy_linear", Functional(LINEAR, _wide_linear))
 TOY_LOST = toy("toy_lost", Functional("torch.nn.functional.relu_of_tomorrow", _hand_back))
 TOY_BARE = toy("toy_bare")
-NO_KERNEL = "not a kernel"
 
 
 def entries(*names: str, **others: str) -> dict[str, EntryPoint]:

@@ -141,6 +141,7 @@ def test_a_run_that_was_cut_goes_on_and_ends_as_if_it_had_not(kind: str, run: Pa
     refuse_another_end(kind, kept_runs.ending(kind, run, resume="auto"), then["ended"])
 
 
+@pytest.mark.slow
 def test_a_new_run_from_its_checkpoint_ends_there_too(
     kind: str, run: Path, then: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_new_run_from_its_checkpoint_ends_there_too(
     refuse_another_end(kind, now, {**then["ended"], "logged": kept})
 
 
+@pytest.mark.slow
 def test_a_run_from_its_start_ends_as_it_did(kind: str, then: dict[str, Any], tmp_path: Path) -> None:
     refuse_another_end(kind, kept_runs.ending(kind, tmp_path / "new"), then["ended"])
 

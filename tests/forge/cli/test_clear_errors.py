@@ -40,12 +40,6 @@ def fit(run_dir: Path | str | None, *plugins: forge.Plugin) -> forge.FitResult:
     return trainer.fit(TinyTask(), tiny_batches())
 
 
-@pytest.mark.parametrize("run_dir", [None, "runs/mine"])
-def test_a_run_in_a_deleted_working_directory_is_refused(deleted_folder: Path, run_dir: str | None) -> None:
-    with pytest.raises(forge.ForgeError, match="The working directory no longer exists"):
-        fit(run_dir)
-
-
 def test_a_run_elsewhere_does_not_need_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -74,17 +68,6 @@ def test_an_export_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "run" / "checkpoints" / "update-00000005").is_dir()
 
 
-def test_an_error_of_the_safetensors_library_names_the_file_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise weights.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(weights, "save_file", full)
-    with pytest.raises(forge.CheckpointError, match=r"weights.safetensors could not be written: .*No space left"):
-        fit(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -101,8 +84,3 @@ def test_a_task_gets_no_name_that_python_uses(name: str, said: str, capsys: pyte
     assert said in error
     assert f"forge new task my_{name.lower()}" in error
     assert os.listdir() == []
-
-
-def test_a_plugin_is_not_named_like_a_keyword(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "plugin", "import"]) == 2
-    assert "forge new plugin my_import" in capsys.readouterr().err

@@ -163,25 +163,11 @@ def test_quickstart_reads_digits_with_at_least_97_percent(forge):
 
 
 @pytest.mark.slow
-def test_the_same_command_gives_the_same_weights(forge):
-    for name in ("a", "b"):
-        forge("fit", "quickstart", *QUICK, "--run-dir", name)
-    one, two = (load_file(f"{name}/weights.safetensors") for name in ("a", "b"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[key], two[key]) for key in one)
-
-
 def test_the_runs_config_is_a_recipe_that_gives_the_same_weights(forge):
     forge("fit", "quickstart", *QUICK, "--run-dir", "a")
     forge("fit", "a/config.yaml", "--run-dir", "b")
     one, two = (load_file(f"{name}/weights.safetensors") for name in ("a", "b"))
     assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-@pytest.mark.slow
-def test_overrides_may_stand_anywhere_among_the_options(forge):
-    forge("fit", "quickstart", "-p", "no:tensorboard", "trainer.max_epochs=1", "--run-dir", "run", "schedule.warmup=2")
-    assert "max_epochs: 1" in Path("run/config.yaml").read_text()
 
 
 @pytest.mark.slow
@@ -211,29 +197,10 @@ def test_a_task_from_a_file_trains_with_any_stack_recipe(forge, ring):
     assert "log_every: 200" in config
 
 
-def test_a_file_with_one_task_needs_no_name(forge, ring):
-    assert "task.hidden" in forge("plan", "ring.py")
-
-
 def test_a_missing_task_file_or_class_is_named(forge, ring):
     assert "No file 'rong.py'. Did you mean 'ring.py'?" in forge.refused("fit", "rong.py:Ring")
     assert "Did you mean 'Ring'?" in forge.refused("fit", "ring.py:Rong")
     assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:data")
-
-
-def test_a_task_named_as_a_module_is_answered_with_its_file(forge, ring):
-    assert "'ring:Ring'. Did you mean 'ring.py:Ring'?" in forge.refused("fit", "ring:Ring")
-    assert "'ring'. Did you mean 'ring.py'?" in forge.refused("plan", "ring")
-    Path("models").mkdir()
-    Path("models/own.py").touch()
-    assert "Did you mean 'models/own.py:Own'?" in forge.refused("fit", "models.own:Own")
-    assert "Did you mean './ring.py:Ring'?" in forge.refused("fit", "./ring:Ring")
-    assert "A task of your own is FILE.py:Task." in forge.refused("fit", "nowhere:Task")
-
-
-def test_a_file_of_the_same_name_does_not_hide_a_recipe(forge):
-    Path("quickstart.py").touch()
-    assert "digits_mlp" in forge("plan", "quickstart")
 
 
 @pytest.mark.parametrize(
@@ -254,12 +221,6 @@ def test_an_import_error_is_told_by_the_users_own_lines(forge, source, cause, li
     first, *told = forge.refused("fit", "broken.py:Task").splitlines()
     assert first.startswith(f"error: broken.py cannot be imported: {cause}")
     assert told == [f"  {line}" for line in lines]
-
-
-def test_data_come_from_another_file_when_asked(forge, ring):
-    Path("more.py").write_text("import ring\ndef few():\n    return ring.data(points=200)\n")
-    out = forge("fit", "ring.py:Ring", "--data", "more.py:few", "trainer.max_epochs=1", "-p", "no:tensorboard")
-    assert "3 updates" in out
 
 
 def test_data_by_name_replace_the_function_beside_a_task(forge, ring):
@@ -283,11 +244,6 @@ def test_a_stack_is_laid_over_a_recipe(forge):
     assert "log_every: 1\n" in config
     assert "anomaly:" in config
     assert "name: digits_mlp" in config
-
-
-def test_a_recipe_with_a_task_is_no_stack(forge):
-    Path("mine.yaml").write_text("extends: [default]\ntask: {name: digits_mlp}\n")
-    assert "mine.yaml:2: 'mine' names its own task" in forge.refused("fit", "quickstart", "--recipe", "mine.yaml")
 
 
 # -- validate, test, predict ------------------------------------------------------------------------------------------
@@ -326,12 +282,7 @@ def test_a_bound_is_a_number_and_nan_is_below_it(value, fails):
         check_bounds({"test/accuracy": value}, [("test/accuracy", 0.9)])
 
 
-def test_a_run_below_its_floor_exits_with_1(forge, ring):
-    words = ["ring.py:Ring", "trainer.max_epochs=1", "-p", "no:tensorboard", "-p", "early_stop", "early_stop.mode=max"]
-    assert main(["fit", *words, "early_stop.monitor=val/accuracy", "early_stop.floor=1.5"]) == 1
-    assert "below early_stop.floor=1.5" in forge.capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_a_smoke_run_tries_every_stage_and_keeps_nothing(forge, ring):
     said = forge("fit", "ring.py:Ring", "--smoke", "data.points=200")
     for name in ("train/loss", "val/loss", "test/loss", "two batches of each stage"):
@@ -340,13 +291,7 @@ def test_a_smoke_run_tries_every_stage_and_keeps_nothing(forge, ring):
     assert "--smoke keeps nothing" in forge.refused("fit", "ring.py:Ring", "--smoke", "--resume")
 
 
-def test_the_closing_line_tests_the_best_weights(forge, ring):
-    words = ["ring.py:Ring", "trainer.max_epochs=2", "data.points=200", "-p", "no:tensorboard", "--run-dir", "run"]
-    said = forge("fit", *words, "checkpoint.best={monitor: val/loss, mode: min}")
-    assert "--weights run/checkpoints/best" in said
-    assert "test/loss" in forge("test", "ring.py:Ring", "data.points=200", "--weights", "run/checkpoints/best")
-
-
+@pytest.mark.slow
 def test_weights_of_other_options_say_which_and_what_to_type(forge, ring):
     forge("fit", "ring.py:Ring", "task.hidden=16", "trainer.max_updates=1", "-p", "no:tensorboard", "--run-dir", "run")
     given = ["ring.py:Ring", "data.points=200", "trainer.max_updates=1", "--weights", "run"]
@@ -358,23 +303,9 @@ def test_weights_of_other_options_say_which_and_what_to_type(forge, ring):
     assert "test/accuracy" in forge("test", *words[1:])
 
 
-def test_without_weights_a_warning_says_so(forge):
-    forge("test", "quickstart", "task.hidden=16")
-    assert "freshly initialised" in forge.err
-    assert not Path("runs").exists()
-
-
 def test_a_missing_split_is_named(forge, ring):
     Path("untested.py").write_text(ring.read_text().replace("test=", "predict="))
     assert "no test split" in forge.refused("test", "untested.py:Ring")
-
-
-@pytest.mark.parametrize("name", ["p.csv", "p.pt", "p"])
-def test_predictions_go_into_no_file_of_another_kind(forge, name):
-    said = forge.refused("predict", "quickstart", "--out", f"out/{name}")
-    assert f"--out out/{name}: predictions are written as safetensors." in said
-    assert "Name the file out/p.safetensors" in said
-    assert not Path("out").exists()
 
 
 def test_predictions_of_all_batches_are_joined_by_name():
@@ -383,14 +314,6 @@ def test_predictions_of_all_batches_are_joined_by_name():
     joined = gather([{"a": torch.zeros(2, 3), "b": torch.tensor(1)}, {"a": torch.ones(1, 3), "b": torch.tensor(2)}])
     assert joined["a"].shape == (3, 3)
     assert joined["b"].tolist() == [1, 2]
-
-
-def test_predictions_that_are_no_tensors_are_refused():
-    from forge.cli.predict import gather
-    from forge.errors import TaskError
-
-    with pytest.raises(TaskError, match="str"):
-        gather(["a"])
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------
@@ -424,11 +347,6 @@ def test_plan_as_json_holds_every_hook_and_value(forge):
     assert plan["values"]["trainer.device"]["from"] == "default"
 
 
-def test_plan_loads_no_data(forge, ring):
-    ring.write_text(ring.read_text().replace("    generator =", "    raise RuntimeError('loaded')\n    generator ="))
-    assert "data.points" in forge("plan", "ring.py:Ring")
-
-
 def test_plan_shows_the_hooks_of_the_task(forge, ring):
     hook = "    @forge.hookimpl\n    def forge_step_end(self, step): pass\n\n    validation_step ="
     ring.write_text(ring.read_text().replace("    validation_step =", hook))
@@ -456,13 +374,6 @@ def test_a_shown_recipe_is_merged_annotated_and_loads_again(forge):
     assert "# default.yaml:" in out
     Path("shown.yaml").write_text(out)
     assert load_recipe("shown.yaml").config == load_recipe("quickstart").config
-
-
-def test_a_recipe_is_copied_and_never_over_another_file(forge):
-    assert "forge fit mine.yaml" in forge("recipes", "copy", "quickstart", "mine.yaml")
-    assert "--force" in forge.refused("recipes", "copy", "fast", "mine.yaml")
-    forge("recipes", "copy", "fast", "mine.yaml", "--force")
-    assert "extends: [default]" in Path("mine.yaml").read_text()
 
 
 def test_plugins_lists_every_plugin_with_its_package(forge):
@@ -493,6 +404,7 @@ def test_a_broken_plugin_is_listed_and_named_when_asked_for(forge, broken_plugin
 # -- new --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_new_task_trains_at_once_and_can_be_tested(forge, ring):
     out = forge("fit", "ring.py:Ring", "--run-dir", "run")
     assert "10 epochs, 250 updates, as planned (max_epochs)" in out
@@ -519,12 +431,3 @@ def test_the_own_tests_of_a_new_plugin_pass(forge):
 def test_new_overwrites_nothing_and_refuses_what_is_no_name(forge, ring):
     assert "exists" in forge.refused("new", "task", "Ring")
     assert "letter first" in forge.refused("new", "plugin", "3d")
-
-
-def test_a_plugin_does_not_get_the_name_of_one_that_is_there(forge, broken_plugin):
-    said = forge.refused("new", "plugin", "Clip")
-    assert f"'clip' is taken by a plugin of forge-trainer {__version__}." in said
-    assert "forge new plugin my_clip" in said
-    assert "'broken' is taken by a plugin of broken-plugin 1.2." in forge.refused("new", "plugin", "broken")
-    assert "'plugins' is taken by the package forge_plugins." in forge.refused("new", "plugin", "plugins")
-    assert list(Path().iterdir()) == []

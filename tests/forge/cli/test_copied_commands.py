@@ -64,7 +64,7 @@ def narrow(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_timer, name, value)
 
 
-@pytest.mark.parametrize("kind", some(WORDS, quick=3))
+@pytest.mark.parametrize("kind", some(WORDS, quick=1))
 def test_a_command_to_copy_is_on_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "sweep":
         pytest.importorskip("optuna")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 
 import pytest
@@ -47,14 +46,6 @@ def test_a_missing_name_is_printed_with_what_is_lost(
     assert main(["env"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "and 1 missing torch._gone.thing: forge uses it to draw a cow. No cow is drawn." in text
-
-
-def test_as_json_a_program_can_read_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_internals.NAMES, "gone", GONE)
-    assert main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["torch"] == torch.__version__
-    assert [entry["name"] for entry in found["internals"] if entry["missing"]] == ["torch._gone.thing"]
 
 
 def test_a_package_that_is_not_installed_is_named(

@@ -52,18 +52,6 @@ def test_json_holds_the_measured_costs(forge: Forge) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_on_disk(forge: Forge, tmp_path: Path, empty_folder: Path) -> None:
-    forge("plan", *RECIPE, "--measure", "--updates", "5")
-    assert [*tmp_path.iterdir(), *empty_folder.iterdir()] == []
-
-
-@pytest.mark.slow
-def test_the_schedule_still_sees_the_whole_run(forge: Forge) -> None:
-    """A run cut short by max_updates would make of a warm-up of 50 updates one that never ends, and be warned of."""
-    _, _, err = forge("plan", *RECIPE, "--measure", "--updates", "5")
-    assert "warm" not in err
-
-
 def test_what_a_task_prints_does_not_get_into_the_json(forge: Forge) -> None:
     Path("chatty.py").write_text(
         """
@@ -91,25 +79,6 @@ def data():
     _, out, err = forge("plan", "chatty.py", "-p", "no:tensorboard", "--measure", "--updates", "4", "--json")
     assert json.loads(out)["measured"]["updates"] == 3
     assert "hello" in err
-
-
-@pytest.mark.slow
-def test_a_warning_of_the_run_is_still_seen(forge: Forge) -> None:
-    _, _, err = forge("plan", *RECIPE, "--measure", "--updates", "5", "trainer.max_epochs=1")
-    assert err.startswith("warning: schedule.warmup is 50 updates")
-
-
-@pytest.mark.slow
-def test_hooks_that_these_updates_did_not_meet_are_named(forge: Forge) -> None:
-    _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "5")
-    assert "not called in these updates: log, evaluate, save; --updates N measures longer" in out
-
-
-@pytest.mark.slow
-def test_a_ledger_of_the_recipe_is_used(forge: Forge) -> None:
-    code, out, _ = forge("plan", *RECIPE, "-p", "ledger", "--measure", "--updates", "5")
-    assert code == 0
-    assert "4 updates of" in out
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from forge.report.images import pictures
 from forge.report.page import page
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
+from tests.support.profiles import some
 from tests.support.tasks import Classifier, fit, make_batches
 
 HOSTILE = """</pre></td></svg></style><script>alert('x"')</script><img src=x onerror=alert(1)>"""
@@ -171,12 +172,6 @@ class TestRunsAsTheyAre:
         assert shown.points("val") == [[(1, 1.0), (2, 2.0)]]
         assert "val/loss not finite 1 1" in shown.text
 
-    def test_a_run_without_validation_or_card_has_a_page(self, make_run: Any) -> None:
-        assert "train/loss 2" in Page(page([RunFolder(make_run([{"update": 1, "train/loss": 2.0}]))])).text
-
-    def test_a_run_that_has_logged_nothing_has_a_page(self, make_run: Any) -> None:
-        assert "0 updates" in Page(page([RunFolder(make_run([], card={"recipe": "mine"}))])).text
-
     def test_a_run_that_goes_on_is_reported_as_such(self, tmp_path: Path) -> None:
         texts: list[str] = []
 
@@ -217,36 +212,29 @@ class TestTexts:
         assert '<pre><code class="language-text">To **be**\n</code></pre>' in text
         assert "<p>after **a <code>b** c</code></p>" in text
 
-    def test_a_table_is_drawn(self, make_run: Any) -> None:
-        text = self.shown(make_run, "| a | b |\n|---|---|\n| 1 | <2 |")
-        assert "<td>1</td>\n<td>&lt;2</td>" in text
-
     @pytest.mark.parametrize(
         "hostile",
-        [
-            HOSTILE,
-            f"- item\n\n    {HOSTILE}\n\n> {HOSTILE}",
-            f"```{{#x .y onclick=alert(1)}}\n{HOSTILE}\n```",
-            f"| a | b |\n|---|---|\n| {HOSTILE} | `{HOSTILE}` |",
-            "[a](javascript:alert(1)) ![b](http://elsewhere/x.png) [c][d] ![e][d] <http://elsewhere> <a@b.example>"
-            "\n\n[d]: javascript:alert(1)",
-            "&#60;script&#62; &lt;img src=x&gt;",
-            "\x02wzxhzdk:0\x03 \ufdd0script\ufdd2",
-            "1. " * 6000,
-            "[" * 60_000,
-        ],
+        some(
+            [
+                HOSTILE,
+                f"- item\n\n    {HOSTILE}\n\n> {HOSTILE}",
+                f"```{{#x .y onclick=alert(1)}}\n{HOSTILE}\n```",
+                f"| a | b |\n|---|---|\n| {HOSTILE} | `{HOSTILE}` |",
+                "[a](javascript:alert(1)) ![b](http://elsewhere/x.png) [c][d] ![e][d] <http://elsewhere> <a@b.example>"
+                "\n\n[d]: javascript:alert(1)",
+                "&#60;script&#62; &lt;img src=x&gt;",
+                "\x02wzxhzdk:0\x03 \ufdd0script\ufdd2",
+                "1. " * 6000,
+                "[" * 60_000,
+            ],
+            quick=7,
+        ),
     )
     def test_markdown_passes_no_markup_or_address_through(self, make_run: Any, hostile: str) -> None:
         shown = Page(self.shown(make_run, hostile))
         assert not {"script", "img", "a", "link", "iframe", "object"} & set(shown.tags)
         assert not [name for name, _ in shown.attributes if name.startswith("on") or name in ("src", "href")]
         assert "<img src=x>" not in shown.text  # an entity is shown as it was written
-
-    def test_a_text_that_does_not_change_is_there_once(self, make_run: Any) -> None:
-        text = self.shown(make_run, "old", "same", "same", "same")
-        assert text.count("same</p>") == 1
-        assert "at update 4, unchanged since 2" in text
-        assert "<summary>at update 1</summary>" in text
 
 
 class TestPictures:
@@ -293,39 +281,9 @@ class TestPictures:
             assert pictures(file.parent) == []
         Page(page([RunFolder(drawn)]))
 
-    def test_a_picture_of_an_update_that_is_made_again_is_not_shown(self, drawn: Path, tmp_path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        SummaryWriter(str(tmp_path / "later"), purge_step=5).close()
-        (file,) = (tmp_path / "later").iterdir()
-        file.rename(drawn / "tensorboard" / "later.tfevents")  # read after the others
-        assert [picture.name for picture in pictures(drawn / "tensorboard")] == ["val/<once>"]
-
-    def test_a_page_holds_a_few_and_says_how_many_more_there_are(self, drawn: Path, monkeypatch: Any) -> None:
-        monkeypatch.setattr("forge.report.images.MOST_IMAGES", 1)
-        text = page([RunFolder(drawn)])
-        assert text.count("<img ") == 1
-        assert "1 more picture: forge board" in text
-        monkeypatch.setattr("forge.report.images.MOST_BYTES", 10)
-        assert page([RunFolder(drawn)]).count("<img ") == 0
-
     def test_without_tensorboard_the_page_says_what_to_install(self, drawn: Path, monkeypatch: Any) -> None:
         monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
         assert "pip install tensorboard" in page([RunFolder(drawn)])
-
-    @pytest.mark.slow
-    def test_reading_them_does_not_import_torch(self, drawn: Path, run_python: Any) -> None:
-        code = "import sys; from forge.cli import main; main(['report', sys.argv[1]]); sys.exit('torch' in sys.modules)"
-        assert run_python("-c", code, str(drawn)).returncode == 0
-        assert "<img " in (drawn / "report.html").read_text()
-
-
-def test_a_task_of_ones_own_is_named_rather_than_the_stack(make_run: Any) -> None:
-    about = {"recipe": "default", "group": "net", "task": {"class": "Net"}}
-    own = page([RunFolder(make_run([], name="own", card=about))])
-    named = page([RunFolder(make_run([], name="named", card={**about, "recipe": "mine", "group": "mine"}))])
-    assert "<title>Net · own</title>" in own
-    assert "<title>mine · named</title>" in named
 
 
 def nested(depth: int) -> Any:
@@ -341,24 +299,31 @@ LINE = {"update": 1, "train/loss": 1.0}
 
 @pytest.mark.parametrize(
     ("lines", "files", "recipe"),
-    [
-        ([LINE], {"card": {"stack": 3}}, ""),
-        ([LINE], {"card": {"stack": True, "planned_updates": 10**400, "task": {"parameters": 10**400}}}, ""),
-        ([LINE], {"card": {"task": {"class": "Net", "options": {"a": nested(300)}}}}, ""),
-        ([LINE], {"lives": {"lives": 3}}, ""),
-        ([LINE], {"lives": {"lives": [3, {}, {"update": 10**400, "setup": [1]}]}}, ""),
-        ([LINE], {"lives": {"lives": [{"started": {}, "command": nested(20), "setup": {"a": {}}}] * 50}}, ""),
-        ([LINE], {"ledger": {"rows": 3}}, ""),
-        ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
-        ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
-        ([LINE], {"end": {"status": "finished", "seconds": 1e-320, "samples": 2**53 - 1}}, ""),
-        ([LINE], {"end": {"status": "finished", "seconds": 1e308}}, ""),
-        ([{**LINE, "time": 10**400}, {**LINE, "time": 1e308, "sample": 10**400}], {"card": {"resumed_from": 1}}, ""),
-        ([{"update": i, "train/loss": y, "other": -y} for i, y in enumerate((0.0, 5e-324))], {}, ""),
-        ([{"update": i, "train/loss": y} for i, y in enumerate((1e-310, 3e-310, 2e-305))], {}, ""),
-        ([LINE], {}, ITSELF),
-        ([LINE], {}, LAUGHS),
-    ],
+    some(
+        [
+            ([LINE], {"card": {"stack": 3}}, ""),
+            ([LINE], {"card": {"stack": True, "planned_updates": 10**400, "task": {"parameters": 10**400}}}, ""),
+            ([LINE], {"card": {"task": {"class": "Net", "options": {"a": nested(300)}}}}, ""),
+            ([LINE], {"lives": {"lives": 3}}, ""),
+            ([LINE], {"lives": {"lives": [3, {}, {"update": 10**400, "setup": [1]}]}}, ""),
+            ([LINE], {"lives": {"lives": [{"started": {}, "command": nested(20), "setup": {"a": {}}}] * 50}}, ""),
+            ([LINE], {"ledger": {"rows": 3}}, ""),
+            ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
+            ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
+            ([LINE], {"end": {"status": "finished", "seconds": 1e-320, "samples": 2**53 - 1}}, ""),
+            ([LINE], {"end": {"status": "finished", "seconds": 1e308}}, ""),
+            (
+                [{**LINE, "time": 10**400}, {**LINE, "time": 1e308, "sample": 10**400}],
+                {"card": {"resumed_from": 1}},
+                "",
+            ),
+            ([{"update": i, "train/loss": y, "other": -y} for i, y in enumerate((0.0, 5e-324))], {}, ""),
+            ([{"update": i, "train/loss": y} for i, y in enumerate((1e-310, 3e-310, 2e-305))], {}, ""),
+            ([LINE], {}, ITSELF),
+            ([LINE], {}, LAUGHS),
+        ],
+        quick=4,
+    ),
 )
 def test_a_broken_or_hostile_file_costs_itself_and_no_more(make_run: Any, lines: Any, files: Any, recipe: str) -> None:
     folder, other = make_run(lines, **files), make_run([{"update": 1, "train/loss": 2.0}], name="other")
@@ -417,11 +382,6 @@ class TestSeveralRuns:
         assert {looks[name][0] for name in ("A train", "A val", "A")} == {"var(--c0)"}
         assert {looks[name][0] for name in ("B train", "B val", "B")} == {"var(--c1)"}
         assert (looks["A train"][1], looks["A val"][1]) == (None, "6 4")
-
-    def test_more_curves_than_lines_are_told_apart_by_colour_again(self, make_run: Any) -> None:
-        points = [{"update": i, **{f"lr/{part}": float(part) for part in range(6)}} for i in (1, 2)]
-        shown = Page(page([RunFolder(make_run(points, name=name)) for name in ("one", "two")]))
-        assert len({(curve["stroke"], curve.get("stroke-dasharray")) for curve in shown.curves}) == 12
 
     def test_tables_say_what_differs(self, make_run: Any, capsys: Any) -> None:
         for name, rate in (("one", 0.1), ("two", 0.2)):

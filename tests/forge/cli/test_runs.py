@@ -16,7 +16,6 @@ import pytest
 
 import forge
 from forge.cli import main
-from forge.runs.directions import mode_of
 from forge.runs.find import locate
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint
@@ -81,11 +80,6 @@ class TestStatus:
         (folder / ".lock").write_text("process 1 on elsewhere\n")
         assert RunFolder(folder).status == "killed"
 
-    def test_weights_newer_than_the_card_mean_it_finished(self) -> None:
-        folder = write_run("a/b", card=card(1))
-        (folder / "weights.safetensors").write_text("")
-        assert RunFolder(folder).status == "finished"
-
     def test_to_ask_from_within_the_run_does_not_let_go_of_its_lock(self, tmp_path: Path) -> None:
         seen: list[Any] = []
 
@@ -137,13 +131,6 @@ class TestReadingBack:
         marks = {checkpoint.update: checkpoint.marks for checkpoint in RunFolder(tmp_path).checkpoints}
         assert marks == {8: ("best",), 12: ("latest",)}
 
-    @pytest.mark.parametrize(
-        ("name", "mode"),
-        [("val/loss", "min"), ("val/top5_accuracy", "max"), ("val/a/perplexity", "min"), ("val/lossless", None)],
-    )
-    def test_a_name_says_what_is_better(self, name: str, mode: str | None) -> None:
-        assert mode_of(name) == mode
-
 
 class TestTheList:
     def test_the_newest_run_comes_first(self) -> None:
@@ -183,24 +170,11 @@ class TestTheList:
         assert "20260101-120000-abcd" in out
         assert max(map(len, out.splitlines())) <= columns
 
-    def test_the_task_column_stays_where_no_recipe_names_it(self, capsys: Any, monkeypatch: Any) -> None:
-        monkeypatch.setenv("COLUMNS", "60")
-        write_run("first", {"update": 1, "val/loss": 0.5}, card=card(1, recipe="default", group="net"))
-        assert main(["runs"]) == 0
-        head, row = (line.split() for line in capsys.readouterr().out.splitlines())
-        assert head[:3] == ["run", "task", "status"]
-        assert row[:3] == ["first", "Net", "killed"]
-
     def test_a_folder_can_be_given_and_runs_inside_of_runs_are_none(self) -> None:
         write_run("a/one", card=card(1))
         write_run("b/two", card=card(1))
         write_run("b/two/checkpoints/not", card=card(1))
         assert [run["name"] for run in listed("runs/b")] == ["b/two"]
-
-    def test_no_runs_is_no_error(self, capsys: Any) -> None:
-        assert main(["runs"]) == 0
-        assert "No runs in runs yet" in capsys.readouterr().err
-        assert listed() == []
 
     def test_mistakes_are_answered_with_what_there_is(self, capsys: Any) -> None:
         write_run("quickstart/one", {"update": 1, "val/loss": 1.0}, card=card(1))
@@ -299,13 +273,8 @@ class TestCompare:
         assert ["updates", "2", "4", "+2"] in lines
         assert ["task.lr", "0.1", "0.2"] in lines
 
-    @pytest.mark.usefixtures("two")
-    def test_the_same_run_twice_differs_in_nothing(self, capsys: Any) -> None:
-        assert main(["runs", "compare", "one", "one", "two"]) == 0
-        assert main(["runs", "compare", "one", "one"]) == 0
-        assert "recipe: no difference" in capsys.readouterr().out
 
-
+@pytest.mark.slow
 def test_a_quiet_fit_prints_nothing_and_an_error_is_still_told(capsys: Any) -> None:
     small = ["quickstart", "task.hidden=8", "trainer.max_updates=2", "schedule.warmup=1", "-p", "no:tensorboard"]
     assert main(["fit", *small, "-q"]) == 0
@@ -313,11 +282,3 @@ def test_a_quiet_fit_prints_nothing_and_an_error_is_still_told(capsys: Any) -> N
     assert [run["status"] for run in listed()] == ["finished"]
     assert main(["fit", *small, "-q", "task.hiden=9"]) == 2
     assert "hiden" in capsys.readouterr().err
-
-
-def test_quiet_is_handed_on_to_the_ranks() -> None:
-    from forge.cli import fit as verb
-    from forge.cli.ranks import _worker_words
-
-    args = verb.parser().parse_intermixed_args(["quickstart", "-q", "--nproc", "2"])
-    assert verb.parser().parse_intermixed_args(_worker_words("fit", args)[1:]).quiet

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from forge.cli import main
 from forge.report import images
 from forge.runs import folder as folders
 from forge.runs.folder import RunFolder, find_runs
-from forge.util.files import atomic_write, read_regular
+from forge.util.files import read_regular
 from forge_plugins.board.links import runs_below
 from tests.support.profiles import some
 from tests.support.tasks import fit
@@ -61,7 +60,7 @@ def plant(file: Path, kind: str, precious: Path) -> None:
             file.symlink_to(precious)
 
 
-@pytest.mark.parametrize("kind", some(["a link", "a pipe", "a device"], quick=2))
+@pytest.mark.parametrize("kind", some(["a link", "a pipe", "a device"], quick=1))
 def test_a_planted_file_is_not_read(run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [*READ, "tensorboard/events.out.tfevents.1"]:
         planted = shutil.copytree(run, run.with_name(f"run-{name.replace('/', '-')}"))
@@ -82,14 +81,6 @@ def test_a_planted_report_is_replaced(run: Path, tmp_path: Path, kind: str) -> N
     assert (tmp_path / "precious").read_text() == before
     assert not (run / "report.html").is_symlink()
     assert (run / "report.html").read_text().startswith("<!doctype html>")
-
-
-def test_a_report_can_be_written_to_a_pipe_that_was_named(run: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with ThreadPoolExecutor() as pool:
-        page = pool.submit((tmp_path / "pipe").read_text)
-        assert main(["report", str(run), "-o", str(tmp_path / "pipe")]) == 0
-        assert page.result().startswith("<!doctype html>")
 
 
 def test_the_best_checkpoint_is_one_of_this_run(run: Path, tmp_path: Path) -> None:
@@ -155,11 +146,3 @@ def test_a_run_replaces_a_link_that_it_finds(tmp_path: Path, name: str) -> None:
     fit(recipe="default", plugins={"tensorboard": None}, run_dir=tmp_path / "run", max_epochs=1)
     assert (tmp_path / "precious").read_text() == "x"
     assert not (tmp_path / "run" / name).is_symlink()
-
-
-def test_no_link_can_wait_for_the_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / f".file.{os.getpid()}").symlink_to(tmp_path / "precious")
-    with atomic_write(tmp_path / "file") as beside:
-        beside.write_text("new")
-    assert (tmp_path / "file").read_text() == "new"
-    assert not (tmp_path / "precious").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from forge.cli import main
-from forge.runs.summary import summary
-from forge.util import show
 from forge.util.text import visible
 from forge_plugins import Progress
 from forge_plugins.progress.status import Status
@@ -60,24 +57,6 @@ def test_a_strangers_names_are_printed_as_text(run: Path, verb: str, capsys: pyt
     assert clean(said.out + said.err)
     if verb in ("compare", "missing"):
         assert SHOWN[:11] in said.out + said.err
-
-
-def test_markup_in_the_name_of_a_metric_is_text(capsys: pytest.CaptureFixture[str]) -> None:
-    show.console().print(show.metrics({HOSTILE: 0.5}))
-    show.console().print(summary({HOSTILE: 0.5}, {HOSTILE: (1, 0.5)}, {"run folder": HOSTILE}))
-    show.error(HOSTILE)
-    said = capsys.readouterr()
-    assert clean(said.out + said.err)
-    as_rich_has_it = SHOWN.replace(r"\x07", "").replace(r"\x0d", "")  # it drops these itself
-    assert (said.out + said.err).count(as_rich_has_it) == 4
-
-
-def test_styles_of_forge_itself_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stdout", stream)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    show.console().print(show.heading(f"a{CLEAR}"))
-    assert stream.getvalue() == "\x1b[1ma\\x1b[2J\x1b[0m\n"
 
 
 def test_progress_prints_names_as_text(capsys: pytest.CaptureFixture[str]) -> None:

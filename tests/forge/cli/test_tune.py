@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from forge.cli import main, tune
@@ -93,6 +92,7 @@ def test_a_range_test_prints_rates_and_the_command_for_them(capsys: Any) -> None
     assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.png")}
 
 
+@pytest.mark.slow
 def test_of_layer_wise_rates_it_says_what_the_suggestion_is_of(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "lr", file + ":Layers", "--updates", "40", "--min", "1e-4")
     rates = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
@@ -103,17 +103,6 @@ def test_of_layer_wise_rates_it_says_what_the_suggestion_is_of(capsys: Any, file
     assert f"5e-3 becomes {rate_text(first)}, 0.05 becomes {rate_text(10 * first)}." in said
     assert out.splitlines()[-1].endswith(f"task.lr={rate_text(10 * first)}")
     assert "parameter groups" not in ask(capsys, "lr", file + ":Task", "--updates", "40")[0]
-
-
-@pytest.mark.slow
-def test_the_picture_goes_where_it_is_asked_to(capsys: Any, file: str) -> None:
-    from PIL import Image
-
-    out, _ = ask(capsys, "lr", file + ":Task", "--updates", "20", "--out", "pictures/mine.png")
-    assert "pictures/mine.png" in out
-    assert Image.open("pictures/mine.png").size == (1200, 720)
-    ask(capsys, "lr", file + ":Task", "--updates", "20")
-    assert Path("runs/tune/Task-lr.png").is_file()
 
 
 def test_a_task_that_scales_its_rate_is_told_the_argument(capsys: Any, file: str) -> None:
@@ -128,17 +117,6 @@ def test_a_task_that_scales_its_rate_is_told_the_argument(capsys: Any, file: str
 def test_a_task_without_the_argument_is_told_where_to_write_it(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "lr", file + ":Fixed", "--updates", "20")
     assert "The task takes no argument called lr: set it in configure_optimizers: multiply all rates by" in out
-
-
-def test_a_loss_that_hardly_falls_is_warned_of(capsys: Any, file: str) -> None:
-    _, err = ask(capsys, "lr", file + ":Task", "--updates", "20", "--min", "1e-9", "--max", "1e-8")
-    assert "warning: the loss hardly fell, so the suggestion means little." in err
-
-
-@pytest.mark.slow
-def test_asked_twice_it_gives_one_answer(capsys: Any, file: str) -> None:
-    first, second = (ask(capsys, "lr", file + ":Task", "--updates", "20")[0] for _ in range(2))
-    assert first == second
 
 
 # -- batch ------------------------------------------------------------------------------------------------------------
@@ -158,20 +136,6 @@ def test_the_sizes_that_were_tried_are_a_table_with_a_command(capsys: Any, file:
 def test_the_largest_of_all_is_found_when_it_is_asked_for(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "batch", file + ":Task", "--exact")
     assert "40 is the largest batch that works; 41 does not: out of memory." in out
-
-
-def test_the_end_of_data_and_of_the_sizes_are_told_apart(capsys: Any, file: str) -> None:
-    out, _ = ask(capsys, "batch", file + ":Task", "data.samples=20", "--exact")
-    assert "20 is the largest batch that works; 21 does not: the data yielded a batch of only 20." in out
-    out, _ = ask(capsys, "batch", file + ":Task", "--max", "16")
-    assert "16 is the largest batch that works; a larger one was not tried (--max)." in out
-
-
-def test_a_budget_silences_the_remark_about_the_cpu(capsys: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak_memory, "peak", lambda device: 3 * 10**9)
-    _, err = ask(capsys, "batch", file + ":Task", "--limit", "2.5", code=2)
-    assert "On a CPU" not in err
-    assert "error: Not even a batch of 1 fits: over the limit of 2.5 GB." in err
 
 
 def test_data_of_one_size_only_are_refused_with_what_to_write(capsys: Any, file: str) -> None:
@@ -212,42 +176,6 @@ def test_a_smaller_batch_that_is_as_fast_is_pointed_out() -> None:
     assert "2 is within 3 % of the best speed (400 samples/s at 4), and makes more updates of the same data." in said
 
 
-def test_a_batch_beyond_the_fastest_is_called_slow() -> None:
-    assert "2 is the fastest; a larger one only makes fewer updates" in verdict(100, 400, 300)
-
-
-def test_the_largest_is_recommended_with_a_warning_to_leave_room() -> None:
-    said = verdict(100, 200, 400, bound=Probe(8, "out of memory"))
-    assert "8 does not: out of memory. Leave some room" in said
-
-
-def test_the_linear_scaling_rule_comes_with_its_numbers() -> None:
-    said = verdict(100, 200, 400, own=1, rate=0.01)
-    assert "multiply the learning rate by 4 (lr 0.04), and warm up" in said
-    assert "the square root is safer: 2 (lr 0.02)" in said
-    assert "multiply the learning rate by 4, and" in verdict(100, 200, 400, own=1)
-    assert "scaling" not in verdict(100, 200, 400, own=4)
-
-
-def test_the_recommended_size_is_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    probes = [
-        Probe(32, memory=10**9, speed=100),
-        Probe(64, memory=2 * 10**9, speed=1234.5),
-        Probe(128, "out of memory"),
-    ]
-    tune._print_batch(BatchReport(probes))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[1:] == [
-        ["32", "1.00", "GB", "100"],
-        ["64", "2.00", "GB", "1,234", "recommended,", "fastest,", "largest"],
-        ["128", "out", "of", "memory"],
-    ]
-
-
-def test_torch_has_the_error_that_is_looked_for() -> None:
-    assert issubclass(torch.OutOfMemoryError, RuntimeError)
-
-
 # -- speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +186,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_timer, name, value)
 
 
+@pytest.mark.slow
 def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], file: str, quick: None) -> None:
     words = [f"{file}:Task", "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
     out, err = ask(capsys, "speed", *words)
@@ -274,21 +203,6 @@ def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str]
     assert command[1:] == ["fit", f"{file}:Task", "--recipe", "runs/tune/Task-speed.yaml"]
     assert main([*command[1:], "-q", "trainer.max_epochs=1", "--run-dir", "runs/one"]) == 0
     assert Path("runs/one/weights.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_speed_of_an_installed_recipe_is_a_whole_recipe(
-    capsys: pytest.CaptureFixture[str], empty_folder: Path, quick: None
-) -> None:
-    leave_out = [word for name in ("compile", "accumulate") for word in ("--without", name)]
-    words = ["quickstart", "trainer.device=cpu", "--out", "fast.yaml", "--bitwise", "--budget", "1", *leave_out]
-    out, _ = ask(capsys, "speed", *words)
-    assert "rounds differently" in out
-    assert "Nothing that was tried is at least 2 % faster" in out
-    assert written() == {str(Path(name).resolve()) for name in ("fast.yaml", "fast.png")}
-    config = yaml.safe_load(Path("fast.yaml").read_text())
-    assert config["task"]["name"] == "digits_mlp"
-    assert main(["fit", "fast.yaml", "-q", "trainer.max_epochs=1", "--run-dir", "run"]) == 0
 
 
 def report_of(**changed: Any) -> SpeedReport:

@@ -57,7 +57,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", some(HOSTILE, 5))
+@pytest.mark.parametrize("name", some(HOSTILE, quick=3))
 def test_a_hostile_recipe_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(HOSTILE[name], encoding="latin-1")
@@ -69,7 +69,8 @@ def test_a_hostile_recipe_is_refused_in_a_line(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "override", ["task.a=" + "[" * 9000 + "]" * 9000, "task" + ".a" * 9000 + "=1", "trainer.seed=0x" + "f" * 5000]
+    "override",
+    some(["task.a=" + "[" * 9000 + "]" * 9000, "task" + ".a" * 9000 + "=1", "trainer.seed=0x" + "f" * 5000], quick=1),
 )
 def test_a_hostile_override_is_refused_in_a_line(override: str) -> None:
     done = limited.forge("plan", "quickstart", override)
@@ -86,6 +87,7 @@ def test_bases_are_bounded_together(tmp_path: Path) -> None:
     assert "with its bases is nested deeper" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_largest_recipe_is_read_within_the_limits(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("task:\n" + "".join(f"  a{i}: 1\n" for i in range(5500)))

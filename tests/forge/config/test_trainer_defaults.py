@@ -65,8 +65,3 @@ def test_a_loaded_recipe_hands_its_plugins_to_the_first_trainer(built: Counter[s
     second = forge.Trainer(max_updates=1, recipe=recipe)
     assert first.stack["clip"] is not second.stack["clip"]
     assert repr(first.stack["clip"]) == repr(second.stack["clip"])
-
-
-def test_a_mistake_in_a_recipes_plugin_is_named_with_its_place() -> None:
-    with pytest.raises(forge.RecipeError, match=r"clip.max_norm \(command line\)"):
-        forge.load_recipe("default", ["clip.max_norm=many"], add=["clip"])

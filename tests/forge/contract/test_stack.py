@@ -263,16 +263,6 @@ def test_an_error_in_a_plugin_names_plugin_hook_and_update() -> None:
     assert caught.value.__notes__ == ["forge: raised in plugin 'breaks', hook forge_step_end, at update 3."]
 
 
-def test_an_error_in_a_callback_names_the_function() -> None:
-    @forge.on("step_end")
-    def broken(step: forge.Step) -> None:
-        raise KeyError("lost")
-
-    with pytest.raises(KeyError) as caught:
-        fit(plugins=[broken])
-    assert "plugin 'broken', hook forge_step_end, at update 1" in caught.value.__notes__[0]
-
-
 def test_an_error_in_the_step_names_task_update_and_micro_batch() -> None:
     class Breaks(Classifier):
         def training_step(self, batch: Any) -> Any:
@@ -376,15 +366,6 @@ class TestCallbacks:
     def test_it_observes_unless_it_says_that_it_changes_the_run(self) -> None:
         assert forge.on("step_end")(lambda step: None).observer
         assert not forge.on("step_end", mutates=True)(lambda step: None).observer
-
-    def test_it_stays_a_function_and_can_be_used_twice(self) -> None:
-        @forge.on("step_end")
-        def watch(step: Any) -> Any:
-            return step
-
-        assert watch("x") == "x"
-        fit(plugins=[watch], max_updates=1)
-        fit(plugins=[watch], max_updates=1)
 
 
 def test_a_stack_without_recipe_and_without_plugins_uses_neither() -> None:

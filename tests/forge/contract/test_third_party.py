@@ -68,6 +68,7 @@ def test_forge_does_not_know_the_example() -> None:
     assert not [path for path in [*files, REPO / "pyproject.toml"] if "lookahead" in path.read_text().lower()]
 
 
+@pytest.mark.slow
 def test_it_is_not_there_until_it_is_installed(run_forge: Run) -> None:
     done = run_forge("plugins")
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_an_installed_plugin_is_documented_by_its_own_words(example: Path, run_f
     assert "forge_step_end" in done.stdout
 
 
+@pytest.mark.slow
 def test_its_recipe_is_listed_and_planned(example: Path, run_forge: Run) -> None:
     listed = run_forge("recipes", paths=[example])
     assert "digits_lookahead" in listed.stdout, listed.stderr
@@ -138,6 +140,7 @@ def run_tests(path: Path) -> int:
 # A broken one
 
 
+@pytest.mark.slow
 def test_a_broken_package_is_listed_and_breaks_nothing(broken: Path, run_forge: Run) -> None:
     done = run_forge("plugins", paths=[broken])
     assert done.returncode == 0, done.stderr

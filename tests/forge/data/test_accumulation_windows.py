@@ -189,6 +189,7 @@ class Jittered(Table):
         return self.x[index] + torch.randn(6), self.y[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", some([3, 7]))  # in the middle of an epoch, and at its end
 @pytest.mark.parametrize(
     ("data", "options"),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import namedtuple
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import forge
 from forge.data.accumulation_windows import batch_size
@@ -53,42 +49,12 @@ def test_samples_of_every_form_keep_their_form() -> None:
     assert nested["c"][1].tolist() == [2.5, 1.5]
 
 
-def test_tuples_of_numbers_are_records_and_lists_sequences() -> None:
-    first, second = pad_collate([(1, 2), (3, 4)])
-    assert (first.tolist(), second.tolist()) == ([1, 3], [2, 4])
-    assert isinstance(pad_collate([[1, 2], [3]]), Padded)
-
-
 def test_only_the_first_dimension_is_padded() -> None:
     values, lengths, mask = pad_collate([torch.ones(1, 2, 3), torch.ones(4, 2, 3)], side="left", multiple_of=3)
     assert values.shape == (2, 6, 2, 3)
     assert mask.sum().item() * 6 == values.sum().item() == 30
     assert values[0, -1].sum() == 6
     assert lengths.tolist() == [1, 4]
-
-
-def test_empty_sequences_take_the_dtype_of_the_others() -> None:
-    assert pad_collate([[], [1.5]]).values.tolist() == [[0.0], [1.5]]
-    assert pad_collate([[], [1]]).values.dtype == torch.int64
-    nothing = pad_collate([[], []])
-    assert (nothing.values.shape, nothing.mask.shape, nothing.lengths.tolist()) == ((2, 0), (2, 0), [0, 0])
-    empty = pad_collate([torch.zeros(0, 3, dtype=torch.float16), torch.ones(2, 3, dtype=torch.float16)])
-    assert (empty.values.shape, empty.values.dtype) == ((2, 2, 3), torch.float16)
-
-
-def test_arrays_and_mixed_numbers_share_one_dtype() -> None:
-    assert pad_collate([np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)]).values.dtype == torch.int32
-    assert pad_collate([[1, 2], [1.5]]).values.dtype == torch.float32
-    assert pad_collate([torch.tensor([True]), torch.tensor([True, False])]).values.dtype == torch.bool
-
-
-def test_each_field_may_have_its_own_fill() -> None:
-    batch = [{"tokens": [1, 2], "labels": [3, 4]}, {"tokens": [1], "labels": [3]}]
-    padded = pad_collate(batch, value={"labels": -100})
-    assert padded["tokens"].values.tolist() == [[1, 2], [1, 0]]
-    assert padded["labels"].values.tolist() == [[3, 4], [3, -100]]
-    pair = pad_collate([([1, 2], [5, 6]), ([1], [5])], value={1: 9})
-    assert pair[1].values.tolist() == [[5, 6], [5, 9]]
 
 
 def test_only_the_fields_that_are_named_are_padded() -> None:
@@ -107,14 +73,6 @@ def test_forge_counts_and_moves_what_comes_out() -> None:
     moved = move(batch, torch.device("meta"))["tokens"]
     assert type(moved) is Padded
     assert moved.mask.device.type == "meta"
-
-
-def test_with_options_it_can_be_sent_to_workers() -> None:
-    collate = partial(pad_collate, value=-1, side="left")
-    assert pickle.loads(pickle.dumps(collate))([[1], [1, 2]]).values.tolist() == [[-1, 1], [1, 2]]
-    data = [[1] * n for n in (1, 3, 2, 2)]
-    batches = DataLoader(data, batch_size=2, collate_fn=collate, num_workers=1)  # pyright: ignore[reportArgumentType]
-    assert [batch.lengths.tolist() for batch in batches] == [[1, 3], [2, 2]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-import forge
 from forge.data import CombinedLoader, Loader, TensorLoader
 from forge.data.sharding import RankLoader
 from forge.env import Env, move
@@ -105,6 +104,7 @@ def test_the_same_step_as_with_batches_made_by_hand() -> None:
     assert_same_weights(combined, by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_over_several_loaders_resumes(tmp_path: Path, limited: bool) -> None:
     plugins = lambda: [Checkpoint("1 updates", background=False), *([Limit(train=5)] if limited else [])]  # noqa: E731
@@ -148,22 +148,11 @@ def test_streams_are_combined_as_lightning_does(mode: Any, counts: tuple[int, ..
         len(ours)
 
 
-def test_an_endless_stream_ends_with_the_shortest() -> None:
-    loader = CombinedLoader({"a": numbers(7), "b": DataLoader(Stream(None), 3)}, "min_size")
-    assert [batch["b"].tolist()[0] for batch in loader] == [0, 3, 6, 9]
-
-
 class Samples(IterableDataset):
     """Samples of TinyTask's, without a length."""
 
     def __iter__(self) -> Any:
         return iter(Noisy())
-
-
-def test_a_fit_over_a_stream_and_a_loader() -> None:
-    make = lambda b: CombinedLoader({"a": Loader(Noisy(20), 8), "b": b}, "min_size")  # noqa: E731
-    _, result = fit_tiny([], task=Both(), train=make(Loader(Samples(), 8)))
-    assert result.updates == 2 * 3
 
 
 def test_a_run_over_a_stream_is_not_continued_as_exact(tmp_path: Path) -> None:
@@ -245,14 +234,6 @@ def test_what_cannot_be_combined_is_refused() -> None:
 # -- other loaders and batches ----------------------------------------------------------------------------------------
 
 
-def test_a_list_of_val_loaders_is_numbered() -> None:
-    vals = [TensorLoader(*map(torch.cat, zip(*tiny_batches(seed=i), strict=True)), batch_size=8) for i in (1, 2)]
-    _, listed = fit_tiny([], val=vals)
-    _, named = fit_tiny([], val={"0": vals[0], "1": vals[1]})
-    assert listed.metrics == named.metrics
-    assert "val/1/loss" in listed.metrics
-
-
 class MovesInPlace:
     """A batch like chemprop's: `to` moves its parts and returns nothing."""
 
@@ -281,14 +262,6 @@ def test_a_batch_that_moves_in_place_is_kept() -> None:
     assert_same_weights(task, fit_tiny([], validate_every=None)[0])
 
 
-def test_webdatasets_loader_is_a_loader() -> None:
-    wds = pytest.importorskip("webdataset")
-    samples = wds.DataPipeline(wds.SimpleShardList(["0"]), lambda source: iter(Noisy()))
-    loader = wds.WebLoader(samples, batch_size=8)
-    _, result = fit_tiny([], train=loader, allow_inexact=True, max_epochs=1)
-    assert result.updates == 6
-
-
 class Pipeline(IterableDataset):
     """As webdataset's WebLoader is made: to torch it looks like a dataset."""
 
@@ -297,10 +270,3 @@ class Pipeline(IterableDataset):
 
     def __iter__(self) -> Any:
         return iter(self.pipeline[0])
-
-
-def test_a_pipeline_over_a_dataloader_is_a_loader() -> None:
-    _, result = fit_tiny([], train=Pipeline(DataLoader(Noisy(), 8)), max_epochs=1)
-    assert result.updates == 6
-    with pytest.raises(forge.DataError, match="Wrap it in a loader"):
-        fit_tiny([], train=Pipeline(Noisy()))

@@ -40,11 +40,6 @@ def test_windows_cover_each_epoch_in_order(count: int, window: int, sized: bool,
         assert ends == (False,) * (len(windows) - 1) + (True,)
 
 
-def test_a_window_may_change_its_length_on_the_way() -> None:
-    plans = iter([1, 2, 3])
-    assert [window for window, _ in Feed(list(range(6))).epoch(0, lambda: next(plans))] == [[0], [1, 2], [3, 4, 5]]
-
-
 def test_a_loader_with_a_length_is_never_read_ahead() -> None:
     taken: list[int] = []
 
@@ -154,39 +149,11 @@ class TestMoving:
         assert (type(moved["b"]), moved["c"].label, moved["a"][1][1]) == (Pair, "l", "text")
         assert type(move(OrderedDict(a=tensor), meta)) is OrderedDict
 
-    def test_odd_dicts_and_dataclasses_keep_what_they_hold(self) -> None:
-        from dataclasses import InitVar, dataclass, field
-
-        from forge.env import move
-
-        class Fields(dict):
-            @property
-            def x(self) -> torch.Tensor:
-                return self["x"]
-
-        @dataclass(frozen=True)
-        class Odd:
-            x: torch.Tensor
-            scale: InitVar[int]
-            late: list[int] = field(init=False, default_factory=list)
-
-        meta, odd = torch.device("meta"), Odd(torch.zeros(2), 3)
-        odd.late.append(1)
-        assert move(Fields(x=torch.zeros(2)), meta).x.device == meta
-        moved = move(odd, meta)
-        assert (moved.x.device, moved.late) == (meta, [1])
-
     def test_what_is_there_already_is_not_copied(self) -> None:
         from forge.env import move
 
         tensor = torch.zeros(2)
         assert move((tensor,), torch.device("cpu"))[0] is tensor
-
-    def test_objects_with_their_own_to_are_asked(self) -> None:
-        from forge.env import move
-
-        packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 1)])
-        assert move(packed, torch.device("meta")).data.device.type == "meta"
 
     def test_an_absent_device_is_refused_with_what_there_is(self) -> None:
         with pytest.raises(forge.ForgeError, match=r"is not a device\. Use 'auto'"):
@@ -241,14 +208,6 @@ class TestOrder:
         assert order(None, 1) == order(None, 1) == order(1, 2)
         assert order(None, 1) != order(None, 2)
 
-    def test_both_loaders_give_the_same_order(self) -> None:
-        x = torch.arange(10)
-        tensor, loader = (
-            TensorLoader(x, batch_size=4, shuffle=True, seed=3),
-            Loader(TensorDataset(x), batch_size=4, shuffle=True, seed=3),
-        )
-        assert [b[0].tolist() for b in tensor] == [b[0].tolist() for b in loader]
-
 
 class TestTensorLoader:
     def test_batches_drop_last_and_transform(self) -> None:
@@ -265,10 +224,6 @@ class TestTensorLoader:
             TensorLoader(torch.zeros(3), torch.zeros(4), batch_size=2)
         with pytest.raises(forge.DataError, match="at least 1"):
             TensorLoader(torch.zeros(3), batch_size=0)
-
-
-def test_a_loader_over_an_iterable_dataset_feeds_a_fit() -> None:
-    assert fit(train=Loader(Stream(), batch_size=4)).updates == 3
 
 
 def test_accumulation_without_a_length_knows_its_last_window() -> None:

@@ -143,5 +143,6 @@ def start_beside_a_group_that_is_garbage(passes: int) -> int:
     return read
 
 
+@pytest.mark.slow
 def test_a_rank_forks_workers_while_a_group_waits_to_be_collected() -> None:
     assert ranks(2)(start_beside_a_group_that_is_garbage, 2) == [2, 2]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import forge
 from forge.data import Loader, resumable_reason
+from tests.support.profiles import some
 
 
 class Stream(IterableDataset):
@@ -122,6 +123,7 @@ def test_a_run_continued_anywhere_is_the_straight_run(kind: type[Stream], length
     assert given_ == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("persistent", "stop"),
     [(True, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 7), (False, 2), (True, 6)))],
@@ -151,13 +153,6 @@ def test_no_worker_and_one_are_the_same() -> None:
     next(iter(alone))
     helped.load_state_dict(alone.state_dict())
     assert [batch[:, 0].tolist() for batch in helped] == [[2, 3], [4, 5], [6]]
-
-
-@pytest.mark.slow
-def test_streams_take_turns_as_torch_has_them() -> None:
-    loader: Any = Loader(Stream(11), 2, num_workers=3)
-    plain = DataLoader(Stream(11), 2, num_workers=3)
-    assert [batch[:, 0].tolist() for batch in loader] == [batch[:, 0].tolist() for batch in plain]
 
 
 def test_another_number_of_workers_is_refused() -> None:
@@ -191,11 +186,6 @@ def test_a_dataset_without_state_says_it_cannot_be_continued() -> None:
     assert not hasattr(loader, "seek")
     assert "Stream is an iterable dataset without a state" in str(resumable_reason(loader))
     assert resumable_reason(Loader(Counting(), 2)) is None
-
-
-def test_short_batches_can_be_dropped() -> None:
-    assert len(list(Loader(Stream(5), 2, drop_last=True))) == 2
-    assert [item[0].item() for item in Loader(Stream(3), None)] == [0, 1, 2]
 
 
 def test_a_length_is_known_only_where_it_can_be() -> None:
@@ -281,7 +271,7 @@ def split(worker: int) -> None:
     whole.end = min(whole.start + each, whole.end)
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", some([False, True], quick=1))
 def test_a_worker_init_fn_splits_the_dataset(ours: bool) -> None:
     """Torch's documented way. It changed forge's wrapper once, and each worker gave every item."""
     loader: Any = DataLoader(Range(3, 11), batch_size=2, num_workers=2, worker_init_fn=split)

@@ -22,7 +22,7 @@ from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
 from forge.errors import DataError
 from forge.runs.folder import RunFolder
-from forge.testing import TinyTask, assert_same_weights
+from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.docs_pages import blocks
@@ -123,6 +123,7 @@ def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None
     assert result.metrics == expected.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("buffer", some([16, 1]))
 def test_a_stream_of_the_hub_resumes_to_the_same_bits(tmp_path: Path, buffer: int, workers: int) -> None:
@@ -183,41 +184,13 @@ def test_what_is_read_again_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert sorted(used + read(second)) == ALL
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_epoch_can_be_read_twice_as_validation_does(workers: int) -> None:
-    loader = Loader(HubStream(), 8, num_workers=workers)
-    passes = []
-    for _ in range(3):
-        set_epoch(loader, 0)
-        passes.append(read(loader))
-    assert sorted(passes[0]) == ALL
-    assert passes[0] == passes[1] == passes[2]
-
-
 # -- loaders of other packages ----------------------------------------------------------------------------------------
-
-
-def stateful_loader() -> Any:
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    return torchdata.StatefulDataLoader(HubStream(), batch_size=8)
 
 
 def nodes() -> Any:
     nodes = pytest.importorskip("torchdata.nodes")
     batches = nodes.Batcher(nodes.IterableWrapper(HubStream()), 8, drop_last=False)
     return nodes.Loader(nodes.Mapper(batches, as_pairs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", some([stateful_loader, nodes]))
-def test_the_epoch_reaches_the_stream_in_torchdatas_loaders(tmp_path: Path, make: Callable[[], Any]) -> None:
-    loader, epochs = make(), []
-    for epoch in range(2):
-        set_epoch(loader, epoch)
-        epochs.append(read(loader))
-    assert sorted(epochs[0]) == sorted(epochs[1]) == ALL
-    assert epochs[0] != epochs[1]
-    check_resume(tmp_path, make)  # without the epoch, the one after a resume would begin in its middle
 
 
 def test_a_loader_whose_state_would_lose_samples_is_refused() -> None:
@@ -235,44 +208,6 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return sample(index)
-
-
-class ShardLoader(DataLoader[Any]):
-    """Begins its pass with the first batch, and has a state, as StreamingDataLoader of `streaming` does."""
-
-    used = start = 0
-
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        start, self.start, self.used = self.start, 0, 0
-        for number, batch in enumerate(super().__iter__()):
-            self.used = number + 1
-            if number >= start:
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"used": self.used % len(self)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["used"]
-
-
-@pytest.mark.slow
-def test_a_loader_that_draws_with_its_first_batch_resumes(tmp_path: Path) -> None:
-    class Noisy(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return super().training_step((x * torch.rand(len(x), 1), y))  # from the run's own generator
-
-    def saves() -> list[Any]:
-        return [Checkpoint(every="2 updates", keep=2, background=False)]
-
-    def make() -> Any:
-        return ShardLoader(Numbers(), batch_size=8)
-
-    straight, _ = live(tmp_path / "straight", saves(), task=Noisy(), train=make(), max_epochs=3)
-    die(tmp_path / "cut", saves(), 9, task=Noisy(), train=make(), max_epochs=3)
-    resumed, _ = live(tmp_path / "cut", saves(), task=Noisy(), train=make(), max_epochs=3)
-    assert_same_weights(resumed, straight)
 
 
 def stream_of(package: str, **attributes: Any) -> Any:
@@ -365,12 +300,15 @@ def counting_stateful_loader() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [
-        (lambda: Loader(HubStream(), 8), ""),
-        (lambda: DataLoader(HubStream(), 8), ""),
-        (counting_stateful_loader, ""),
-        (lambda: Loader(CountsReads(), 8), "train dataset.reads"),
-    ],
+    some(
+        [
+            (lambda: Loader(HubStream(), 8), ""),
+            (lambda: DataLoader(HubStream(), 8), ""),
+            (counting_stateful_loader, ""),
+            (lambda: Loader(CountsReads(), 8), "train dataset.reads"),
+        ],
+        quick=1,
+    ),
     ids=["stream", "stream in a DataLoader", "torchdata", "indices: not saved"],
 )
 def test_only_state_that_no_loader_saves_is_named(

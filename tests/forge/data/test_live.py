@@ -214,7 +214,7 @@ def test_windows_go_over_batches_of_one_collection() -> None:
 
 
 @pytest.mark.parametrize("kind", some(sorted(LOADERS, key=lambda kind: kind not in FIRST), quick=len(FIRST)))
-@pytest.mark.parametrize("update", some([5, 8, 1, 3, 12, 17, 21], quick=2))
+@pytest.mark.parametrize("update", some([5, 8, 1, 3, 12, 17, 21], quick=1))
 def test_a_run_cut_anywhere_ends_in_the_same_bits(kind: str, update: int, tmp_path: Path) -> None:
     straight = life(tmp_path / "straight", LOADERS[kind](), Checkpoint(every="1 update"))
     with pytest.raises(PowerCut):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import multiprocessing
 import os
 import pickle
@@ -167,12 +166,6 @@ class TestPosition:
         expected = {"order": "shuffled", "samples": 8, "batch_size": 2, "seed": 5, "drop_last": True}
         assert loader.fingerprint() == expected
 
-    def test_without_a_batch_size_samples_come_one_by_one(self) -> None:
-        loader = Loader([1.5, "text"], None)
-        assert list(loader) == [1.5, "text"]
-        loader.seek(0, 1)
-        assert list(loader) == ["text"]
-
 
 class TestAugmentation:
     @given(size=st.integers(1, 13), epoch=st.integers(0, 5))
@@ -252,22 +245,11 @@ class TestAugmentation:
         assert batches(Loader(data, 2, pure=True)) == [[100, 101]]
         assert batches(Loader(data, 2)) == [[0, 1]]
 
-    @pytest.mark.gpu
-    def test_cuda_is_not_reseeded(self) -> None:
-        before = torch.cuda.get_rng_state()
-        list(Loader(Augmented(), 4))
-        assert torch.equal(torch.cuda.get_rng_state(), before)
-
 
 class TestEdges:
     def test_the_last_batch_may_be_short_or_dropped(self) -> None:
         assert batches(Loader(numbers(5), 2)) == [[0, 1], [2, 3], [4]]
         assert batches(Loader(numbers(5), 2, drop_last=True)) == [[0, 1], [2, 3]]
-
-    def test_data_shorter_than_a_batch_are_one_short_batch(self) -> None:
-        assert batches(Loader(numbers(2), 5)) == [[0, 1]]
-        with pytest.raises(forge.DataError, match=r"2 samples, less than one batch of 5, and drop_last=True"):
-            Loader(numbers(2), 5, drop_last=True)
 
     def test_an_empty_dataset_is_refused(self) -> None:
         with pytest.raises(forge.DataError, match="the dataset list is empty"):
@@ -301,10 +283,6 @@ class TestErrors:
         with pytest.raises(forge.DataError, match=r"Faulty raised KeyError.* at sample 5, in worker 1\.") as caught:
             list(Loader(Faulty(fail), 4, num_workers=2))
         assert "in fail" in caught.value.__notes__[0]
-
-    def test_the_sample_is_found_where_many_are_fetched_at_once(self) -> None:
-        with pytest.raises(forge.DataError, match=r"Subset raised KeyError.* at sample 2, "):
-            list(Loader(Subset(Faulty(fail, pure=True), [3, 4, 5]), 3))
 
     def test_samples_that_do_not_fit_together_are_named(self) -> None:
         with pytest.raises(forge.DataError, match=r"default_collate could not.*samples \[0, 1\] of list.*pad_collate"):
@@ -343,10 +321,6 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match=r"Worker 0 .*was killed by signal 9"):
             list(taken)
 
-    def test_a_worker_that_exits_is_named(self) -> None:
-        with pytest.raises(forge.DataError, match=r"Worker 0 .*exited with code 3"):
-            list(Loader(Faulty(leave), 2, num_workers=2))
-
     def test_a_death_between_batches_is_told_with_the_next(self) -> None:
         loader = Loader(numbers(40), 1, num_workers=1)
         taken = iter(loader)
@@ -360,6 +334,7 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match="killed by signal 9"):
             list(taken)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("persistent", some([True, False]))
     def test_a_worker_killed_with_a_lock_is_named_in_any_thread(
         self, persistent: bool, monkeypatch: pytest.MonkeyPatch
@@ -414,13 +389,6 @@ class TestWorkers:
             forge.DataError, match=r"(?s)Worker 0 .*no batch for 0.5 seconds \(data_timeout\).* in hang\n"
         ):
             next(taken)
-
-    @pytest.mark.slow
-    def test_a_worker_that_hangs_as_it_starts_is_named_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        main, original = os.getpid(), random.seed
-        monkeypatch.setattr(random, "seed", lambda *given: original(*given) if os.getpid() == main else hang())
-        with pytest.raises(forge.DataError, match=r"Worker 0 .*no batch for 0.2 seconds .*its stack is not known"):
-            list(Loader(numbers(4), 2, num_workers=1, data_timeout=0.2))
 
     def test_two_passes_at_once_over_persistent_workers_are_refused(self) -> None:
         loader = Loader(numbers(8), 2, num_workers=1)
@@ -507,14 +475,3 @@ class TestTheEnd:
         main.communicate(timeout=120)
         assert main.returncode == 0
         assert not any(map(is_running, workers))
-
-
-@pytest.mark.slow
-def test_the_benchmark_says_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import loader
-
-    assert loader.main(["--samples", "130", "--rounds", "1", "--json"]) == 0
-    machine, *rows = map(json.loads, capsys.readouterr().out.splitlines())
-    assert "cpu" in machine["machine"]
-    assert {row["contender"] for row in rows} == {contender.name for contender in loader.CONTENDERS}
-    assert all(row["batches"] == 3 for row in rows)

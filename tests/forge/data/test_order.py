@@ -75,10 +75,6 @@ class TestWeighted:
         with pytest.raises(forge.DataError, match=message):
             Weighted(weights, **options)
 
-    def test_it_must_fit_the_dataset(self) -> None:
-        with pytest.raises(forge.DataError, match="3 weights, but the dataset has 4"):
-            Loader(numbers(4), 2, sampler=Weighted([1.0] * 3))
-
 
 class TestBucketed:
     @given(lengths=lengths, size=st.integers(1, 9), pool=st.integers(1, 4), seed=seeds, epoch=epochs)
@@ -115,15 +111,6 @@ class TestBucketed:
         assert loader.position(3, done) == sum(map(len, straight[:done]))
         loader.seek(3, loader.position(3, done))
         assert batches(loader) == straight[done:]
-
-    def test_less_is_padded_than_by_chance(self) -> None:
-        lengths = torch.randint(1, 200, (640,), generator=torch.Generator().manual_seed(0)).tolist()
-
-        def padded(loader: Loader) -> int:
-            return sum(len(batch) * max(lengths[index] for index in batch) for batch in batches(loader))
-
-        together, by_chance = Loader(numbers(640), 16, sampler=Bucketed(lengths)), Loader(numbers(640), 16, True)
-        assert padded(together) - sum(lengths) < 0.1 * (padded(by_chance) - sum(lengths))
 
     @pytest.mark.parametrize("tokens", [None, 300])
     def test_epochs_differ(self, tokens: int | None) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import forge
 from forge.data.tensor import TensorLoader
-from forge.rng import combine_seeds
 
 sizes = {"samples": st.integers(1, 40), "size": st.integers(1, 12), "shuffle": st.booleans()}
 
@@ -96,20 +95,6 @@ def test_a_transform_draws_by_seed_epoch_and_batch_alone() -> None:
     assert len({*drawn(1, 1), *drawn(1, 2), *drawn(2, 1)}) == 9
 
 
-def test_numpy_and_torch_do_not_draw_the_same_numbers() -> None:
-    """Both are Mersenne twisters: with one seed for both, noise from one would repeat the other's."""
-    loader = TensorLoader(
-        torch.arange(1), batch_size=1, transform=lambda x: (np.random.rand(), torch.rand((), dtype=torch.float64))
-    )
-    ((from_numpy, from_torch),) = list(loader)
-    assert from_numpy != pytest.approx(from_torch.item())
-
-
-def test_without_a_transform_no_generator_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("looked at the RNG"))
-    assert len(list(TensorLoader(torch.arange(4), batch_size=2, shuffle=True))) == 2
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_changed_in_place_does_not_change_the_data(shuffle: bool) -> None:
     x = torch.ones(6, 2)
@@ -126,12 +111,6 @@ def test_seek_is_taken_when_iteration_begins() -> None:
     assert [b[0].tolist() for b in first] == [[4, 5]]
     assert [b[0].tolist() for b in loader] == [[2, 3], [4, 5]]
     assert len(list(loader)) == 3
-
-
-def test_an_epoch_sought_to_its_end_is_empty() -> None:
-    loader = TensorLoader(torch.arange(5), batch_size=2)
-    loader.seek(3, 5)
-    assert list(loader) == []
 
 
 @pytest.mark.parametrize(("epoch", "samples"), [(0, 6), (0, -1), (-1, 0)])
@@ -155,12 +134,6 @@ def test_the_fingerprint_says_what_must_be_equal() -> None:
     assert (own.fingerprint()["seed"], own.fingerprint()["order"]) == (3, "sequential")
 
 
-def test_a_batch_larger_than_the_data_is_one_short_batch() -> None:
-    assert [len(b[0]) for b in TensorLoader(torch.arange(3), batch_size=10)] == [3]
-    with pytest.raises(forge.DataError, match=r"3 samples are less than one batch of 10.*smaller batch_size"):
-        TensorLoader(torch.arange(3), batch_size=10, drop_last=True)
-
-
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
@@ -181,13 +154,6 @@ def test_it_can_be_pickled_with_its_place() -> None:
     loader = TensorLoader(torch.arange(8), batch_size=2, shuffle=True, seed=1)
     loader.seek(2, 4)
     assert same(list(pickle.loads(pickle.dumps(loader))), list(loader))
-
-
-@given(st.lists(st.tuples(*[st.integers(0, 2**63)] * 3), min_size=2, max_size=20, unique=True))
-def test_mixed_numbers_are_64_bits_wide_and_do_not_collide(triples: list[tuple[int, int, int]]) -> None:
-    mixed = {combine_seeds(*triple) for triple in triples}
-    assert len(mixed) == len(triples)
-    assert all(0 <= number < 2**64 for number in mixed)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data import TokenStream, tokenize_to_memmap
-from forge.data.token_files import _cut, as_encoder
+from forge.data.token_files import _cut
 from forge.errors import DataError
 from tests.support.profiles import few
 
@@ -69,11 +69,6 @@ def test_a_tokenizer_of_tokenizers_gives_the_same(files: list[Path]) -> None:
     assert read(out) == [token for path in files for token in inner.encode(path.read_bytes().decode()).ids]
 
 
-def test_bytes_and_patterns_and_a_wider_type(files: list[Path], tmp_path: Path) -> None:
-    out = tokenize_to_memmap(tmp_path / "*.txt", str.encode, tmp_path / "made" / "out.bin", dtype="uint32", chunk=64)
-    assert read(out, "<u4") == [*(tmp_path / "a.txt").read_bytes(), *(tmp_path / "b.txt").read_bytes()]
-
-
 @few
 @given(st.text(alphabet="ab \n\t.", max_size=60), st.integers(1, 20))
 def test_a_cut_is_before_a_single_blank(text: str, chunk: int) -> None:
@@ -122,11 +117,3 @@ def test_mistakes_name_the_fix(files: list[Path], tokenizer: Any, options: Any, 
     with pytest.raises(DataError, match=said):
         tokenize_to_memmap(files, tokenizer, files[0].with_name("out.bin"), **options)
     assert not files[0].with_name("out.bin").exists()
-
-
-def test_files_that_are_not_there_and_the_output_itself(files: list[Path]) -> None:
-    with pytest.raises(DataError, match=r"no file 'nothing\*'"):
-        tokenize_to_memmap("nothing*", words, "out.bin")
-    with pytest.raises(DataError, match="one of the files to read"):
-        tokenize_to_memmap(files, words, files[1])
-    assert as_encoder(str.encode)("a") == b"a"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
 
 import forge
 from forge.data.tokens import TokenStream
@@ -94,14 +92,6 @@ def test_modes_differ_between_epochs_and_seeds_as_they_should() -> None:
     assert [len(epochs(mode)) for mode in MODES] == [6, 1, 6]
 
 
-def test_random_windows_reach_every_place_about_equally_often() -> None:
-    stream = TokenStream([np.arange(14), np.arange(9)], 4, 100, samples=30_000)
-    counts = np.bincount(stream.sample_indices(0, 0, 30_000), minlength=23)
-    assert counts[[10, 11, 12, 13, 19, 20, 21, 22]].sum() == 0  # no window begins where it would not fit
-    assert counts[:10].min() > 1800
-    assert counts[14:19].min() > 1800
-
-
 @pytest.mark.parametrize(("dtype", "stored"), [("uint16", "<u2"), ("uint32", "<u4")])
 def test_files_are_little_endian_and_the_largest_token_survives(tmp_path: Path, dtype: Any, stored: str) -> None:
     largest = np.iinfo(dtype).max
@@ -117,11 +107,6 @@ def test_files_arrays_and_tensors_are_the_same_stream(tmp_path: Path) -> None:
     assert all(same(first, other) for other in others)
 
 
-def test_a_strided_array_is_read_as_it_stands() -> None:
-    ((inputs, _),) = list(TokenStream(np.arange(20)[::-2], 3, 9, mode="sequential"))
-    assert inputs[:2].tolist() == [[19, 17, 15], [13, 11, 9]]
-
-
 def test_more_than_two_to_the_31_tokens_are_read_right(tmp_path: Path) -> None:
     count, path = 2**31 + 5000, tmp_path / "long.bin"
     with path.open("wb") as file:  # sparse: it takes no room
@@ -134,14 +119,6 @@ def test_more_than_two_to_the_31_tokens_are_read_right(tmp_path: Path) -> None:
     inputs, targets = next(iter(stream))
     assert (inputs.tolist(), targets.tolist()) == ([[7, 8]], [[8, 9]])
     assert max(TokenStream(path, 2, 1).sample_indices(0, 10**6, 10**6 + 2000)) > 2**31 - 10**8
-
-
-def test_a_random_epoch_is_sought_without_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge.data.tokens.epoch_order", lambda *_: pytest.fail("made a permutation"))
-    stream = TokenStream(np.arange(100), 4, 10, samples=10**15)
-    stream.seek(3, 10**15 - 10)
-    assert sum(1 for _ in stream) == 1
-    assert len(stream) == 10**14
 
 
 def test_the_short_last_batch_is_given_or_dropped() -> None:
@@ -166,6 +143,7 @@ def test_the_fingerprint_knows_the_data_and_the_window() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_pickled_stream_holds_no_tokens_and_goes_on(tmp_path: Path) -> None:
     stream = TokenStream(write(tmp_path / "t.bin", np.arange(50_000)), 8, 4, seed=1)
     straight = list(stream)
@@ -173,43 +151,6 @@ def test_a_pickled_stream_holds_no_tokens_and_goes_on(tmp_path: Path) -> None:
     stored = pickle.dumps(stream)
     assert len(stored) < 2000
     assert same(list(pickle.loads(stored)), straight[2:])
-
-
-class FirstBatches(Dataset):
-    """Reads a stream inside a DataLoader's worker."""
-
-    def __init__(self, stream: TokenStream):
-        self.stream = stream
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.stream.seek(0, index * self.stream.batch_size)
-        return next(iter(self.stream))[0]
-
-
-def test_a_mapping_made_before_a_fork_serves_every_worker(tmp_path: Path) -> None:
-    stream = TokenStream(write(tmp_path / "t.bin", np.arange(1000)), 8, 4, seed=1)
-    here = [inputs for inputs, _ in stream][:4]
-    workers = DataLoader(FirstBatches(stream), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    assert same([[x] for x in workers], [[x] for x in here])
-
-
-@pytest.mark.slow
-def test_a_file_is_mapped_and_not_held_in_memory(tmp_path: Path) -> None:
-    with (tmp_path / "t.bin").open("wb") as file:
-        file.truncate(2**31)
-    stream = TokenStream(tmp_path / "t.bin", 64, 8)
-    before = resident_bytes()
-    batches = iter(stream)
-    for _ in range(20):
-        next(batches)
-    assert resident_bytes() - before < 2**26
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_file_that_changes_its_size_is_refused(tmp_path: Path) -> None:

@@ -71,14 +71,6 @@ class TestRegistration:
 
         assert fit(Fine()).updates == 4
 
-    def test_layers_passed_to_the_task_are_not_hidden(self) -> None:
-        class Transfer(Classifier):
-            def __init__(self, backbone: nn.Sequential):
-                super().__init__()
-                self.net = nn.Sequential(*list(backbone.children())[:-1], nn.Linear(8, 3))
-
-        assert fit(Transfer(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 99)))).updates == 4
-
     def test_a_tensor_that_should_be_a_parameter_is_warned_of(self) -> None:
         class Block(nn.Module):
             def __init__(self) -> None:
@@ -309,19 +301,6 @@ class TestOptimizers:
         else:
             with pytest.raises(forge.TaskError, match=message):
                 fit(Cycles(), max_epochs=2)
-
-    def test_how_often_a_schedule_steps_is_not_guessed(self) -> None:
-        class Grows(forge.Plugin):
-            @forge.hookimpl
-            def forge_plan_step(self, trainer: forge.Trainer) -> int:
-                return 1 + trainer.progress.update
-
-        class Cycles(Classifier):
-            def configure_optimizers(self) -> Any:
-                optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-                return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 3)
-
-        assert fit(Cycles(), make_batches(6), plugins=[Grows()]).updates == 3
 
 
 class TestSignatures:

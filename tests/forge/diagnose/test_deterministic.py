@@ -116,17 +116,6 @@ def test_what_the_user_had_set_comes_back_as_it_was(monkeypatch: pytest.MonkeyPa
     assert now() == before
 
 
-def test_a_compiler_that_was_deterministic_alone_stays_so() -> None:
-    inductor().deterministic = True
-    try:
-        with deterministic_flags(True):
-            pass
-        assert inductor().deterministic
-        assert not torch.are_deterministic_algorithms_enabled()
-    finally:
-        inductor().deterministic = False
-
-
 # -- cuBLAS reads its variable when it starts -------------------------------------------------------------------------
 
 
@@ -148,29 +137,6 @@ def test_cuda_that_was_in_use_without_the_variable_is_told_of(
     with deterministic_flags(True):
         pass
     assert not warned(caplog)
-
-
-def test_cuda_started_by_a_deterministic_run_is_in_order(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, logger="forge")
-    with deterministic_flags(True):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with deterministic_flags(True):
-        pass
-    assert not warned(caplog)
-
-
-def test_a_deterministic_cpu_run_says_nothing_of_later_cuda(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, logger="forge")
-    with deterministic_flags(True):
-        pass
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with deterministic_flags(True):
-        pass
-    assert warned(caplog)
 
 
 # -- an operation that has no deterministic form ----------------------------------------------------------------------
@@ -235,33 +201,6 @@ def test_the_op_is_named_with_line_module_and_replacement() -> None:
     assert "trainer.deterministic=false" in told
 
 
-def test_torchs_own_error_is_behind_it() -> None:
-    error = refused(Forward())
-    assert type(error.__cause__) is RuntimeError
-    assert str(error.__cause__).startswith("put_ does not have a deterministic implementation")
-
-
-def test_plugins_are_told_of_the_error_that_the_user_sees() -> None:
-    told: list[BaseException] = []
-
-    class Listens(forge.Plugin):
-        @forge.hookimpl
-        def forge_exception(self, error: BaseException) -> None:
-            told.append(error)
-
-    error = refused(Forward(), plugins=[Listens()])
-    assert told == [error]
-
-
-def test_in_a_validation_too() -> None:
-    class OnlyThere(Classifier):
-        def validation_step(self, batch: Any) -> Any:
-            return F.cross_entropy(Puts()(self(batch[0])), batch[1])
-
-    told = str(refused(OnlyThere(), val=[(torch.randn(4, 8), torch.zeros(4).long())]))
-    assert f"{Path(__file__)}:{line_of(Puts.forward, 'put_')}." in told
-
-
 def test_in_backward_the_line_of_the_forward_pass_is_named() -> None:
     told = str(refused(Backward()))
     line = line_of(Backward.training_step, "the line to be named")
@@ -296,23 +235,6 @@ def test_looking_for_the_line_changes_no_buffer_or_rng() -> None:
     assert torch.equal(after, torch.get_rng_state())
     for one, other in zip(task.norm.buffers(), plain.norm.buffers(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_switch_that_the_user_has_set_is_called_by_its_name() -> None:
-    torch.use_deterministic_algorithms(True)
-    told = str(refused(Forward(), deterministic=False))
-    assert told.startswith("torch.use_deterministic_algorithms is on, but put_ has no")
-
-
-def test_other_errors_are_left_alone() -> None:
-    class Other(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            raise RuntimeError("something does not have an implementation")
-
-    with pytest.raises(RuntimeError, match="something does not have") as caught:
-        fit(Other(), deterministic=True)
-    (where,) = caught.value.__notes__
-    assert "raised in Other.training_step" in where
 
 
 @pytest.mark.parametrize(

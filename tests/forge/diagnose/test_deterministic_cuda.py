@@ -15,9 +15,7 @@ import forge
 from forge.errors import DeterminismError
 from forge.testing import assert_same_weights
 from forge.testing.trace import read_trace
-from forge.tuning import lr_range
 from forge_doctor.witness import Witness, compare, fingerprint
-from tests.forge.tuning.test_tuning import Bowl, noise
 
 pytestmark = pytest.mark.gpu
 
@@ -93,13 +91,6 @@ def test_a_convolutional_network_trains_twice_to_the_same_bits(plugins: list[str
     assert_same_weights(train(made(), plugins=plugins), train(made(), plugins=plugins))
 
 
-def test_the_switches_are_put_back_after_a_run_on_the_gpu() -> None:
-    cudnn: Any = torch.backends.cudnn
-    before = (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark)
-    train(made())
-    assert (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark) == before
-
-
 class Enlarges(CNN):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         larger = F.interpolate(x * self.table.weight[0, 0], scale_factor=2, mode="bicubic")
@@ -135,13 +126,6 @@ def test_a_forward_without_one_is_named_with_its_line(task: Any, name: str, line
     assert name in told
     assert f"It was called at {line_of(code, line)}." in told
     assert advice in told
-
-
-def test_without_it_the_same_task_trains() -> None:
-    task, before = train(made(Enlarges), deterministic=False), made(Enlarges)
-    for (name, after), start in zip(task.named_parameters(), before.parameters(), strict=True):
-        assert after.isfinite().all(), name
-        assert not torch.equal(after.cpu(), start), name
 
 
 # -- the first tensor that differs ------------------------------------------------------------------------------------
@@ -192,12 +176,3 @@ def test_a_tensor_has_one_fingerprint_on_every_device() -> None:
 
 
 # -- search -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_range_test_on_the_gpu_sees_every_loss() -> None:
-    curve = lr_range(lambda: Bowl(100.0), noise(), device="cuda")
-    plain = lr_range(lambda: Bowl(100.0), noise(), device="cpu")
-    assert len(curve.losses) == len(curve.rates) == len(plain.losses)
-    assert curve.losses == pytest.approx(plain.losses, rel=1e-3)
-    assert curve.diverged == plain.diverged
-    assert curve.suggestion == plain.suggestion

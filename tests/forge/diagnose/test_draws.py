@@ -81,11 +81,6 @@ def test_a_loader_that_draws_is_not_the_evaluation(caplog: pytest.LogCaptureFixt
     assert not [message for message in caplog.messages if NOTE in message]
 
 
-def test_a_test_notes_its_draws_too(caplog: pytest.LogCaptureFixture) -> None:
-    forge.Trainer(plugins=[], run_dir=False, device="cpu").test(Left(), tiny_batches())
-    assert [message for message in caplog.messages if "the first test batch" in message]
-
-
 def test_the_note_changes_nothing_that_is_drawn() -> None:
     runs = []
     for look in (True, False):

@@ -51,15 +51,6 @@ def test_it_names_the_loader_and_outside_a_fit_no_update() -> None:
     )
 
 
-def test_a_validation_step_of_its_own_is_named_as_before() -> None:
-    class Own(Classifier):
-        def validation_step(self, batch: Any) -> Any:
-            return self.training_step(batch)
-
-    where = "forge: raised in Own.validation_step, in validation after update 4, batch 1."
-    assert where_of(lambda: fit(Own(), val=breaks_at(0))) == where
-
-
 def test_training_is_named_where_self_has_another_name() -> None:
     class Short(Classifier):
         def training_step(s, batch: Any) -> Any:  # pyright: ignore[reportSelfClsParameterName]
@@ -95,14 +86,3 @@ def test_save_hyperparameters_is_answered_where_the_task_is_made() -> None:
 
     (instead,) = notes_of(Saves)
     assert "A TaskModule has no self.save_hyperparameters: leave it out: `self.init_args`" in instead
-
-
-def test_a_task_may_have_a_log_of_its_own() -> None:
-    class Own(Classifier):
-        def log(self, name: str) -> None:
-            raise AttributeError("'Own' object has no attribute 'file'", name="file", obj=self)
-
-        def training_step(self, batch: Any) -> Any:
-            self.log("loss")
-
-    assert len(notes_of(lambda: fit(Own()))) == 1

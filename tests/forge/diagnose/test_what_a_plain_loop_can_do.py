@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -277,19 +275,6 @@ def test_an_optimizer_that_needs_a_closure(kind: Any) -> None:
     assert_equal(task, twin.state_dict())
 
 
-def test_an_optimizer_that_fails_anyway_says_why() -> None:
-    class Broken(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise RuntimeError("out of order")
-
-    class Uses(Given):
-        def configure_optimizers(self) -> Any:
-            return Broken(self.parameters(), lr=0.1)
-
-    with pytest.raises(RuntimeError, match="out of order"):
-        fit(Uses(), make_batches(1))
-
-
 # -- tasks ------------------------------------------------------------------------------------------------------------
 
 
@@ -309,25 +294,3 @@ def test_a_name_that_nearly_is_one_of_forges_is_told() -> None:
     assert "Misspelt.evaluation_ends: did you mean evaluation_end?" in text
     assert "Misspelt.take_turn: did you mean takes_turn?" in text
     assert "evaluate:" not in text
-
-
-def test_a_name_beside_the_right_one_is_left_in_peace() -> None:
-    class Helps(Given):
-        def evaluation_end(self, stage: str) -> Any:
-            return {}
-
-        def evaluation_ends(self, stage: str) -> Any:
-            return {}
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(Helps(), make_batches(1))
-
-
-def test_a_teacher_in_a_list_is_not_taken_for_a_lost_layer() -> None:
-    task = Given()
-    task.kept = [nn.Linear(8, 3).eval()]  # pyright: ignore[reportArgumentType]
-    fit(task, make_batches(1))
-    task.kept = [nn.Linear(8, 3)]  # pyright: ignore[reportArgumentType]
-    with pytest.raises(forge.TaskError, match="hides 1 trainable Linear"):
-        fit(task, make_batches(1))

@@ -191,6 +191,7 @@ def test_a_stack_is_refused_or_equals_the_loop_and_resumes(
     assert all(torch.equal(resumed[name], value) for name, value in exported.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 @given(stack=stacks(), order=st.randoms(use_true_random=False))
 @settings(max_examples=100 if PROFILE == "full" else 3)

@@ -41,16 +41,6 @@ def test_evaluation_runs_in_each_of_its_gradient_modes(mode: Any, inference: boo
     assert task.seen == [(False, False, inference, grad)]
 
 
-def test_an_unknown_mode_is_refused_by_name() -> None:
-    task = Watching()
-    type(task).evaluation = "none"  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        with pytest.raises(forge.TaskError, match="evaluation is 'none'; it can be 'inference', 'no_grad' or 'grad'"):
-            forge.Trainer(plugins=[]).validate(task, make_batches(1))
-    finally:
-        type(task).evaluation = "inference"
-
-
 def test_every_modules_own_flag_is_put_back() -> None:
     modes: list[tuple[bool, bool]] = []
 
@@ -193,11 +183,6 @@ def test_a_validation_loader_too_short_is_refused() -> None:
 
     with pytest.raises(forge.DataError, match=r"val loader gave 1 batches, but its length says 3"):
         fit(val=Short(make_batches(3)))
-
-
-def test_a_missing_loader_is_refused() -> None:
-    with pytest.raises(forge.DataError, match="test got a NoneType"):
-        forge.Trainer(plugins=[]).test(Classifier(), None)
 
 
 class Looking(Classifier):

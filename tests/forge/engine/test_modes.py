@@ -98,14 +98,6 @@ def test_what_is_in_eval_mode_and_not_trained_stays(arrange: Callable[[Any], obj
     assert asleep_in_fit(arrange) == expected
 
 
-def test_statistics_without_parameters_stay_as_they_are() -> None:
-    def arrange(task: Distils) -> None:
-        sleeping_teacher(task)
-        task.student[1] = nn.BatchNorm1d(8, affine=False).eval()
-
-    assert asleep_in_fit(arrange) == TEACHER | {"student.1"}
-
-
 def test_a_train_of_the_tasks_own_is_asked() -> None:
     class Stubborn(nn.Sequential):
         calls: list[bool]
@@ -137,24 +129,6 @@ def test_one_note_says_what_is_woken(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "forge"):
         asleep_in_fit(sleeping_teacher)
     assert not told(caplog)
-
-
-def test_the_note_says_how_to_train_in_eval_mode() -> None:
-    class Deaf(Distils):
-        @forge.hookimpl
-        def forge_start(self) -> None:
-            self.student.eval()
-
-    task = Deaf()
-    fit(task, make_batches(2))
-    assert task.seen[-1] == TEACHER | {"student", "student.0", "student.1", "student.2"}
-
-
-def test_other_verbs_leave_every_mode() -> None:
-    task = Distils(lambda task: (task.teacher.eval(), task.student[2].eval()))
-    before = {name: module.training for name, module in task.named_modules()}
-    forge.Trainer(plugins=[], run_dir=False).validate(task, make_batches(2))
-    assert before == {name: module.training for name, module in task.named_modules()}
 
 
 def test_what_freeze_freezes_sleeps_until_it_is_thawed() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import forge
-from forge.testing import tiny_batches
 from tests.support.docs_pages import blocks
 
 SETTINGS: dict[str, Any] = {"max_updates": 2, "plugins": [], "run_dir": False, "device": "cpu"}
@@ -108,13 +105,6 @@ def test_forge_seed_seeds_python_numpy_and_torch() -> None:
     assert all(a != b for a, b in zip(draws[0], (random.random(), np.random.rand(), torch.rand(1).item()), strict=True))
 
 
-def test_a_trainer_seeds_as_forge_seed_does() -> None:
-    forge.seed(5)
-    expected = (random.random(), np.random.rand(), torch.rand(1).item())
-    forge.Trainer(**SETTINGS, seed=5)
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
-
-
 def test_a_trainer_without_a_seed_touches_no_generator() -> None:
     forge.seed(5)
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
@@ -124,6 +114,7 @@ def test_a_trainer_without_a_seed_touches_no_generator() -> None:
     assert before == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", pytest.param("docs/start.md", marks=pytest.mark.slow)])
 def test_the_code_of_a_page_gives_the_same_bits_twice(
     page: str, fresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,24 +132,6 @@ def test_the_code_of_a_page_gives_the_same_bits_twice(
     assert ends[0] == ends[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_two_processes_end_with_the_same_weights(page: str, tmp_path: Path) -> None:
-    code = "\n".join(block.text for block in blocks(page, "python"))
-    printed = "import hashlib; print(hashlib.sha256((result.run_dir / 'weights.safetensors').read_bytes()).hexdigest())"
-    ends = set()
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        file = tmp_path / name / "page.py"
-        file.write_text(f"{code}\n{printed}\n")
-        run = subprocess.run(
-            [sys.executable, "page.py"], cwd=tmp_path / name, capture_output=True, text=True, check=True
-        )
-        ends.add(run.stdout.splitlines()[-1])
-        assert "before any seed" not in run.stderr
-    assert len(ends) == 1
-
-
 # -- the warning ------------------------------------------------------------------------------------------------------
 
 
@@ -170,12 +143,6 @@ def test_weights_drawn_before_any_seed_are_warned_of_once(fresh: Callable[[], No
     assert "net.first.weight" in text
     assert "forge.seed(42)" in text
     assert warned(lambda: trainer.fit(task, batches())) == []
-
-
-def test_a_seed_set_after_the_weights_were_drawn_does_not_help(fresh: Callable[[], None]) -> None:
-    task = Plain()
-    torch.manual_seed(42)
-    assert len(warned(lambda: forge.Trainer(**SETTINGS, seed=42).fit(task, batches()))) == 1
 
 
 def test_a_new_head_on_loaded_weights_is_warned_of_by_name(fresh: Callable[[], None]) -> None:
@@ -290,7 +257,3 @@ def test_no_warning_where_a_run_resumes(fresh: Callable[[], None], tmp_path: Pat
     task = Plain()
     more = {**settings, "max_updates": 4}
     assert warned(lambda: forge.Trainer(**more, resume="auto").fit(task, batches())) == []
-
-
-def test_a_task_of_the_kit_is_seeded_by_itself(fresh: Callable[[], None]) -> None:
-    assert warned(lambda: forge.testing.fit_tiny(train=tiny_batches())) == []

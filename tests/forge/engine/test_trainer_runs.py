@@ -93,13 +93,6 @@ def test_a_lazy_task_is_saved_and_resumed_to_the_same_bits(tmp_path: Any) -> Non
     assert all(torch.equal(halves[name], value) for name, value in whole.items())
 
 
-def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
-    settings = {"device": torch.device("cpu"), "seed": np.int64(3), "validate_every": forge.Interval("1 epoch")}
-    trainer = forge.Trainer(max_updates=1, plugins=[], run_dir=tmp_path, **settings)
-    assert trainer.fit(Classifier(), make_batches()).updates == 1
-    assert (trainer.settings["device"], trainer.settings["seed"]) == ("cpu", 3)
-
-
 @pytest.mark.parametrize(("given", "meant"), [("max_update", "max_updates"), ("max_epoch", "max_epochs")])
 def test_a_wrong_argument_is_answered_with_the_one_meant(given: str, meant: str) -> None:
     settings: dict[str, Any] = {given: 3}
@@ -192,18 +185,6 @@ def test_the_first_error_is_raised_and_observers_see_it() -> None:
     with pytest.raises(ZeroDivisionError, match="first cause") as caught:
         fit(Fails(), plugins=[Observer()])
     assert seen == [caught.value]
-
-
-def test_deterministic_is_on_during_the_run_and_put_back_after() -> None:
-    seen = []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        seen.append(torch.are_deterministic_algorithms_enabled())
-
-    fit(plugins=[watch], max_updates=1, deterministic=True)
-    assert seen == [True]
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_tracing_goes_through_pluggy_and_prints_every_call() -> None:

@@ -31,12 +31,6 @@ def test_each_image_of_a_grid_is_there_row_after_row() -> None:
     assert (drawn.data[:, step + drawing.GAP :, 2 * step + drawing.GAP :] == 255).all()
 
 
-def test_images_with_colours_make_a_grid_with_the_same_pixels() -> None:
-    grey, coloured = drawing.grid(squares(3), ["a", "b", "c"]), drawing.grid(squares(3).expand(-1, 3, -1, -1), "abc")
-    assert coloured.data.shape == (3, *grey.data.shape[1:])
-    assert torch.equal(coloured.data, grey.data.expand(3, -1, -1))
-
-
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 5, 7), (5, 7)])
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.bfloat16, torch.bool])
 def test_a_png_holds_the_pixels(shape: tuple[int, ...], kind: torch.dtype) -> None:
@@ -54,12 +48,6 @@ def test_a_png_holds_the_pixels(shape: tuple[int, ...], kind: torch.dtype) -> No
     assert (found.int() - expected.int()).abs().max() <= least
 
 
-def test_small_images_are_enlarged_without_blurring() -> None:
-    image = torch.randint(256, (1, 3, 8, 8), dtype=torch.uint8)
-    inside = drawing.grid(image).data[:, drawing.GAP : -drawing.GAP, drawing.GAP : -drawing.GAP]
-    assert torch.equal(inside, image[0].repeat_interleave(8, 1).repeat_interleave(8, 2))
-
-
 def test_captions_are_written_below_their_images_and_make_room() -> None:
     plain, told = (
         drawing.grid(squares(2)),
@@ -71,36 +59,6 @@ def test_captions_are_written_below_their_images_and_make_room() -> None:
     half = told.data.size(2) // 2
     assert (below[:, :, :half] < 128).any()
     assert (below[:, :, half:] < 128).any()
-
-
-def test_a_grid_without_captions_has_eight_columns() -> None:
-    assert drawing.grid(squares(6).repeat(4, 1, 1, 1)).data.size(2) == 8 * 64 + 9 * drawing.GAP
-
-
-@pytest.mark.parametrize("caption", ["3", "3\nnot 5", "not pullover", "a long name of a class"])
-def test_a_grid_with_captions_is_as_wide_as_a_card(caption: str) -> None:
-    assert drawing.grid(squares(6), [caption] * 6).data.size(2) == drawing.CARD
-
-
-@pytest.mark.parametrize("count", [7, 4321, 888888])
-def test_a_count_does_not_touch_the_edge_of_its_cell(count: int) -> None:
-    drawn = drawing.confusion(torch.tensor([[count]]), ["a"]).data.permute(1, 2, 0)
-    dark = (drawn == torch.tensor(drawing.FULL, dtype=torch.uint8)).all(2)
-    rows, columns = (torch.nonzero(dark.any(axis)).flatten() for axis in (1, 0))
-    cell = dark[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    assert not cell.all()  # the number
-    for edge in (cell[0], cell[-1], cell[:, 0], cell[:, -1]):
-        assert edge.all()
-
-
-def test_a_matrix_of_ten_classes_fits_a_card() -> None:
-    ten = drawing.confusion(torch.eye(10) * 99, [str(digit) for digit in range(10)]).data
-    assert ten.size(2) == drawing.CARD
-
-
-def test_the_longest_caption_is_not_cut_off() -> None:
-    drawn = drawing.grid(squares(1), ["WWWWWWWWWWWWWWWWWWWWWWWW"])
-    assert (drawn.data[:, :, -drawing.GAP :] == 255).all()
 
 
 def test_a_confusion_matrix_is_darker_for_larger_shares() -> None:

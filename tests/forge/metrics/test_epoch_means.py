@@ -86,18 +86,7 @@ def test_a_torchmetrics_object_has_no_epoch_mean() -> None:
     assert "train/peak_epoch" not in names
 
 
-def test_a_few_updates_draw_no_cliff(tmp_path: Path) -> None:
-    """Epochs of 9, a log every 10: the one update between 9 and 10 is logged with the nine before it."""
-    numbers = [float(number) for number in range(9)]
-    log = logged(tmp_path, numbers, log_every=10)
-    assert points(log, "train/number") == {9: 4.0, 10: pytest.approx(36 / 10), 18: pytest.approx(36 / 8)}
-
-
-def test_the_rest_of_a_run_draws_no_cliff(tmp_path: Path) -> None:
-    log = logged(tmp_path, [0.0] * 10 + [100.0] * 10, log_every=10, max_epochs=None, max_updates=11)
-    assert points(log, "train/number") == {10: 0.0, 11: pytest.approx(100 / 11)}
-
-
+@pytest.mark.slow
 def test_a_run_cut_within_an_epoch_logs_the_same_means(tmp_path: Path) -> None:
     plugins = lambda: [Checkpoint("1 updates", background=False), JSONL()]  # noqa: E731
     data = lambda: TensorLoader(torch.randn(72, 6), torch.randint(3, (72,)), batch_size=8, shuffle=True)  # noqa: E731
@@ -129,12 +118,3 @@ def test_means_of_a_device_and_of_the_host_agree() -> None:
             read.append(means.read(ends).result())
         assert read[0] == pytest.approx(read[1])
         assert ("train/x_epoch" in read[0]) == ends
-
-
-def test_a_validation_pools_nothing() -> None:
-    means = Means(torch.device("cpu"))
-    for values in ([1.0] * 9, [100.0]):
-        for value in values:
-            means.add("val/x", value)
-        last = means.read().result()
-    assert last == {"val/x": 100.0}

@@ -18,7 +18,6 @@ from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
-from forge_plugins.cuda_graph.fitness import of_the_metrics
 from tests.support.lasting_ranks import ranks
 from tests.support.ranks import Pair
 from tests.support.tasks import Classifier, fit
@@ -236,6 +235,7 @@ def test_training_logs_a_metric_over_its_log_interval() -> None:
     assert {line["val/seen"] for line in lines if "val/seen" in line} == {float(sum(SIZES))}
 
 
+@pytest.mark.slow
 def test_a_run_cut_in_an_interval_logs_the_same() -> None:
     whole = run_of(Measured(), "whole")
     with pytest.raises(RuntimeError, match="power"):
@@ -252,17 +252,6 @@ def test_a_step_that_is_run_twice_counts_once() -> None:
         for plugins in ([], [SAM()])
     ]
     assert results[1].metrics["train/seen"] == results[0].metrics["train/seen"] == sum(SIZES)
-
-
-def test_a_metric_training_updates_keeps_a_graph_out() -> None:
-    class OnlyValidates(Measured):
-        training_step = Classifier.training_step
-
-    for task, named in ((Measured(), "training_step updates the metric 'f1'"), (OnlyValidates(), None)):
-        trainer = forge.Trainer(plugins=[], max_epochs=1, run_dir=False, device="cpu")
-        trainer.fit(task, batches(), batches(1))
-        reason = of_the_metrics(trainer)
-        assert reason is None if named is None else named in str(reason)
 
 
 def test_metrics_go_back_with_the_means_to_a_mark() -> None:
@@ -316,11 +305,6 @@ def test_what_a_wrapper_remembers_is_saved_and_goes_back() -> None:
     means.rollback(savepoint)
     resumed.range.update(4.0)
     assert means.read().result() == expected
-
-
-def test_a_wrapper_that_nobody_updated_is_not_computed() -> None:
-    assert held_by(Extremes()).empty
-    assert held_by(Extremes()).read().result() == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

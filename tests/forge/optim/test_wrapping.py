@@ -187,8 +187,8 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-APART = {"two states", "parameters as keys", "no Optimizer"}
-"""The kinds that differ most from an optimizer of torch."""
+APART = {"no Optimizer"}
+"""The kind that differs most from an optimizer of torch."""
 
 
 @pytest.mark.parametrize(
@@ -297,6 +297,7 @@ def test_evaluation_export_and_checkpoint_are_averaged(tmp_path: Path) -> None:
     assert torch.equal(training, plain(False).net[0].weight)
 
 
+@pytest.mark.slow
 def test_evaluating_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
     often, never = Built(Free), Built(Free)
     live(tmp_path / "often", [Checkpoint(every="1 update")], task=often, validate_every="1 update", max_epochs=2)

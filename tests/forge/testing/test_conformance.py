@@ -15,10 +15,11 @@ import torch
 import forge
 from forge import registry
 from forge.engine.trainer import Trainer
-from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from tests.conftest import PROFILE
 from tests.support import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
 from tests.support.plugin_kit import ACTING, LEFT_OUT, PACKAGES, PLAINEST, TWO
+from tests.support.profiles import some
 
 
 @pytest.fixture(autouse=True)
@@ -32,35 +33,19 @@ NOT_ALONE = {"tensor_parallel", "torchft"}
 and tests/forge_cluster/test_torchft.py have them."""
 
 
-THOROUGH = {"amp", "clip", "ema", "freeze"}
+THOROUGH = {"amp", "ema"}
 """Also checked with two optimizers and with exceptions in the quick profile, which has one optimizer for the others."""
 
 
-WRITE = {
-    "anomaly",
-    "checkpoint",
-    "csv",
-    "jsonl",
-    "ledger",
-    "monitor",
-    "profiler",
-    "progress",
-    "tensorboard",
-    "throughput",
-}
-"""Which files are written is checked for these in the quick profile, which leaves the others to the full one."""
-
-
-LONG = {"autotune", "compile", "kernels", "wandb"}
-"""Where a fit takes a second, the quick profile has tests/forge/engine/test_composition_levers.py for compile, and
-tests/forge_speed/test_kernels.py, test_autotune.py and tests/forge_plugins/test_wandb.py for the others."""
+QUICK = {"checkpoint", "clip", "guard", "jsonl", "remat"}
+"""The quick profile has these too, one of a kind: the full one has every plugin."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG or place % 3 else ())
-        for place, name in enumerate(sorted(registry.installed("plugin").keys() - NOT_ALONE))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in THOROUGH | QUICK))
+        for name in sorted(registry.installed("plugin").keys() - NOT_ALONE)
     ],
 )
 def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,7 +60,6 @@ def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytes
     ):  # that the order of a stack makes no difference is a law of tests/forge/engine/test_composition.py
         leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]
         leave_out.append("purity")  # tests/forge/testing/test_purity.py has it
-        leave_out += ["files"] * (name not in THOROUGH | WRITE)
     if name == "autotune" and "exceptions" not in leave_out:
         leave_out.append("exceptions")  # the kit's errors occur once: its trials meet them, and the run does not
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
@@ -118,10 +102,6 @@ class Shrink(forge.Plugin):
 
 
 @pytest.mark.slow
-def test_a_plugin_that_changes_the_run_and_says_so_passes() -> None:
-    check_plugin(Shrink, leave_out=LEFT_OUT)
-
-
 def test_a_callback_passes() -> None:
     def make() -> forge.Plugin:
         @forge.on("step_end", every="2 updates")
@@ -134,6 +114,7 @@ def test_a_callback_passes() -> None:
     check_plugin(make, leave_out=PLAINEST)
 
 
+@pytest.mark.slow
 def test_what_a_plugin_requires_can_stand_beside_it() -> None:
     class Needy(forge.Plugin):
         """Does nothing without shrink."""
@@ -302,21 +283,24 @@ class Clinger(forge.Plugin):
 
 @pytest.mark.parametrize(
     ("broken", "complaint"),
-    [
-        (Undocumented, "Undocumented.Config does not describe rate"),
-        (Silent, "Silent has no docstring"),
-        (Misspelt, "forge_edit_gradients, which is no hook"),
-        (Unmarked, "forge_step_end is not marked"),
-        (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
-        (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
-        (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
-        (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
-        (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
-        (Forgetful, "'forgetful' does not restore its state"),
-        (OneWay, "'one_way' defines only forge_state_dict"),
-        (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
-        (Clinger, "'clinger' keeps the task alive"),
-    ],
+    some(
+        [
+            (Undocumented, "Undocumented.Config does not describe rate"),
+            (Silent, "Silent has no docstring"),
+            (Misspelt, "forge_edit_gradients, which is no hook"),
+            (Unmarked, "forge_step_end is not marked"),
+            (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
+            (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
+            (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
+            (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
+            (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
+            (Forgetful, "'forgetful' does not restore its state"),
+            (OneWay, "'one_way' defines only forge_state_dict"),
+            (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
+            (Clinger, "'clinger' keeps the task alive"),
+        ],
+        quick=6,
+    ),
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_a_broken_plugin_is_caught_and_told_what_is_wrong(broken: Callable[[], forge.Plugin], complaint: str) -> None:
@@ -331,6 +315,7 @@ def test_make_must_make_a_new_plugin_each_time() -> None:
         check_plugin(lambda: one)
 
 
+@pytest.mark.slow
 def test_a_plugin_is_made_anew_from_its_options() -> None:
     assert check_plugin(Shrink(rate=0.2), leave_out=["runs", "order", "exceptions", "cost"]).name == "shrink"
 
@@ -355,6 +340,7 @@ def test_a_callback_can_be_handed_over_as_it_is() -> None:
         check_plugin(meddle)
 
 
+@pytest.mark.slow
 def test_the_report_tells_what_was_checked_and_what_it_costs() -> None:
     report = check_plugin(Shrink, leave_out=["order", "exceptions", TWO, f"{TWO} and accumulation"])
     assert report.checked == ("leaks", "state", "runs", "files", "graphs")
@@ -372,6 +358,7 @@ def test_hooks_on_all_modules_that_others_left_are_not_its_own() -> None:
         handle.remove()
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_cost_is_held() -> None:
     class Slow(forge.Plugin):
         """Computes for nothing."""
@@ -386,34 +373,12 @@ def test_a_limit_of_the_cost_is_held() -> None:
     assert math.isnan(check_plugin(Slow, leave_out=left).cost_us)
 
 
-def test_a_report_says_nothing_of_a_cost_that_was_left_out() -> None:
-    report = check_plugin(Shrink, leave_out=["leaks", "runs", "files", "graphs", "exceptions", "order", "cost"])
-    assert str(report) == "shrink keeps the contract (state)."
-
-
-def test_what_is_left_out_must_be_there() -> None:
-    with pytest.raises(AssertionError, match=r"leave_out names ordre; known are leaks, .* order, cost"):
-        check_plugin(Shrink, leave_out=["ordre"])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The small parts
 
 
-def test_tiny_things_leave_the_global_rng_alone() -> None:
-    before = torch.get_rng_state()
-    TinyTask(seed=3)
-    tiny_batches(seed=3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_fit_tiny_gives_the_same_bits_every_time() -> None:
     assert_same_weights(fit_tiny()[0], fit_tiny()[0])
-
-
-def test_fit_tiny_trains_as_long_as_it_is_told() -> None:
-    assert fit_tiny(max_epochs=3)[1].epochs == 3
-    assert fit_tiny(max_updates=4)[1].updates == 4
 
 
 @pytest.mark.parametrize(

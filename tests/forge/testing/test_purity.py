@@ -38,6 +38,7 @@ from forge.testing.purity import (
     view,
 )
 from forge.testing.subject import subject
+from tests.conftest import PROFILE
 from tests.support.plugin_kit import ACTING, PACKAGES
 
 APART = {"ledger", "profiler"}
@@ -46,8 +47,9 @@ APART = {"ledger", "profiler"}
 
 @cache
 def observers() -> list[str]:
-    """The installed ones, built in or not."""
-    return [name for name in registry.installed("plugin") if registry.load("plugin", name).observer]
+    """The installed ones, built in or not; those of other packages in the full profile, where each starts a service."""
+    names = [name for name in registry.installed("plugin") if PROFILE == "full" or name not in PACKAGES]
+    return [name for name in names if registry.load("plugin", name).observer]
 
 
 @pytest.fixture(scope="module", autouse=True)

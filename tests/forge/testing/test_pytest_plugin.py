@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge.testing import EventTrace, TinyGAN, TinyTask, assert_same_weights, fit_tiny
+from forge.testing import EventTrace, assert_same_weights, fit_tiny
 from forge_plugins import Checkpoint, Clip, Ledger
 
 pytest_plugins = ["pytester"]
@@ -32,10 +32,6 @@ def test_a_run_tells_its_task_result_metrics_trace_and_folder(forge_run) -> None
     assert (run.run_dir / "card.json").exists()
 
 
-def test_a_run_is_what_fit_tiny_trains(forge_run) -> None:
-    assert_same_weights(forge_run([Clip(0.1)]).task, fit_tiny([Clip(0.1)])[0])
-
-
 def test_every_run_has_a_folder_of_its_own_and_can_go_on_in_it(forge_run) -> None:
     first, second = forge_run([Checkpoint()], max_updates=3), forge_run([Checkpoint()], max_updates=3)
     assert first.run_dir != second.run_dir
@@ -44,25 +40,7 @@ def test_every_run_has_a_folder_of_its_own_and_can_go_on_in_it(forge_run) -> Non
     assert_same_weights(again.task, forge_run(max_updates=6).task)
 
 
-def test_plugins_can_be_classes_and_names(forge_run) -> None:
-    assert forge_run(["clip", Checkpoint], max_updates=1).trace.of("clip", "forge_edit_grads")
-
-
-def test_a_metric_never_logged_is_named_with_those_that_were(forge_run) -> None:
-    with pytest.raises(AssertionError, match=r"'nrom' was never logged; logged were .*norm"):
-        forge_run([norm], max_updates=2).series("nrom")
-
-
 # -- tiny_task --------------------------------------------------------------------------------------------------------
-
-
-def test_tiny_tasks_have_one_optimizer_or_two(tiny_task, forge_run) -> None:
-    assert isinstance(tiny_task(dropout=0.0), TinyTask)
-    assert isinstance(tiny_task(optimizers=2), TinyGAN)
-    assert_same_weights(tiny_task(seed=3), TinyTask(seed=3))
-    assert forge_run(task=tiny_task(optimizers=2), max_updates=1).series("train/generator/loss")
-    with pytest.raises(ValueError, match="optimizers=3"):
-        tiny_task(optimizers=3)
 
 
 # -- event_trace ------------------------------------------------------------------------------------------------------
@@ -141,17 +119,11 @@ def test_the_fixtures_are_there(forge_run, tiny_task, event_trace):
 """
 
 
+@pytest.mark.slow
 def test_other_projects_get_the_fixtures_and_pay_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_alone=ALONE, test_using=USING)
     pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist", "test_alone.py").assert_outcomes(passed=1)
     pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", "test_using.py").assert_outcomes(passed=1)
-
-
-def test_the_fixtures_say_what_they_are_for(pytester: pytest.Pytester) -> None:
-    listed = pytester.runpytest("--fixtures", "-q").stdout.str()
-    for fixture in ("forge_run", "tiny_task", "event_trace"):
-        assert fixture in listed
-    assert "a tiny fit in a temporary run folder" in " ".join(listed.split())
 
 
 def test_loading_it_takes_only_pytest_and_the_standard_library() -> None:

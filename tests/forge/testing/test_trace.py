@@ -32,11 +32,6 @@ STRAIGHT = [line(1), line(2), line(3)]
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_traces_have_no_difference() -> None:
-    assert compare(STRAIGHT, [line(1), line(2), line(1), line(2), line(3)]) is None
-    assert compare(STRAIGHT, []) is None
-
-
 @pytest.mark.parametrize("part", ["batch", "rng", "means", "weights", "optimizer"])
 def test_a_difference_is_named_by_update_and_part(part: str) -> None:
     name = next(iter(line(2)[part]))
@@ -73,23 +68,10 @@ def test_what_shows_later_comes_before_what_drifted_alone() -> None:
     assert (difference.update, difference.part, difference.shown) == (3, "weights", True)
 
 
-def test_another_batch_is_not_blamed_on_an_attribute() -> None:
-    difference = compare(STRAIGHT, [line(2, batch={"micro-batch 0": "b"}, hidden={"count": "0"})])
-    assert difference is not None
-    assert difference.part == "batch"
-
-
 def test_an_update_the_straight_run_never_made_differs() -> None:
     difference = compare(STRAIGHT, [line(3), line(4)])
     assert difference is not None
     assert (difference.update, difference.detail) == (4, "the uninterrupted run has no such update")
-
-
-def test_many_names_are_cut() -> None:
-    names = dict.fromkeys("abcde", "x")
-    difference = compare([line(1, weights=names)], [line(1, weights=dict.fromkeys("abcde", "y"))])
-    assert difference is not None
-    assert difference.detail == "a, b, c and 2 more"
 
 
 # -- digest -----------------------------------------------------------------------------------------------------------
@@ -145,23 +127,10 @@ def test_a_copy_has_the_same_digest(value: Any) -> None:
     assert digest(copy.deepcopy(value)) == digest(value)
 
 
-def test_the_order_of_a_set_does_not_matter() -> None:
-    names = [f"name {i}" for i in range(50)]
-    shuffled = random.Random(0).sample(names, 50)
-    assert digest(set(names)) == digest(set(shuffled))
-
-
 def test_a_value_that_holds_itself_has_a_digest() -> None:
     one, other = Plain(1), Plain(2)
     one.me, other.me = one, other  # pyright: ignore[reportAttributeAccessIssue]
     assert digest(one) != digest(other)
-
-
-def test_what_is_held_in_many_places_is_looked_at_once() -> None:
-    value: list[Any] = []
-    for _ in range(200):
-        value = [value, value]
-    assert digest(value) == digest(copy.deepcopy(value))
 
 
 # -- what a run leaves ------------------------------------------------------------------------------------------------

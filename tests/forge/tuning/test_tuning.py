@@ -24,11 +24,11 @@ from forge.testing import TinyGAN, TinyTask, tiny_batches
 from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range
 from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
-from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
-from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
+from forge.tuning.lr import has_diverged, longest_fall, smooth
+from forge.tuning.plot import HEIGHT, PICK, WIDTH
 from forge.util import peak_memory
 from forge_plugins import Accumulate, Clip
-from tests.support.profiles import few
+from tests.support.profiles import some
 
 clean = peak_memory.clean
 
@@ -148,22 +148,6 @@ def test_one_of_several_is_tested_alone_with_its_own_loss() -> None:
     assert alone.losses[0] != both.losses[0]
 
 
-def test_an_absent_optimizer_is_answered_with_those_there() -> None:
-    with pytest.raises(forge.ForgeError, match="Did you mean 'generator'"):
-        lr_range(TinyGAN, tiny_batches(), optimizer="generater")
-    with pytest.raises(forge.ForgeError, match="one optimizer, without a name"):
-        lr_range(TinyTask, tiny_batches(), optimizer="main")
-
-
-def test_a_rate_that_is_a_tensor_is_filled_in_place() -> None:
-    class OnDevice(Bowl):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.1), foreach=False, capturable=False)
-
-    curve = lr_range(OnDevice, noise(), updates=20, lowest=1e-3, highest=1.0)
-    assert len(curve.losses) == 20
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -254,14 +238,6 @@ def test_a_loss_that_hardly_falls_suggests_nothing() -> None:
 # -- its arithmetic ---------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=30), st.floats(0.0, 0.99))
-def test_smoothing_is_a_weighted_mean_of_what_came_so_far(losses: list[float], keep: float) -> None:
-    for i, value in enumerate(smooth(losses, keep)):
-        weights = [keep ** (i - j) for j in range(i + 1)]
-        mean = sum(w * loss for w, loss in zip(weights, losses, strict=False)) / sum(weights)
-        assert value == pytest.approx(mean, abs=1e-6)
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
 def test_the_longest_fall_is_the_longest(losses: list[int]) -> None:
     length, end = longest_fall(losses)
@@ -281,15 +257,6 @@ def test_a_loss_runs_away_far_above_best_and_start() -> None:
     assert not has_diverged([2.0, 1.0, 3.9])
     assert not has_diverged([-5.0, -6.0, -5.5])
     assert has_diverged([-1.0, -2.0, 10.0])
-
-
-@pytest.mark.parametrize(
-    ("rate", "text"),
-    [(2.23e-3, "2.2e-3"), (1e-7, "1e-7"), (0.05, "0.05"), (0.1, "0.1"), (1.0, "1"), (12.3, "12"), (250.0, "2.5e2")],
-)
-def test_rates_are_written_as_one_would_type_them(rate: float, text: str) -> None:
-    assert rate_text(rate) == text
-    assert float(text) == pytest.approx(rate, rel=0.05)
 
 
 # -- its picture ------------------------------------------------------------------------------------------------------
@@ -317,33 +284,6 @@ def test_the_picture_shows_curve_and_suggestion(tmp_path: Path) -> None:
     place = math.log10(curve.suggestion / curve.rates[0]) / math.log10(curve.diverged / curve.rates[0])
     assert columns
     assert min(columns) / WIDTH == pytest.approx(0.08 + place * 0.887, abs=0.02)
-
-
-@pytest.mark.slow
-@few
-@given(
-    st.lists(st.floats(-1e3, 1e3) | st.floats(1e3, 1e30), min_size=1, max_size=40),
-    st.booleans(),
-    st.floats(1e-9, 1e-2),
-)
-def test_any_curve_can_be_drawn(tmp_path_factory: Any, losses: list[float], diverged: bool, lowest: float) -> None:
-    rates = [lowest * 1.3**i for i in range(len(losses))]
-    curve = LRCurve(rates, losses, smooth(losses, 0.8), 0.1, rates[-1] * 1.3 if diverged else None)
-    path = draw_lr(curve, "Any curve", tmp_path_factory.mktemp("lr") / "lr.png")
-    assert image(path).size == (WIDTH, HEIGHT)
-
-
-@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
-def test_ticks_are_round_few_and_inside(lowest: float, span: float) -> None:
-    ticks = nice_ticks(lowest, lowest + span)
-    assert 2 <= len(ticks) <= 8
-    assert all(lowest - 1e-3 * span <= tick <= lowest + span * 1.001 for tick in ticks)
-
-
-def test_of_a_blow_up_only_its_beginning_is_shown() -> None:
-    bottom, top = shown_range([2.0, 2.0, 1.0, 0.5, 1.0, 1e9], [2.0, 2.0, 1.5, 1.0, 1.0, 1e8])
-    assert bottom < 0.5
-    assert 2.0 < top < 4.0
 
 
 # -- the largest batch ------------------------------------------------------------------------------------------------
@@ -386,7 +326,7 @@ def loader(samples: int = 400) -> Any:
     return lambda size: TensorLoader(x, y, batch_size=size)
 
 
-@pytest.mark.parametrize("limit", [2, 31, 100])
+@pytest.mark.parametrize("limit", some([2, 31, 100], quick=1))
 def test_the_largest_batch_that_fits_is_found_exactly(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Eats, "limit", limit)
     report = batch_range(Eats, loader(), exact=True, highest=128, updates=3, device="cpu")
@@ -444,13 +384,6 @@ def test_another_error_at_a_larger_size_ends_the_search() -> None:
     assert report.too_large.why_not == "RuntimeError: index is too large for 32 bits"
 
 
-def test_data_that_have_no_batch_of_a_size_end_the_search() -> None:
-    report = batch_range(TinyTask, loader(100), exact=True, updates=3)
-    assert report.largest == 100
-    assert report.too_large is not None
-    assert report.too_large.why_not == "the data yielded a batch of only 100"
-
-
 def test_a_loader_that_drops_short_batches_ends_it_too() -> None:
     (x, y), *_ = tiny_batches([100])
     data = torch.utils.data.TensorDataset(x, y)
@@ -475,11 +408,6 @@ def test_a_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.largest == 100
     assert report.too_large is not None
     assert report.too_large.why_not == "over the limit of 10 GB"
-
-
-def test_a_window_of_several_batches_counts_by_one_of_them() -> None:
-    report = batch_range(Eats, loader(), updates=3, plugins=[Accumulate(2)], exact=True)
-    assert report.largest == 37
 
 
 @pytest.mark.parametrize("options", [{"start": 0}, {"highest": 0}, {"updates": 2}])

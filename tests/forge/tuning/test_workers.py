@@ -224,7 +224,7 @@ def test_a_loader_is_made_again_with_the_same_batches() -> None:
             ("listed", "recipe      nothing to change"),
             ("torchs", "code        DataLoader(..., num_workers="),
         ],
-        quick=2,
+        quick=1,
     ),
 )
 def test_it_ends_with_the_line_to_write_down(

@@ -26,8 +26,3 @@ def test_other_files_are_the_users() -> None:
     assert not is_library(str(gpt.__file__))  # a recipe is a copy to start from
     assert not is_library(f"{folder_of('forge')[:-1]}_mine/task.py")  # only the folder itself counts
     assert is_library("<string>")
-
-
-def test_packages_can_be_chosen() -> None:
-    assert not is_library(str(forge_plugins.clip.__file__), ("forge", "torch"))
-    assert not is_library(__file__, ("no_such_package",))
