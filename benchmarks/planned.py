@@ -213,9 +213,10 @@ def clusters(options: argparse.Namespace) -> int:
     elif options.published:
         rows = list(published_rows())
         works = planned_published.workloads(rows)
-        found = list(planned_published.compared(rows, works))
+        every = planned_published.factors(rows, works)
+        found = list(planned_published.compared(rows, works, every))
         if options.write:
-            planned_published.write(found, planned_published.fitted(rows, works))
+            planned_published.write(found, every)
     else:
         found = list(
             planned_ranks.rows([1] if options.cuda else [int(n) for n in options.ranks.split(",")], options.cuda)

@@ -5,8 +5,8 @@
     python -m benchmarks.planned --published --write    # also writes what is predicted into the data file
 
 The rows and their sources are in plugins/forge_cluster/planning/published.yaml. One factor of all computation on many
-GPUs is fitted, to all rows; what stands beside a row is predicted with the factor of all other rows. The rest of what
-predictions rest on is in figures.yaml.
+GPUs is fitted for each kind of GPU, to all its rows; what stands beside a row is predicted with the factor of all other
+rows. The rest of what predictions rest on is in figures.yaml.
 
 What torchtitan ran, by its code of December 2024: float32 parameters and AdamW, bfloat16 products, gradients reduced
 in float32; selective checkpointing `op` (attention and every second matrix product of a block are kept) or blocks
@@ -17,8 +17,8 @@ parameters gathered and have as many micro-batches as ranks, the default, since 
 
 from __future__ import annotations
 
-import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,19 +81,25 @@ def tokens_of(row: PublishedRow, works: Works) -> float:
     return row.tflops * 1e12 * row.batch * row.length / Model(work, row.cluster).flops()
 
 
-def fitted(rows: list[PublishedRow], works: Works) -> float:
-    """Return the factor with which rows of many GPUs are neither too slow nor too fast, in the mean of logarithms."""
-    rows, many = [row for row in rows if row.gpus > 1], 1.0
-    for _ in range(6):  # communication is not scaled, so a few rounds are needed
+def fitted(rows: list[PublishedRow], works: Works, many: float = 1.0, rounds: int = 5) -> float:
+    """Return the factor with which half of the rows are too slow and half too fast."""
+    for _ in range(rounds):  # communication is not scaled, so a few are needed
         speeds = [row.batch * row.length / row.gpus / seconds_of(row, works, many) for row in rows]
-        ratios = [math.log(speed / tokens_of(row, works)) for row, speed in zip(rows, speeds, strict=True)]
-        many *= math.exp(sum(ratios) / len(ratios))
+        many *= statistics.median(speed / tokens_of(row, works) for row, speed in zip(rows, speeds, strict=True))
     return many
 
 
-def compared(rows: list[PublishedRow], works: Works) -> Iterator[Compared]:
+def factors(rows: list[PublishedRow], works: Works) -> dict[str, float]:
+    """Return the factor of each kind of GPU that has rows of several."""
+    several = [row for row in rows if row.gpus > 1]
+    kinds = dict.fromkeys(row.cluster.gpu for row in several)
+    return {kind: fitted([row for row in several if row.cluster.gpu == kind], works) for kind in kinds}
+
+
+def compared(rows: list[PublishedRow], works: Works, every: Mapping[str, float]) -> Iterator[Compared]:
     for row in rows:
-        many = fitted([other for other in rows if other is not row], works)
+        others = [other for other in rows if other.cluster.gpu == row.cluster.gpu and other is not row]
+        many = fitted(others, works, every[row.cluster.gpu], rounds=2) if row.gpus > 1 else 1.0
         layout = layout_of(row)
         predicted = row.batch * row.length / row.gpus / seconds_of(row, works, many)
         gib = None
@@ -115,8 +121,8 @@ def compared(rows: list[PublishedRow], works: Works) -> Iterator[Compared]:
         )
 
 
-def write(found: list[Compared], many: float) -> None:
-    """Put what is predicted, and the factor of all rows, into the data files."""
+def write(found: list[Compared], every: Mapping[str, float]) -> None:
+    """Put what is predicted, and the factors of all rows, into the data files."""
     folder = Path(stored.__file__).parent
     text = (folder / "published.yaml").read_text(encoding="utf-8")
     lines, rows = text.splitlines(), iter(found)
@@ -129,5 +135,6 @@ def write(found: list[Compared], many: float) -> None:
             lines[number] = f"{kept}{tokens}, predicted: {row.predicted}{gib}}}"
     (folder / "published.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     figures = (folder / "figures.yaml").read_text(encoding="utf-8")
-    figures = re.sub(r"(many:\n    value: )[\d.]+", rf"\g<1>{many:.3f}", figures)
+    figures = re.sub(r"(\n  many:\n    value: )[\d.]+", rf"\g<1>{every['h100']:.2f}", figures)
+    figures = re.sub(r"(many: \{value: )[\d.]+", rf"\g<1>{every['a100']:.2f}", figures)
     (folder / "figures.yaml").write_text(figures, encoding="utf-8")
