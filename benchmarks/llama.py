@@ -1,10 +1,10 @@
-"""Llama 3 as a task, for planning: the sizes of Meta's 8B, 70B and 405B, on tokens without meaning.
+"""Llama 2 and 3 as tasks, for planning: the sizes of Meta's 7B to 405B, on tokens without meaning.
 
     forge plan benchmarks/llama.py:Llama3_8B --cluster h100x16 data.batch_size=256
     forge plan benchmarks/llama.py:Llama3_405B --cluster h100x64 data.batch_size=512
 
-Sizes: Grattafiori et al., 2024, "The Llama 3 Herd of Models", table 3. A plan needs shapes alone, so nothing of it is
-ever allocated.
+Sizes: Grattafiori et al., 2024, "The Llama 3 Herd of Models", table 3; Touvron et al., 2023, "Llama 2". A plan needs
+shapes alone, so nothing of it is ever allocated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import forge
 from forge.data import Splits
-
-WORDS = 128256
 
 
 class LlamaBlock(nn.Module):
@@ -79,15 +77,16 @@ class Llama3_8B(forge.TaskModule):
     """Llama 3 with 8 billion parameters; AdamW."""
 
     layers, width, heads, key_heads, hidden = 32, 4096, 32, 8, 14336
+    words = 128256
     products: tuple[int, ...] | None = None
     "Which matrix products of a block are kept, from 1; the rest of the block is computed again. None: all of it."
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, self.width)
+        self.embed = nn.Embedding(self.words, self.width)
         shape = self.width, self.heads, self.key_heads, self.hidden
         self.blocks = nn.ModuleList(LlamaBlock(*shape) for _ in range(self.layers))
-        self.norm, self.head = nn.RMSNorm(self.width, eps=1e-5), nn.Linear(self.width, WORDS, bias=False)
+        self.norm, self.head = nn.RMSNorm(self.width, eps=1e-5), nn.Linear(self.width, self.words, bias=False)
 
     def training_step(self, batch: Any) -> Tensor:
         tokens, following = batch
@@ -129,6 +128,24 @@ class Llama3_405B(Llama3_8B):
     """Llama 3 with 405 billion parameters."""
 
     layers, width, heads, key_heads, hidden = 126, 16384, 128, 8, 53248
+
+
+class Llama2_7B(Llama3_8B):
+    """Llama 2 with 7 billion parameters."""
+
+    layers, width, heads, key_heads, hidden, words = 32, 4096, 32, 32, 11008, 32000
+
+
+class Llama2_13B(Llama3_8B):
+    """Llama 2 with 13 billion parameters."""
+
+    layers, width, heads, key_heads, hidden, words = 40, 5120, 40, 40, 13824, 32000
+
+
+class Llama2_70B(Llama3_8B):
+    """Llama 2 with 70 billion parameters."""
+
+    layers, width, heads, key_heads, hidden, words = 80, 8192, 64, 8, 28672, 32000
 
 
 def data(batch_size: int = 64, length: int = 8192) -> Splits:

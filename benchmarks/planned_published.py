@@ -1,153 +1,140 @@
-"""Published training speeds and memory of Llama 3 beside what `forge plan --cluster` predicts for them.
+"""Published training speeds and memory beside what `forge plan --cluster` predicts for them.
 
-    python -m benchmarks.planned --published            # 4 minutes: runs dry the models on tensors without values
+    python -m benchmarks.planned --published            # 6 minutes: runs dry the models on tensors without values
     python -m benchmarks.planned --published --json
+    python -m benchmarks.planned --published --write    # also writes what is predicted into the data file
 
-Sources, both in torchtitan's repository: benchmarks/llama3_h100_202412_torchtitan.md (December 2024; tables 1 to 6) and
-benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md (June 2025). Their H100s have 96 GB of HBM2e at 2.4 TB/s and a
-power limit of 500 W; links are 450 GB/s of NVLink and 400 Gb/s of network per GPU. Computation is scaled once, by the
-first row; every other row is a prediction.
+The rows and their sources are in plugins/forge_cluster/planning/published.yaml. One factor of all computation on many
+GPUs is fitted for each kind of GPU, to all its rows; what stands beside a row is predicted with the factor of all other
+rows. The rest of what predictions rest on is in figures.yaml.
 
-What they ran, by torchtitan's code of December 2024: float32 parameters and AdamW, bfloat16 products, gradients reduced
+What torchtitan ran, by its code of December 2024: float32 parameters and AdamW, bfloat16 products, gradients reduced
 in float32; selective checkpointing `op` (attention and every second matrix product of a block are kept) or blocks
 recomputed whole; tensor parallelism with norms by positions and a loss divided by classes; pipelines that keep
 parameters gathered and have as many micro-batches as ranks, the default, since the tables name none. The memory is
-`reserved_bytes.all.peak` of the fullest GPU.
+`reserved_bytes.all.peak` of the fullest GPU. Others name neither compile nor the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from forge.config.recipe import load_recipe
-from forge_cluster.planning import (
-    Cluster,
-    Layout,
-    Link,
-    Model,
-    Variant,
-    Workload,
-    count_workload,
-    load_cluster,
-    reserved_of,
-)
+from forge_cluster.planning import Layout, Model, PublishedRow, Variant, Workload, count_workload, reserved_of
+from forge_cluster.planning import published as stored
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """One row of a source."""
-
-    task: str
-    what: str
-    gpus: int
-    batch: int
-    layout: dict[str, Any]
-    tokens: float
-    "Tokens per second and GPU."
-    gib: float | None
-    compiled: bool = True
-    fp8: bool = False
-    remat: bool = False
-    "Whether blocks are recomputed whole. The selective rule is in the task."
-    length: int = 8192
-
-
-def _fsdp(shard: int, **more: Any) -> dict[str, Any]:
-    divided = {"sequence": True, "split_loss": True} if "tensor" in more else {}
-    return {"data": "fsdp", "shard": shard, **divided, **more}
-
-
-def _piped(schedule: str) -> dict[str, Any]:
-    return _fsdp(8, tensor=8, pipeline=8, schedule=schedule, micros=8, torchtitan=True)
-
-
-SELECTIVE, COMPILED = "Llama3_8BSelective", "Llama3_8BSelectiveCompiled"
-LONG = {"remat": True, "length": 32768}
-ROWS = [
-    Published(SELECTIVE, "8B, fsdp 8", 8, 16, _fsdp(8), 5762, 82.4, compiled=False),
-    Published(COMPILED, "8B, fsdp 8, compiled", 8, 16, _fsdp(8), 6667, 77.0),
-    Published(COMPILED, "8B, fsdp 8, compiled, float8", 8, 16, _fsdp(8), 8532, 76.8, fp8=True),
-    Published("Llama3_8B", "8B, fsdp 8, 32k tokens, float8", 8, 8, _fsdp(8), 3890, 83.9, fp8=True, **LONG),
-    Published(SELECTIVE, "8B, fsdp 128", 128, 256, _fsdp(128), 5605, 67.0, compiled=False),
-    Published(COMPILED, "8B, fsdp 128, compiled", 128, 256, _fsdp(128), 6514, 62.0),
-    Published(COMPILED, "8B, fsdp 128, compiled, float8", 128, 256, _fsdp(128), 8380, 61.8, fp8=True),
-    Published(COMPILED, "8B, fsdp 8, tp 8, compiled", 64, 96, _fsdp(8, tensor=8), 4378, None),
-    Published("Llama3_70B", "70B, fsdp 32, tp 8", 256, 512, _fsdp(32, tensor=8), 597.3, None, remat=True),
-    Published("Llama3_70B", "70B, fsdp 32, tp 8, float8", 256, 512, _fsdp(32, tensor=8), 829, 71.9, True, True, True),
-    Published("Llama3_405B", "405B, fsdp 8, tp 8, pp 8 1F1B", 512, 256, _piped("1F1B"), 100, 82.5, True, True, True),
-    Published(
-        "Llama3_405B", "405B, same, interleaved", 512, 256, _piped("Interleaved1F1B"), 128, 72.7, True, True, True
-    ),
-    Published("Llama3_405B", "405B, 1F1B, 32k tokens", 512, 64, _piped("1F1B"), 76, 75.3, fp8=True, **LONG),
-]
+Works = Mapping[tuple[str, int], Workload]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    what: str
+    model: str
+    layout: str
+    source: str
     gpus: int
+    length: int
     tokens: float
-    by_data_sheet: float
-    "Predicted without any calibration."
     predicted: float
-    "Predicted with computation scaled by the first row."
     ratio: float
     gib: float | None
-    predicted_gib: float
+    predicted_gib: float | None
     memory_ratio: float | None
 
 
-def cluster_of(gpus: int) -> Cluster:
-    """Return the machines of the sources."""
-    h100 = load_cluster(f"h100x{max(1, gpus // 8)}")
-    return replace(h100, memory=95 * 2**30, memory_bandwidth=2.4e12, within=Link(450e9, 3e-6), between=Link(50e9, 1e-5))
-
-
-def workloads() -> dict[tuple[str, int], Workload]:
-    """Rehearse the models, in bf16, by name and length of a sample."""
-    import benchmarks.llama as llama
+def workloads(rows: list[PublishedRow]) -> Works:
+    """Run dry the models, in bf16 or under amp, by name and length of a sample."""
+    from benchmarks import llama, mpt, planned
 
     found = {}
-    for name, length in dict.fromkeys((row.task, row.length) for row in ROWS):
+    for name, length in dict.fromkeys((row.task, row.length) for row in rows):
+        task = next(getattr(module, name) for module in (llama, mpt, planned) if hasattr(module, name))
         settings = ["data.batch_size=4", f"data.length={length}"]
-        recipe = load_recipe("default", settings, [], [], task=getattr(llama, name), data=llama.data)
-        found[name, length] = count_workload(recipe, ("fp32", "bf16"))
+        recipe = load_recipe("default", settings, [], [], task=task, data=llama.data)
+        short = "amp" if name == "GPT2" else "bf16"
+        found[name, length] = count_workload(recipe, ("fp32", short))
     return found
 
 
-def predicted_of(row: Published, work: Workload, scale: float) -> tuple[float, float]:
-    """Return tokens per second and GPU, and the memory that a GPU reserves."""
-    work = replace(work, batch=row.batch, compiled=row.compiled)
-    layout = Layout(variant=Variant("bf16", row.remat), **row.layout)
-    seconds = Model(work, cluster_of(row.gpus), scale, row.fp8).time(layout, simulated=True).total
-    return row.batch * row.length / seconds / row.gpus, reserved_of(work, layout, row.fp8)
+def layout_of(row: PublishedRow) -> Layout:
+    layout = Layout(**{"data": "fsdp", "variant": Variant("bf16", row.remat), **row.layout})
+    return replace(layout, variant=Variant("amp", row.remat)) if layout.data == "single" else layout
 
 
-def compared(works: dict[tuple[str, int], Workload] | None = None) -> Iterator[Compared]:
-    works = works or workloads()
-    first, scale = ROWS[0], 1.0
-    for _ in range(8):  # communication is not scaled, so a few rounds are needed
-        scale *= predicted_of(first, works[first.task, first.length], scale)[0] / first.tokens
-    for row in ROWS:
-        work = works[row.task, row.length]
-        sheet, memory = predicted_of(row, work, 1.0)
-        predicted, _ = predicted_of(row, work, scale)
-        gib = memory / 2**30
+def seconds_of(row: PublishedRow, works: Works, many: float) -> float:
+    """Return the predicted seconds of an update, if computation on many GPUs takes `many` times its kernels."""
+    cluster = row.cluster
+    cluster = replace(cluster, efficiency=replace(cluster.efficiency, many=many))
+    work = replace(works[row.task, row.length], batch=row.batch, compiled=row.compiled)
+    return Model(work, cluster, fp8=row.fp8).time(layout_of(row), simulated=True).total
+
+
+def tokens_of(row: PublishedRow, works: Works) -> float:
+    """Return the published tokens per second and GPU; the operations of a token are ours where FLOP/s are given."""
+    if row.tokens is not None:
+        return row.tokens
+    assert row.tflops is not None
+    work = replace(works[row.task, row.length], batch=row.batch)
+    return row.tflops * 1e12 * row.batch * row.length / Model(work, row.cluster).flops()
+
+
+def fitted(rows: list[PublishedRow], works: Works, many: float = 1.0, rounds: int = 5) -> float:
+    """Return the factor with which half of the rows are too slow and half too fast."""
+    for _ in range(rounds):  # communication is not scaled, so a few are needed
+        speeds = [row.batch * row.length / row.gpus / seconds_of(row, works, many) for row in rows]
+        many *= statistics.median(speed / tokens_of(row, works) for row, speed in zip(rows, speeds, strict=True))
+    return many
+
+
+def factors(rows: list[PublishedRow], works: Works) -> dict[str, float]:
+    """Return the factor of each kind of GPU that has rows of several."""
+    several = [row for row in rows if row.gpus > 1]
+    kinds = dict.fromkeys(row.cluster.gpu for row in several)
+    return {kind: fitted([row for row in several if row.cluster.gpu == kind], works) for kind in kinds}
+
+
+def compared(rows: list[PublishedRow], works: Works, every: Mapping[str, float]) -> Iterator[Compared]:
+    for row in rows:
+        others = [other for other in rows if other.cluster.gpu == row.cluster.gpu and other is not row]
+        many = fitted(others, works, every[row.cluster.gpu], rounds=2) if row.gpus > 1 else 1.0
+        layout = layout_of(row)
+        predicted = row.batch * row.length / row.gpus / seconds_of(row, works, many)
+        gib = None
+        if row.gib is not None:
+            gib = reserved_of(replace(works[row.task, row.length], batch=row.batch), layout, row.fp8) / 2**30
+        tokens = tokens_of(row, works)
         yield Compared(
-            row.what,
+            row.model,
+            f"{layout.label}{', remat' * row.remat}{', compiled' * row.compiled}{', float8' * row.fp8}",
+            row.source,
             row.gpus,
-            row.tokens,
-            round(sheet, 1),
+            row.length,
+            round(tokens, 1),
             round(predicted, 1),
-            round(predicted / row.tokens, 3),
+            round(predicted / tokens, 3),
             row.gib,
-            round(gib, 1),
-            None if row.gib is None else round(gib / row.gib, 3),
+            None if gib is None else round(gib, 1),
+            None if row.gib is None or gib is None else round(gib / row.gib, 3),
         )
 
 
-def lines(works: dict[tuple[str, int], Workload] | None = None) -> Iterator[dict[str, Any]]:
-    for row in compared(works):
-        yield asdict(row)
+def write(found: list[Compared], every: Mapping[str, float]) -> None:
+    """Put what is predicted, and the factors of all rows, into the data files."""
+    folder = Path(stored.__file__).parent
+    text = (folder / "published.yaml").read_text(encoding="utf-8")
+    lines, rows = text.splitlines(), iter(found)
+    for number, line in enumerate(lines):
+        if line.startswith("  - {"):
+            row = next(rows)
+            kept = re.sub(r", predicted.*", "", line.rstrip("}"))
+            gib = "" if row.predicted_gib is None else f", predicted_gib: {row.predicted_gib}"
+            tokens = "" if ", tokens: " in kept else f", tokens: {row.tokens}"
+            lines[number] = f"{kept}{tokens}, predicted: {row.predicted}{gib}}}"
+    (folder / "published.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    figures = (folder / "figures.yaml").read_text(encoding="utf-8")
+    figures = re.sub(r"(\n  many:\n    value: )[\d.]+", rf"\g<1>{every['h100']:.2f}", figures)
+    figures = re.sub(r"(many: \{value: )[\d.]+", rf"\g<1>{every['a100']:.2f}", figures)
+    (folder / "figures.yaml").write_text(figures, encoding="utf-8")

@@ -8,7 +8,7 @@ Measured first, apart from any run that is predicted: the matrix product, the co
 thread; gloo's all-reduce of two sizes; and one step of the task at half the samples of the smallest prediction.
 Then each row is predicted, and only after that trained. Bars: memory within 10 %, time within 20 % for 1 and 2 ranks.
 
-Memory on the CPU is the peak of torch's own allocations, by its profiler, which sees every one of them.
+Memory on the CPU is that of all tensors that live at once, by torch's MemTracker.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.planning.footprint import WORKSPACE
+from forge.planning.tracker import Tracker
 from forge_cluster.planning import Cluster, Layout, Link, Model, Variant, count_workload, memory_of
 from forge_cluster.planning.calibration import UpdateClock, measured_step
 from forge_cluster.planning.hardware import Efficiency
 
 TIME_BAR, MEMORY_BAR = 0.2, 0.1
-UPDATES = 14
+UPDATES, FEW = 14, 3
 CONTEXT, WORDS = 128, 1024
 SIZES = {"cpu": {"layers": 8, "width": 192, "heads": 6}, "cuda": {"layers": 12, "width": 1024, "heads": 16}}
 BATCH = {"cpu": 16, "cuda": 16}
@@ -161,7 +162,7 @@ def measured_cluster(ranks: int, cuda: bool) -> Cluster:
         memory_bandwidth=bandwidth,
         within=link,
         between=link,
-        efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, overlap=0.0),
+        efficiency=Efficiency(matmul=1.0, attention=1.0, memory=1.0, links=1.0, overlap=0.0, many=1.0),
         launch=launch,
         backend="gloo",
         cores=None if cuda else os.cpu_count(),
@@ -212,15 +213,15 @@ def _all_reduces(rank: int) -> tuple[float, float]:
 def measured(strategy: str, world: int, cuda: bool) -> tuple[float, float]:
     """Train on `world` ranks; return the median seconds of an update, and the peak memory of the fullest rank."""
     if world == 1:
-        return _trained(strategy, cuda), _peak(strategy, cuda)
+        return _trained(strategy, cuda).seconds, _peak(strategy, cuda)
     return spawned(_run, world, strategy)
 
 
 def _run(rank: int, strategy: str) -> tuple[float, float]:
-    return _trained(strategy, cuda=False), _peak(strategy, cuda=False)
+    return _trained(strategy, cuda=False).seconds, _peak(strategy, cuda=False)
 
 
-def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> float:
+def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> UpdateClock:
     watch = UpdateClock()
     device = "cuda" if cuda else "cpu"
     trainer = forge.Trainer(
@@ -233,7 +234,7 @@ def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> float:
     batch = batch_of(BATCH[device], 1024 if cuda else CONTEXT)
     with silence():
         trainer.fit(Large() if cuda else Small(), [batch] * (updates + 1))
-    return watch.seconds
+    return watch
 
 
 def peak_of_rank(rank: int, strategy: str) -> float:
@@ -241,30 +242,26 @@ def peak_of_rank(rank: int, strategy: str) -> float:
 
 
 def _peak(strategy: str, cuda: bool) -> float:
-    """Return the peak of torch's allocations in three updates, from before the task is made."""
+    """Return the peak of torch's allocations in a few updates, from before the task is made."""
     if cuda:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        _trained(strategy, cuda, 8)
+        _trained(strategy, cuda, FEW)
         return torch.cuda.max_memory_allocated() - before
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        _trained(strategy, cuda, 8)
-    live = peak = 0
-    for event in sorted(_allocations(recorded), key=lambda event: event[0]):
-        live += event[1]
-        peak = max(peak, live)
-    return peak
+    with Held() as held:
+        _trained(strategy, cuda, FEW)
+    return held.peak
 
 
-def _allocations(recorded: Any) -> Iterator[tuple[int, int]]:
-    """Yield time and bytes of every allocation and release."""
-    results = recorded.profiler.kineto_results
-    for event in results.events():
-        if event.name() == "[memory]":
-            yield event.start_ns(), event.nbytes()
+class Held(Tracker):
+    """The most bytes of tensors that live at once. torch's profiler does not see what other threads release, so that it
+    counts a buffer for ever whose last user was gloo: the more, the busier the machine is."""
+
+    peak = 0
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        self.peak = max(self.peak, self.live)
 
 
 def spawned(function: Callable[..., Any], world: int, *args: Any) -> Any:

@@ -34,6 +34,11 @@ NAMES = {
         "copy a task while a dry run watches",
         "`forge plan --cluster` does not work for a task on the meta device.",
     ),
+    "without_function_modes": Internal(
+        "torch._C.DisableTorchFunction",
+        "leave out the mode that sees the task's calls where torch's own ring makes them",
+        _NO_RING,
+    ),
 }
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +30,23 @@ from forge_cluster.commands.plan_cluster import _plugins
 from forge_cluster.planning import (
     Layout,
     Model,
+    Prediction,
+    UpdateTiming,
     Variant,
     count_workload,
     load_cluster,
     memory_of,
+    nearest_rows,
     plan_cluster,
+    published_rows,
     read_cluster,
+    typical_error,
 )
 from forge_cluster.planning.collectives import group
 from forge_cluster.planning.failures import daly, expected_share, goodput, simulate_failures, young
+from forge_cluster.planning.hardware import KNOWN, Efficiency, Share
 from forge_cluster.planning.pipeline_events import SCHEDULES, Action, closed_form, simulate
+from forge_cluster.planning.ranking import _beside, _order
 from forge_cluster.planning.stragglers import simulate_stragglers, slowdown
 from forge_cluster.planning.workload import Workload
 
@@ -145,9 +156,10 @@ def test_best_interval_agrees_with_young_and_daly(gpus: int) -> None:
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     cluster = load_cluster("h100x4")
     near, far, alone = group(cluster, 8, 1), group(cluster, 32, 1), group(cluster, 4, 8)
-    assert near.bandwidth == 0.8 * 450e9
-    assert far.bandwidth == 0.8 * 400e9  # eight cards of a node
-    assert alone.bandwidth == 0.8 * 50e9
+    reached = cluster.efficiency.links
+    assert near.bandwidth == reached * 450e9
+    assert far.bandwidth == reached * 400e9  # eight cards of a node
+    assert alone.bandwidth == reached * 50e9
     assert near.all_reduce(8e9) == pytest.approx(2 * 7 / 8 * 8e9 / near.bandwidth, rel=0.01)
     assert group(cluster, 1, 1).all_gather(1e9) == 0
 
@@ -203,7 +215,73 @@ def test_all_layouts_use_all_gpus_and_the_best_is_fastest(work: Workload) -> Non
     assert all(row.layout.gpus == 8 for row in found.rows)
     assert len(found.best) == 3
     assert found.considered > 50
-    assert found.best[0].seconds <= 1.05 * min(row.seconds for row in found.rows if row.fits)
+    fastest = min((row for row in found.rows if row.fits), key=lambda row: row.seconds)
+    axes = sum(size > 1 for size in (fastest.layout.replicate, fastest.layout.tensor, fastest.layout.pipeline))
+    assert found.best[0].seconds <= (1 + found.error * axes) * fastest.seconds
+    assert found.near
+    assert found.other is not None
+    assert all(other < row.seconds for other, row in zip(found.other, found.best, strict=True))  # compiled
+
+
+# -- what predictions rest on ------------------------------------------------------------------------------------------
+
+
+def test_every_share_says_how_it_is_known() -> None:
+    for name in KNOWN:
+        shares = load_cluster(name).shares
+        assert shares.keys() == {"launch", *(field.name for field in dataclasses.fields(Efficiency))}
+        assert {share.how for share in shares.values()} <= {"measured", "cited", "derived", "fitted"}
+        assert all(share.source for share in shares.values())
+    given = read_cluster({"gpu": "a100", "efficiency": {"links": 0.5}, "launch": 7})
+    assert given.shares["links"] == Share(0.5, "given", "the cluster's file")
+    assert given.shares["launch"].how == "given"
+    assert given.shares["matmul"].value == load_cluster("a100").efficiency.matmul != Efficiency().matmul
+
+
+@pytest.mark.parametrize(("name", "memory", "flops"), [("b200x4", 178, 2250e12), ("mi300xx4", 191, 1307.4e12)])
+def test_newer_gpus_are_known(name: str, memory: int, flops: float) -> None:
+    cluster = load_cluster(name)
+    assert (cluster.gpus, cluster.memory, cluster.peak("bf16")) == (32, memory * 2**30, pytest.approx(flops))
+    assert cluster.peak("fp8") == pytest.approx(2 * flops, rel=1e-3)
+
+
+def test_published_rows_are_predicted_within_what_is_said() -> None:
+    rows = published_rows()
+    error = typical_error(rows)
+    assert len(rows) >= 12
+    assert len({row.source for row in rows}) >= 4
+    assert 0.02 < error < 0.25
+    assert sum(abs(math.log(row.ratio)) <= 2 * math.log1p(error) for row in rows) >= 0.9 * len(rows)
+    assert {row.compiled for row in rows} == {True, False}
+
+
+def test_the_nearest_published_rows_are_like_the_plan() -> None:
+    small = nearest_rows(7e9, 4096, 8, "h100", compiled=False)
+    assert all(row.cluster.gpu == "h100" and row.gpus <= 64 and row.parameters < 20e9 for row in small)
+    assert not any(row.compiled for row in small)
+    assert nearest_rows(400e9, 8192, 8192, "h100", compiled=False)[0].source == "Llama 3"
+
+
+def row_of(seconds: float, **layout: Any) -> Prediction:
+    return Prediction(Layout("fsdp", PLAIN, **layout), 1.0, UpdateTiming(seconds, 0, 0, 0), True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.994, "as fast as the first"),
+        (1.09, "as fast as"),
+        (1.3, "30% slower"),
+        (0.7, "30% faster than the first, with"),
+    ],
+)
+def test_what_differs_by_less_than_the_error_is_equal(seconds: float, said: str) -> None:
+    assert said in _beside(row_of(seconds, tensor=2), row_of(1.0), 0.1)
+
+
+def test_an_axis_must_save_more_than_the_error() -> None:
+    rows = [row_of(1.0, shard=8), row_of(0.95, shard=4, tensor=2), row_of(0.8, shard=2, tensor=4)]
+    assert [row.seconds for row in sorted(rows, key=partial(_order, worth=0.1))] == [0.8, 1.0, 0.95]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -235,6 +313,23 @@ def test_a_plan_names_three_commands(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_wrong_clusters_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ForgeError, match=said):
         read_cluster(given)
+
+
+def test_a_cluster_that_is_not_known_is_refused_before_torch_is_imported() -> None:
+    code = "import sys; from forge.cli import main; code = main(['plan', 'quickstart', '--cluster', 'k80x2']); "
+    found = subprocess.run(
+        [sys.executable, "-c", code + "sys.exit(code + 10 * ('torch' in sys.modules))"], capture_output=True, text=True
+    )
+    assert found.returncode == 2, found.stderr
+    assert "h100xN" in found.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_nowhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("gpu: a100\nnodes: 1\ngpus_per_node: 2\nmemory: 0.001\n")
+    assert main(["plan", "quickstart", "--cluster", str(file)]) == 2
+    assert "Nothing fits" in capsys.readouterr().out
 
 
 def test_a_plan_uses_options_that_the_plugins_have() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -188,9 +189,22 @@ def test_sharded_stages_send_as_much_as_whole_ones(small: Workload) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world"), [("pipeline", 2), ("pipeline", 4)])
-def test_memory_of_pipelines_is_within_a_tenth_of_runs(strategy: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("pipeline, sharded", 4)]
+)
+def test_memory_is_within_a_tenth_of_what_runs_hold(strategy: str, world: int) -> None:
     layout = planned_ranks.layout_of(strategy, world)
     assert layout is not None
     predicted = memory_of(count_workload(planned_ranks.recipe_of(cuda=False), ("fp32",)), layout) - WORKSPACE
     assert predicted == pytest.approx(planned_ranks.spawned(planned_ranks.peak_of_rank, world, strategy), rel=0.1)
+
+
+def test_what_another_thread_releases_is_not_held() -> None:
+    """torch's profiler does not see it, which made a plan look 19 % too low beside a run over gloo."""
+    with planned_ranks.Held() as held:
+        for _ in range(8):
+            box = [torch.empty(2**16)]
+            thread = threading.Thread(target=box.clear)
+            thread.start()
+            thread.join()
+    assert held.peak <= 2 * 4 * 2**16

@@ -15,7 +15,7 @@ from forge.util import show
 
 if TYPE_CHECKING:
     from forge.config import Recipe
-    from forge_cluster.planning import ClusterPlan, Layout, Prediction
+    from forge_cluster.planning import Cluster, ClusterPlan, Layout, Prediction
 
 
 GROUP = "scale"
@@ -32,7 +32,10 @@ def parser() -> ArgumentParser:
     parser = show.new_parser("plan", "Compare all strategies on a cluster, by memory and time.", EXAMPLES)
     target.add_arguments(parser)
     parser.add_argument(
-        "--cluster", required=True, metavar="FILE", help="the cluster: a YAML file, or h100xN, a100xN, h200xN"
+        "--cluster",
+        required=True,
+        metavar="FILE",
+        help="the cluster: a YAML file, or N nodes of 8: a100xN, h100xN, h200xN, b200xN, mi300xxN",
     )
     parser.add_argument(
         "--calibrate", action="store_true", help="time a few updates here, on such a GPU, and scale to it"
@@ -42,19 +45,22 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
+    """Print the plan; 2 if no layout fits."""
+    from forge_cluster.planning.hardware import load_cluster
+
+    cluster = load_cluster(args.cluster)  # refused before anything slow is imported
     recipe = target.load(args, to_train=True)
-    found = plan(args, recipe)
+    found = plan(args, cluster, recipe)
     if args.json:
         print(json.dumps({"recipe": recipe.name, **as_json(found, args, recipe)}, indent=2))
     else:
         show_plan(found, args, recipe)
-    return 0
+    return 0 if found.best else 2
 
 
-def plan(args: Namespace, recipe: Recipe) -> ClusterPlan:
-    from forge_cluster.planning import calibrated_cluster, count_workload, load_cluster, plan_cluster
+def plan(args: Namespace, cluster: Cluster, recipe: Recipe) -> ClusterPlan:
+    from forge_cluster.planning import calibrated_cluster, count_workload, plan_cluster
 
-    cluster = load_cluster(args.cluster)
     if args.calibrate:
         cluster = calibrated_cluster(cluster, recipe)
     return plan_cluster(count_workload(recipe), cluster)
@@ -89,7 +95,8 @@ def show_plan(found: ClusterPlan, args: Namespace, recipe: Recipe) -> None:
         console.print()
         console.print(
             Text.assemble(
-                (f"{rank + 1}. {row.layout.label} {row.layout.levers}".rstrip(), "bold green"), f": {reason}."
+                (f"{rank + 1}. {row.layout.label} {row.layout.levers}".rstrip(), "bold green"),
+                f": {_speed(found, rank)}; {reason}.",
             ),
             soft_wrap=True,
         )
@@ -101,6 +108,39 @@ def show_plan(found: ClusterPlan, args: Namespace, recipe: Recipe) -> None:
         console.print()
         for line in _expected(found):
             console.print(Text(line), soft_wrap=True)
+        _show_published(console, found)
+        _show_shares(console, found)
+
+
+def _speed(found: ClusterPlan, rank: int) -> str:
+    """Say how fast one of the best is, eager and compiled, and how far off that may be."""
+    unit = "tokens/s and GPU" if found.length else "samples/s and GPU"
+    each = found.batch * (found.length or 1) / found.cluster.gpus
+    kinds = ["eager", "compiled"]
+    now, other = kinds[found.compiled], kinds[not found.compiled]
+    text = f"{each / found.best[rank].seconds:,.4g} {unit} {now} ± {found.error:.0%}"
+    return text if found.other is None else f"{text} ({each / found.other[rank]:,.4g} {other})"
+
+
+def _show_published(console: Any, found: ClusterPlan) -> None:
+    console.print()
+    if not found.near:
+        console.print(Text("Published runs are language models: for this task no error is known.", "dim"))
+        return
+    console.print("Published runs nearest to this one, predicted without having seen them:")
+    grid = show.table("run", "tokens/s and GPU", "predicted", "error", "source")
+    for row in found.near:
+        shown = f"{row.tokens:,.4g}", f"{row.predicted:,.4g}", f"{row.ratio - 1:+.0%}"
+        grid.add_row(row.label, *shown, row.source)
+    console.print(grid)
+
+
+def _show_shares(console: Any, found: ClusterPlan) -> None:
+    console.print("What the times start from:")
+    grid = show.table("share", "value", "how", "source")
+    for name, share in found.cluster.shares.items():
+        grid.add_row(name, f"{share.value:.3g}", share.how, share.source)
+    console.print(grid)
 
 
 def _numbers(row: Prediction, found: ClusterPlan) -> list[str]:
@@ -143,8 +183,14 @@ def as_json(found: ClusterPlan, args: Namespace, recipe: Recipe) -> dict[str, An
         "considered": found.considered,
         "rows": [_row(row) for row in found.rows],
         "best": [
-            {**_row(row), "why": reason, "mfu": mfu, "command": command(row.layout, found, args, recipe)}
-            for row, reason, mfu in zip(found.best, found.reasons, found.mfu, strict=True)
+            {
+                **_row(row),
+                "why": reason,
+                "mfu": mfu,
+                "speed": _speed(found, rank),
+                "command": command(row.layout, found, args, recipe),
+            }
+            for rank, (row, reason, mfu) in enumerate(zip(found.best, found.reasons, found.mfu, strict=True))
         ],
         "goodput": {
             "share": expected.share,
@@ -156,6 +202,13 @@ def as_json(found: ClusterPlan, args: Namespace, recipe: Recipe) -> dict[str, An
         }
         if expected is not None
         else None,
+        "error": found.error,
+        "compiled": found.compiled,
+        "published": [
+            {"run": row.label, "source": row.where, "tokens_per_second_gpu": row.tokens, "predicted": row.predicted}
+            for row in found.near
+        ],
+        "shares": {name: share._asdict() for name, share in found.cluster.shares.items()},
         "notes": found.notes,
     }
 

@@ -7,7 +7,7 @@ the CPU that of flash attention, on CUDA flash attention for short types and the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,7 +60,8 @@ class Ring:
         """Return the attention of this rank's queries over the keys of all ranks; tensors as
         `scaled_dot_product_attention` takes them."""
         kind = query.device.type
-        if torch.is_autocast_enabled(kind):
+        casts = torch.is_autocast_enabled(kind)
+        if casts:
             short = torch.get_autocast_dtype(kind)
             query, key, value = query.to(short), key.to(short), value.to(short)
         shape = query.shape
@@ -68,7 +69,7 @@ class Ring:
             groups = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         query, key, value = (_in_four_dimensions(tensor) for tensor in (query, key, value))
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
             out: Any = RingAttention.apply(query, key, value, self, causal, scale)
         return out.view(*shape[:-1], out.shape[-1])
 

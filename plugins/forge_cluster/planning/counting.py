@@ -102,7 +102,7 @@ class OpCounter(TorchDispatchMode):
                 self.heads = int(query.shape[1])
                 self.key_values = 2.0 * key.numel() * key.element_size()
         else:
-            written = _bytes(out)
+            written = _bytes(out) or _bytes(_changed(func, args, kwargs or {}))
             self.found[f"bytes {self.phase}"] += 2 * written if name in ROWS else written + _bytes((args, kwargs))
         return out
 
@@ -116,9 +116,17 @@ class OpCounter(TorchDispatchMode):
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return bool(given.get("is_causal"))
+    return bool(_named(func, args, kwargs).get("is_causal"))
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation changes, such as an optimizer's, which returns nothing."""
+    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return [value for name, value in _named(func, args, kwargs).items() if name in written]
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _bytes(tree: Any) -> float:

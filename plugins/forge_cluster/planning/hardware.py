@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge.errors import ForgeError, did_you_mean
 from forge.util import strict_yaml
 
 GB, TERA, MICRO = 1e9, 1e12, 1e-6
 PRECISIONS = ("fp32", "bf16", "fp8")
+FILE = Path(__file__).with_name("figures.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +26,41 @@ class Link:
     "Seconds of one message."
 
 
+class Share(NamedTuple):
+    """A figure that predictions start from."""
+
+    value: float
+    how: str
+    "measured, cited, derived, fitted, or given (by the cluster's file)."
+    source: str
+
+
+def _shares(given: Mapping[str, Any]) -> dict[str, Share]:
+    return {name: Share(**share) for name, share in given.items()}
+
+
+FIGURES: dict[str, Any] = strict_yaml.load(strict_yaml.read(FILE), FILE.name)
+SHARES = _shares(FIGURES["shares"])
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The shares of the data sheet's figures that programs reach."""
+    """The shares of the data sheet's figures that programs reach; figures.yaml says how each is known."""
 
-    matmul: float = 0.7
-    attention: float = 0.45
-    memory: float = 0.8
-    links: float = 0.8
-    overlap: float = 0.9
+    matmul: float = SHARES["matmul"].value
+    fp8: float = SHARES["fp8"].value
+    "Of matrix products in float8."
+    attention: float = SHARES["attention"].value
+    memory: float = SHARES["memory"].value
+    compiled: float = SHARES["compiled"].value
+    "Share of the time beside matrix products that is left after compile fuses operations."
+    compiled_launch: float = SHARES["compiled_launch"].value
+    "Share of the host's time that is left."
+    links: float = SHARES["links"].value
+    overlap: float = SHARES["overlap"].value
     "Share of the communication that can run beside computation; 0 where the same cores do both."
-    compiled: float = 0.5
-    "Share of the memory traffic beside matrix products that is left after compile fuses operations."
+    many: float = SHARES["many"].value
+    "Time of computation on more than one GPU, over that of its kernels."
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +87,7 @@ class Cluster:
     within: Link
     between: Link
     efficiency: Efficiency = Efficiency()
-    launch: float = 5 * MICRO
+    launch: float = SHARES["launch"].value * MICRO
     "Seconds of the host per operation of the model."
     backend: str = "nccl"
     "gloo has no reduce-scatter of its own: torch reduces everything and keeps a part."
@@ -79,10 +103,20 @@ class Cluster:
     "Standard deviation of a GPU's time for an update, as a share of it."
     measured: MeasuredStep | None = None
     name: str = "cluster"
+    gpu: str = ""
+    "The known GPU that it has, as in `gpu: h100`."
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """Return every figure that is in use, with its source."""
+        known = SHARES | _shares(FIGURES["gpus"].get(self.gpu, {}).get("shares", {}))
+        here = {"launch": self.launch / MICRO, **asdict(self.efficiency)}
+        given = "the cluster's file"
+        return {n: s if here[n] == s.value else Share(here[n], "given", given) for n, s in known.items()}
 
     def peak(self, precision: str) -> float:
         """Return FLOP per second; a precision that is not given runs like bf16, else like fp32."""
@@ -99,33 +133,10 @@ UNITS: dict[str, float] = {
 NEEDED = ("nodes", "gpus_per_node", "memory", "flops", "memory_bandwidth", "within", "between")
 
 
-def _gpu(name: str, memory: float, bandwidth: float, bf16: float, fp32: float, nvlink: float, nic: float) -> Cluster:
-    return Cluster(
-        nodes=1,
-        gpus_per_node=8,
-        memory=round(memory * 2**30),
-        flops={"bf16": bf16 * TERA, "fp32": fp32 * TERA} | ({"fp8": 2 * bf16 * TERA} if bf16 > 900 else {}),
-        memory_bandwidth=bandwidth * GB,
-        within=Link(nvlink * GB, 3 * MICRO),
-        between=Link(nic * GB, 10 * MICRO),
-        name=name,
-    )
-
-
-KNOWN: dict[str, Cluster] = {
-    "a100": replace(
-        _gpu("A100 SXM 80 GB", 79, 2039, 312, 19.5, 300, 25), efficiency=Efficiency(matmul=0.8, attention=0.55)
-    ),
-    "h100": _gpu("H100 SXM 80 GB", 79, 3350, 989.4, 66.9, 450, 50),
-    "h200": _gpu("H200 SXM 141 GB", 140, 4800, 989.4, 66.9, 450, 50),
-}
-"""Nodes of 8 GPUs by the makers' data sheets, a network card of 200 (A100) or 400 Gb/s per GPU; h100x16 is 16 nodes."""
-
-
 def load_cluster(source: str) -> Cluster:
     """Return the cluster of a YAML file, or of a name such as h100x16."""
-    named = re.fullmatch(r"([a-z]+\d+)(?:x(\d+))?", source.lower())
-    if named and named[1] in KNOWN and not Path(source).is_file():
+    named = re.fullmatch(rf"({'|'.join(KNOWN)})(?:x(\d+))?", source.lower())
+    if named and not Path(source).is_file():
         nodes = int(named[2] or 1)
         if nodes < 1:
             raise ForgeError(f"--cluster {source}: the number of nodes must be at least 1.")
@@ -159,6 +170,8 @@ def read_cluster(given: Mapping[str, Any], source: str = "the cluster") -> Clust
     found: dict[str, Any] = {"name": Path(source).stem if base is None else base.name}
     for key, value in given.items():
         found[key] = _value(key, value, source)
+    if "efficiency" in found:
+        found["efficiency"] = replace(Efficiency() if base is None else base.efficiency, **found["efficiency"])
     if found.get("backend", "nccl") not in ("nccl", "gloo"):
         raise ForgeError(f"{source}: backend is {found['backend']!r}; it must be nccl or gloo.")
     return Cluster(**found) if base is None else replace(base, **found)
@@ -174,7 +187,7 @@ def _value(key: str, value: Any, source: str) -> Any:
             raise ForgeError(f"{source}: flops needs the TFLOP/s of bf16 or fp32.")
         return {name: number * TERA for name, number in given.items()}
     if key == "efficiency":
-        return Efficiency(**_part(dict, key, value, source, [f.name for f in fields(Efficiency)], needed=(), zero=True))
+        return _part(dict, key, value, source, [f.name for f in fields(Efficiency)], needed=(), zero=True)
     if key == "measured":
         if not isinstance(value, Mapping) or not {"seconds", "samples"} <= value.keys():
             raise ForgeError(f"{source}: measured needs seconds and samples (and precision, remat).")
@@ -182,7 +195,7 @@ def _value(key: str, value: Any, source: str) -> Any:
         if unknown or value.get("precision", "fp32") not in PRECISIONS:
             raise ForgeError(f"{source}: measured has seconds, samples, precision (fp32, bf16, fp8) and remat.")
         return MeasuredStep(**value)
-    if key in ("name", "backend"):
+    if key in ("name", "backend", "gpu"):
         return str(value)
     if key == "cores" and value is None:
         return None
@@ -204,3 +217,15 @@ def _number(key: str, value: Any, source: str, whole: bool = False, zero: bool =
     if value < 0 or (value == 0 and not zero and key not in ("failures", "jitter", "launch", "restart")):
         raise ForgeError(f"{source}: {key} is {value:g}; it must be above 0.")
     return value
+
+
+def _known(kind: str, sheet: Mapping[str, Any]) -> Cluster:
+    shares = {name: share.value for name, share in _shares(sheet.get("shares", {})).items()}
+    given = {key: value for key, value in sheet.items() if key not in ("source", "shares")}
+    made = read_cluster({"nodes": 1, "gpus_per_node": 8, "efficiency": shares, **given}, kind)
+    return replace(made, gpu=kind)
+
+
+KNOWN: dict[str, Cluster] = {}
+KNOWN.update({kind: _known(kind, sheet) for kind, sheet in FIGURES["gpus"].items()})
+"""Nodes of 8 GPUs by the makers' data sheets; h100x16 is 16 of them."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from forge.planning.advice import COMFORT
 from forge_cluster.planning.failures import Goodput, goodput
 from forge_cluster.planning.hardware import Cluster
 from forge_cluster.planning.layouts import Layout, layouts
 from forge_cluster.planning.memory import memory_of
+from forge_cluster.planning.published import PublishedRow, nearest_rows, published_rows, typical_error
 from forge_cluster.planning.stragglers import slowdown
 from forge_cluster.planning.timing import Model, UpdateTiming
 from forge_cluster.planning.workload import Workload
 
 SHOWN, BEST, FINALISTS = 12, 3, 24
-WORTH = 0.01
-"""Share of an update's time that an axis of the mesh must save, or a simpler layout is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,15 @@ class ClusterPlan:
     straggling: float
     "Factor of an update's time because all wait for the slowest."
     notes: list[str]
+    error: float
+    "The model's own, by published rows: differences below it are none."
+    length: int | None
+    "Positions of a sample, of a language model."
+    compiled: bool
+    other: list[float] | None
+    "Seconds of the best ones if the task is compiled where it is not now, or is not where it is."
+    near: list[PublishedRow]
+    "The published rows most like this plan."
 
 
 def plan_cluster(work: Workload, cluster: Cluster) -> ClusterPlan:
@@ -59,9 +68,11 @@ def plan_cluster(work: Workload, cluster: Cluster) -> ClusterPlan:
     for layout in layouts(work, cluster):
         memory = memory_of(work, layout)
         found.append(Prediction(layout, memory, model.time(layout), memory <= limit))
-    fitting = sorted((row for row in found if row.fits), key=_order)
+    error = typical_error(published_rows())
+    order = partial(_order, worth=error)
+    fitting = sorted((row for row in found if row.fits), key=order)
     finalists = [_simulated(model, row) for row in _kinds(fitting)[:FINALISTS]]
-    rows = sorted(finalists, key=_order)
+    rows = sorted(finalists, key=order)
     best = rows[:BEST]
     others = sorted((row for row in found if not row.fits), key=lambda row: row.memory)
     shown = rows[:SHOWN]
@@ -78,12 +89,33 @@ def plan_cluster(work: Workload, cluster: Cluster) -> ClusterPlan:
         considered=len(found),
         rows=shown,
         best=best,
-        reasons=[_why(row, rank, best, found, cluster) for rank, row in enumerate(best)],
+        reasons=[_why(row, rank, best, found, cluster, error) for rank, row in enumerate(best)],
         mfu=[model.mfu(row.timing, cluster.gpus) for row in best],
         goodput=best_goodput,
         straggling=slowdown(cluster.gpus, cluster.jitter),
         notes=_notes(work, cluster, model, found),
+        error=error,
+        length=work.positions if work.heads else None,
+        compiled=work.compiled,
+        other=_otherwise(work, cluster, best),
+        near=_near(work, cluster),
     )
+
+
+def _otherwise(work: Workload, cluster: Cluster, best: list[Prediction]) -> list[float] | None:
+    """Return the seconds of layouts with or without compile, as the task is not; a measured step tells of one alone."""
+    if cluster.measured is not None:
+        return None
+    model = Model(replace(work, compiled=not work.compiled), cluster)
+    return [model.time(row.layout, simulated=True).total for row in best]
+
+
+def _near(work: Workload, cluster: Cluster) -> list[PublishedRow]:
+    """Return published rows like the task, if it is a language model; a product with a weight is 2 operations."""
+    if not work.positions or not work.heads:
+        return []
+    weights = work.at(work.base, 1)["matmul forward"] / 2 / work.positions
+    return nearest_rows(weights, work.positions, cluster.gpus, cluster.gpu, work.compiled)
 
 
 def _simulated(model: Model, row: Prediction) -> Prediction:
@@ -92,11 +124,14 @@ def _simulated(model: Model, row: Prediction) -> Prediction:
     return Prediction(row.layout, row.memory, model.time(row.layout, simulated=True), row.fits)
 
 
-def _order(row: Prediction) -> tuple[float, ...]:
-    """Fastest first, but every further axis of the mesh must pay for itself with 1 % of the time."""
+def _order(row: Prediction, worth: float) -> tuple[float, ...]:
+    """Fastest first, but every further axis of the mesh must save more time than the model may be off by."""
     layout = row.layout
-    axes = sum(size > 1 for size in (layout.replicate, layout.tensor, layout.context, layout.pipeline))
-    return row.seconds * (1 + WORTH * axes), layout.data != "ddp", layout.micros, row.memory
+    return row.seconds * (1 + worth * _axes(layout)), layout.data != "ddp", layout.micros, row.memory
+
+
+def _axes(layout: Layout) -> int:
+    return sum(size > 1 for size in (layout.replicate, layout.tensor, layout.context, layout.pipeline))
 
 
 def _kind(row: Prediction) -> tuple[object, ...]:
@@ -112,7 +147,9 @@ def _kinds(rows: Sequence[Prediction]) -> list[Prediction]:
     return list(first.values())
 
 
-def _why(row: Prediction, rank: int, best: list[Prediction], found: list[Prediction], cluster: Cluster) -> str:
+def _why(
+    row: Prediction, rank: int, best: list[Prediction], found: list[Prediction], cluster: Cluster, error: float
+) -> str:
     time, share = row.timing, row.memory / cluster.memory
     parts = [f"{time.compute / time.total:.0%} of the update computes, memory is {share:.0%} full"]
     if time.exposed > 0.01 * time.total:
@@ -120,7 +157,7 @@ def _why(row: Prediction, rank: int, best: list[Prediction], found: list[Predict
     if time.bubble > 0.01 * time.total:
         parts.append(f"{time.bubble / time.total:.0%} is the pipeline's bubble")
     if rank:
-        parts.append(f"{row.seconds / best[0].seconds - 1:.1%} slower than the first")
+        parts.append(_beside(row, best[0], error))
     simpler = [
         other
         for other in found
@@ -130,6 +167,16 @@ def _why(row: Prediction, rank: int, best: list[Prediction], found: list[Predict
         least = min(simpler, key=lambda other: other.memory)
         parts.append(f"ddp would need {least.memory / 2**30:.0f} GiB")
     return "; ".join(parts)
+
+
+def _beside(row: Prediction, first: Prediction, error: float) -> str:
+    """Compare with the first; what differs by less than the model's error is equal."""
+    longer = row.seconds / first.seconds - 1
+    if abs(longer) <= error:
+        return f"as fast as the first, within the model's error of {error:.0%}"
+    if longer > 0:
+        return f"{longer:.0%} slower than the first"
+    return f"{-longer:.0%} faster than the first, with {_axes(row.layout) - _axes(first.layout)} more axes of the mesh"
 
 
 def _notes(work: Workload, cluster: Cluster, model: Model, found: list[Prediction]) -> list[str]:
@@ -146,8 +193,8 @@ def _notes(work: Workload, cluster: Cluster, model: Model, found: list[Predictio
         )
     if cluster.measured is None:
         notes.append(
-            "Times are by data sheet. To scale them to a measured step: --calibrate on such a GPU, or `measured` in "
-            "the cluster's file."
+            "Times are by data sheet and the shares below. To scale them to a measured step: --calibrate on such a "
+            "GPU, or `measured` in the cluster's file."
         )
     else:
         notes.append(f"Computation is scaled by {model.scale:.2f}, to the step that was measured.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forge_cluster.planning.collectives import Group, group
 from forge_cluster.planning.hardware import Cluster
@@ -11,9 +11,6 @@ from forge_cluster.planning.layouts import Layout
 from forge_cluster.planning.memory import DIVIDED, weights_of
 from forge_cluster.planning.pipeline_events import Action, PipelineRun, closed_form, simulate
 from forge_cluster.planning.workload import PHASES, Variant, Workload
-
-FP8_BYTES = 1.25
-"""Traffic beside matrix products when their inputs are converted to float8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,8 @@ class Model:
         variant = Variant(asked, measured.remat)
         if variant not in self.work.lines:
             variant = next(v for v in self.work.lines if v.short == (asked != "fp32"))
-        plain = Model(self.work, self.cluster, fp8=self.fp8)
+        one = replace(self.cluster, efficiency=replace(self.cluster.efficiency, many=1.0))
+        plain = Model(self.work, one, fp8=self.fp8)
         predicted = sum(plain.compute(variant, measured.samples))
         return Model(self.work, self.cluster, measured.seconds / predicted, self.fp8)
 
@@ -69,18 +67,19 @@ class Model:
         self, variant: Variant, samples: float, tensor: int, context: int, sequence: bool
     ) -> tuple[float, ...]:
         cluster, reached = self.cluster, self.cluster.efficiency
-        q = self.work.at(variant, samples)
         precision = "bf16" if variant.short else "fp32"
         times = []
         for phase in PHASES:
+            # the optimizer has the task's own type, whatever the passes compute in
+            q = self.work.at(variant if phase != "optimizer" else self.work.base, samples)
             products = q[f"matmul {phase}"]
             attention = q[f"attention {phase}"]
             inside = q["block flops"] / max(1.0, q["matmul forward"] + q["attention forward"])
             low = inside * products if self.fp8 and phase != "optimizer" else 0.0
             device = (products - low) / (cluster.peak(precision) * reached.matmul)
-            device += low / (cluster.peak("fp8") * reached.matmul)
+            device += low / (cluster.peak("fp8") * reached.fp8)
             device += attention / (cluster.peak(precision) * reached.attention)
-            traffic = q[f"bytes {phase}"] * (FP8_BYTES if low else 1.0)
+            traffic = q[f"bytes {phase}"]
             if self.work.compiled and phase != "optimizer":
                 traffic *= reached.compiled
             moved = traffic / (cluster.memory_bandwidth * reached.memory)
@@ -89,8 +88,8 @@ class Model:
                 device = (device / tensor + moved * mixed) / context
             else:
                 device += moved
-            host = q[f"ops {phase}"] * cluster.launch * (0.3 if self.work.compiled else 1.0)
-            times.append(self.scale * max(device, host))
+            host = q[f"ops {phase}"] * cluster.launch * (reached.compiled_launch if self.work.compiled else 1.0)
+            times.append(self._factor * max(device, host))
         crowd = max(1.0, cluster.gpus_per_node / cluster.cores) if cluster.cores else 1.0
         return tuple(crowd * time for time in times)
 
@@ -141,15 +140,22 @@ class Model:
         schedule = layout.schedule or "1F1B"
         return simulate(schedule, p, layout.micros, seconds, self._send(layout, samples), v)
 
-    def mfu(self, timing: UpdateTiming, gpus: int) -> float:
-        """Return the share of the GPUs' peak that the model's own operations reach; recomputed ones do not count."""
+    def flops(self) -> float:
+        """Return the model's own operations of an update; recomputed ones do not count."""
         variant = next(v for v in self.work.lines if not v.remat)
         q = self.work.at(variant, self.work.batch)
-        flops = sum(q[f"{kind} {phase}"] for kind in ("matmul", "attention") for phase in PHASES)
+        return sum(q[f"{kind} {phase}"] for kind in ("matmul", "attention") for phase in PHASES)
+
+    def mfu(self, timing: UpdateTiming, gpus: int) -> float:
+        """Return the share of the GPUs' peak that the model's own operations reach."""
         short = any(v.short for v in self.work.lines)
-        return flops / (timing.total * gpus * self.cluster.peak("bf16" if short else "fp32"))
+        return self.flops() / (timing.total * gpus * self.cluster.peak("bf16" if short else "fp32"))
 
     # -- parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        return self.scale * (self.cluster.efficiency.many if self.cluster.gpus > 1 else 1.0)
 
     def _inside(self, variant: Variant, samples: float) -> float:
         q = self.work.at(variant, samples)
@@ -158,7 +164,7 @@ class Model:
     def _attention(self, layout: Layout, samples: float) -> float:
         q = self.work.at(layout.variant, samples)
         peak = self.cluster.peak("bf16" if layout.variant.short else "fp32") * self.cluster.efficiency.attention
-        return self.scale * q["attention forward"] / peak / layout.tensor / layout.context
+        return self._factor * q["attention forward"] / peak / layout.tensor / layout.context
 
     def _layers(self, layout: Layout, samples: float, attention: float) -> tuple[float, float]:
         """Return the exposed communication inside the layers of one stage, of a forward and of a backward."""
