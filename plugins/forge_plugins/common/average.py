@@ -137,7 +137,7 @@ class Average:
         """Return a part of the task with its averaged weights, in the modes that the part is in."""
         if name not in self.targets:
             self.targets[name] = ShardedTarget(self, name) if self.sharded else Target(self, name)
-            self.refresh()
+            self.targets[name].refresh()  # it alone: others may be in a graph by now
         return self.targets[name].in_modes()
 
     def refresh(self) -> None:
