@@ -78,6 +78,7 @@ EACH: dict[str, dict[str, Any]] = {
     "sam": {},
     "schedule": {"kind": "cosine"},
     "swa": {"every": "10 updates"},
+    "system": {},
     "tensorboard": {},
     "throughput": {},
 }

@@ -1,4 +1,4 @@
-"""Write docs/pictures/board-*.png: TensorBoard over real runs, as Chromium shows it.
+"""Write docs/pictures/board-*.png and report-15-runs.png: TensorBoard and a report over real runs, as Chromium shows.
 
     python docs/make_board_pictures.py
 
@@ -18,6 +18,10 @@ from playwright.sync_api import Browser, expect
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import forge  # noqa: E402
+from forge.report.page import page  # noqa: E402
+from forge.runs.folder import RunFolder  # noqa: E402
+from forge_recipes.digits import DigitsMLP, digits  # noqa: E402
 from tests.browser.watched import PATIENCE, Watched, board, chromium, make_runs  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -28,7 +32,7 @@ def keep(watched: Watched, name: str) -> None:
     """Save a screenshot, in few colours to keep the file small."""
     watched.page.wait_for_timeout(1000)  # curves and points move into their places
     shown = Image.open(io.BytesIO(watched.page.screenshot())).convert("RGB")
-    shown.quantize(192).save(PICTURES / f"board-{name}.png", optimize=True)
+    shown.quantize(192).save(PICTURES / f"{name}.png", optimize=True)
     watched.page.close()
     assert not watched.errors, watched.errors
 
@@ -38,7 +42,7 @@ def curves(browser: Browser, address: str) -> None:
     watched = Watched.of(browser, address)
     page = watched.open("custom_scalars&_smoothingWeight=0")
     expect(page.get_by_text("Matches (6)").first).to_be_visible()
-    keep(watched, "curves")
+    keep(watched, "board-curves")
 
 
 def images(browser: Browser, address: str) -> None:
@@ -46,7 +50,7 @@ def images(browser: Browser, address: str) -> None:
     watched = Watched.of(browser, address)
     page = watched.open("images&tagFilter=confusion%7Cmistakes")
     expect(page.locator("tf-image-loader img").first).to_be_visible()
-    keep(watched, "images")
+    keep(watched, "board-images")
 
 
 def points(browser: Browser, address: str) -> None:
@@ -56,7 +60,7 @@ def points(browser: Browser, address: str) -> None:
     inside = page.frame_locator("iframe").frame_locator("iframe")
     expect(inside.get_by_text("2 runs found")).to_be_visible()
     page.wait_for_timeout(2000)
-    keep(watched, "points")
+    keep(watched, "board-points")
 
 
 def table(browser: Browser, address: str) -> None:
@@ -64,7 +68,7 @@ def table(browser: Browser, address: str) -> None:
     watched = Watched.of(browser, address, width=1800, height=400)
     page = watched.open("hparams")
     expect(page.locator("tf-hparams-table-view").get_by_text("val/loss", exact=True).first).to_be_visible()
-    keep(watched, "table")
+    keep(watched, "board-table")
 
 
 def card(browser: Browser, address: str) -> None:
@@ -72,7 +76,23 @@ def card(browser: Browser, address: str) -> None:
     watched = Watched.of(browser, address)
     page = watched.open("text&tagFilter=card")
     expect(page.get_by_text("Stack, outermost first").first).to_be_visible()
-    keep(watched, "card")
+    keep(watched, "board-card")
+
+
+def report(browser: Browser, folder: Path) -> None:
+    """`forge report` about many runs."""
+    runs = [folder / f"run-{number:02d}" for number in range(15)]
+    for number, run in enumerate(runs):
+        options = {"hidden": 32 * 2 ** (number % 5), "dropout": number % 4 / 10, "lr": (1e-3, 3e-3, 1e-2)[number % 3]}
+        trainer = forge.Trainer(
+            plugins=["jsonl"], max_updates=160, seed=number, run_dir=run, log_every=20, device="cpu"
+        )
+        task, data = DigitsMLP(**options), digits()
+        trainer.fit(task, data.train, data.val)
+    (folder / "page.html").write_text(page([RunFolder(run) for run in runs]))
+    watched = Watched.of(browser, "", width=1300, height=1800)
+    watched.page.goto((folder / "page.html").as_uri())
+    keep(watched, "report-15-runs")
 
 
 def main() -> None:
@@ -83,6 +103,7 @@ def main() -> None:
         with board(Path(folder)) as address, chromium() as browser:
             for picture in (curves, images, points, table, card):
                 picture(browser, address)
+            report(browser, Path(folder) / "many")
 
 
 if __name__ == "__main__":

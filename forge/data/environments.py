@@ -99,6 +99,8 @@ class Environments:
             "actions": done,
             "own": [None if env is None else env.state_dict() for env in self._stateful],
             "observations": self.observations.clone(),
+            "last": self.last.clone(),
+            "finished": list(self.finished),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +132,7 @@ class Environments:
                 "elsewhere, or keeps something between episodes. Give it state_dict() and load_state_dict(state), or "
                 "have it draw from self.np_random alone."
             )
-        self.last = self.observations
+        self.last, self.finished = state["last"].clone(), list(state["finished"])
 
     def _reset(self, place: int, keep_return: bool = False) -> Any:
         seed = combine_seeds(self.seed, self._numbers[place], self._episodes[place]) % 2**31

@@ -19,6 +19,8 @@ class Limited:
 
     def __init__(self, loader: Any, batches: int, again: bool = False):
         self.loader, self.batches, self.again = loader, batches, again
+        if again and getattr(loader, "live", False):
+            loader.give_again()
         self._start = 0
         "Batches of the next pass that were given before a resume."
         self._given = 0
@@ -55,6 +57,8 @@ class Limited:
         for batch in itertools.islice(batches, self.batches - self._given):
             self._given += 1
             yield batch
+        if self._given < self.batches:
+            self._given = 0  # the loader ended the pass, and its own state says so
 
     def __getattr__(self, name: str) -> Any:
         """Return the inner loader's attribute, so that `seek` or `state_dict` exist exactly if the inner has them."""

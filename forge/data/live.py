@@ -35,6 +35,10 @@ class Live(OwnSeed):
     live = True
     collect: Collect | None
     _rank_env: Env | None = None
+    again = False
+    "Whether every pass gives what the first one gave."
+    _resumes = False
+    "Whether the next pass goes on where a restored state was."
     _task: Any = None
     _call: Callable[[Collect], Any] | None = None
 
@@ -44,6 +48,11 @@ class Live(OwnSeed):
     def attach(self, task: nn.Module, call: Callable[[Collect], Any] | None = None) -> None:
         """Collect with this task from now on. A Trainer says how to `call` a function of it, inside its plugins."""
         self._task, self._call = task, call or (lambda function: _alone(task, function))
+        self.again = False
+
+    def give_again(self) -> None:
+        """Give in every pass what the first one gave: for a model that is to learn some batches by heart."""
+        self.again = True
 
     def _collected(self) -> Any:
         """Return what the function makes with the task as it is now."""
@@ -78,6 +87,7 @@ class Live(OwnSeed):
         return {path: part.state_dict() for path, part in self._parts().items()}
 
     def _load_parts(self, states: Mapping[str, Any]) -> None:
+        self._resumes = True
         self._share_out()
         found = self._parts()
         missing = states.keys() - found.keys()
@@ -175,7 +185,7 @@ class Rollouts(Live):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the collection that is in use, what was given of it, and the state of what collects."""
-        used_up = self._data is None or self._given >= len(self)
+        used_up = self._data is None or (self._given >= len(self) and not self.again)
         data = None if self._data is None or used_up else {"kind": self._data.kind, "of": self._data.data}
         given = 0 if used_up else self._given
         passes = self._passes + self._passes_of_this() if used_up else self._passes
@@ -190,7 +200,10 @@ class Rollouts(Live):
 
     def _begin(self) -> None:
         """Collect, unless a restored collection is not used up."""
-        if self._data is None or self._given >= len(self):
+        resumes, self._resumes = self._resumes, False
+        if self._data is not None and self.again:
+            self._given = self._given if resumes and self._given < len(self) else 0
+        elif self._data is None or self._given >= len(self) or not resumes:
             self._passes += self._passes_of_this()
             self._data = _Collection.of(self._collected())
             self._given, self._order = 0, (-1, torch.empty(0))

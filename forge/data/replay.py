@@ -63,6 +63,8 @@ class Replay(Live):
         "Samples in the buffer."
         self._next = self._drawn = self._given = 0
         self._store: Any = None
+        self._kept: list[Any] = []
+        "Batches of the first pass, if they are to be given again."
         self._priorities = torch.zeros(capacity if alpha else 0, dtype=torch.float64)
 
     def add(self, batch: Any) -> None:
@@ -119,7 +121,7 @@ class Replay(Live):
     def state_dict(self) -> dict[str, Any]:
         """Return the samples, their priorities, the position, and the state of what collects."""
         given = 0 if self._given == self.epoch else self._given
-        position = {"rows": self.rows, "next": self._next, "drawn": self._drawn, "given": given}
+        position = {"rows": self.rows, "next": self._next, "drawn": self._drawn, "given": given, "kept": self._kept}
         store = None if self._store is None else _mapped(self._store, lambda x: x[: self.rows])
         kept = {"store": store, "priorities": self._priorities[: self.rows] if self.alpha else None}
         return {**position, **kept, "parts": self._states_of_parts()}
@@ -127,6 +129,7 @@ class Replay(Live):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with these samples."""
         self.rows, self._next, self._drawn, self._given = (state[k] for k in ("rows", "next", "drawn", "given"))
+        self._kept = list(state.get("kept", ()))
         self._store = None
         if state["store"] is not None:
             self._store = _mapped(state["store"], self._allocated)
@@ -137,11 +140,21 @@ class Replay(Live):
         self._load_parts(state["parts"])
 
     def _batches(self, size: int) -> Iterator[Any]:
-        self._given = 0 if self._given == self.epoch else self._given
+        resumes, self._resumes = self._resumes, False
+        self._given = self._given if resumes and self._given < self.epoch else 0
+        return self._drawn_batches(size)
+
+    def _drawn_batches(self, size: int) -> Iterator[Any]:
         while self._given < self.epoch:
-            self._fill()
-            self._given, self._drawn = self._given + 1, self._drawn + 1
-            yield self.draw(size)
+            self._given += 1
+            if not self.again or self._given > len(self._kept):
+                self._fill()
+                self._drawn += 1
+                drawn = self.draw(size)
+                self._kept += [drawn] if self.again else []
+                yield drawn
+            else:
+                yield self._kept[self._given - 1]
 
     def _fill(self) -> None:
         """Collect, if it is time."""

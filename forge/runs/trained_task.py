@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from forge import registry
 from forge.checkpoint import StoredCheckpoint
@@ -17,7 +20,10 @@ from forge.config.files import read
 from forge.config.recipe import Recipe, load_recipe
 from forge.contract.task import TaskModule
 from forge.data import Splits
-from forge.errors import ForgeError
+from forge.errors import CheckpointError, ForgeError
+from forge.rng import RNGState, reseed
+from forge.runs.folder import RunFolder, as_dict
+from forge.snapshot import frozen_modules
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,37 @@ def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | N
     folder = folder_of(path)
     kind = task or _class_of(folder, path)
     file, average, chosen = _choose(path, folder, weights)
-    made = kind.from_checkpoint(file, weights=average).eval()
+    card = RunFolder(folder).card if folder is not None else {}
+    with _seeded(card.get("seed")):  # as the run was before its task was made, which may draw a teacher
+        made = kind.from_checkpoint(file, weights=average).eval()
+    state = _state(file)
+    _restore_frozen(made, as_dict(card.get("frozen")), as_dict(state.get("frozen")), path)
     found = read_weights(file, average)
     named = chosen if found.average is None else f"{chosen}, {found.average}" if chosen == BEST else found.average
-    return Source(made, (folder or path).resolve().name, found.update, named, folder, _plugin_states(file))
+    return Source(made, (folder or path).resolve().name, found.update, named, folder, state.get("plugins", {}))
+
+
+@contextmanager
+def _seeded(seed: Any) -> Iterator[None]:
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    kept = RNGState.capture(device)
+    try:
+        if type(seed) is int and -(2**63) <= seed < 2**64:
+            reseed(seed)
+        yield
+    finally:
+        kept.restore(device)
+
+
+def _restore_frozen(task: TaskModule, noted: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
+    """Refuse frozen modules that are not those that the run began with; put back what changed in them."""
+    began = noted or saved  # neither: the run knew of none
+    if began and (odd := frozen_modules.differences(task, began)):
+        raise CheckpointError(
+            f"{path} cannot be loaded: {odd}. A frozen module is in no weights file; the task builds it again. Give it "
+            f"the same weights, or take it as it is: {type(task).__name__}.from_checkpoint(...)."
+        )
+    frozen_modules.put_back(task, saved)
 
 
 def folder_of(path: Path) -> Path | None:
@@ -169,11 +202,11 @@ def _average(checkpoint: Path) -> str | None:
     return next(iter(held), None)
 
 
-def _plugin_states(path: Path) -> dict[str, Any]:
-    """Return the plugins' state of a checkpoint, or of the newest of a run."""
+def _state(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint, or the newest of a run, has beside the weights."""
     where = path if path.is_dir() else path.parent
     stored = where if NAME.fullmatch(where.name) else None
     if stored is None and (where / "checkpoints").is_dir():
         newest = Checkpoints(where / "checkpoints").newest_valid()
         stored = newest.path if newest is not None else None
-    return StoredCheckpoint(stored).load(only="state").get("plugins", {}) if stored is not None else {}
+    return StoredCheckpoint(stored).load(only="state") if stored is not None else {}

@@ -76,34 +76,45 @@ def changed(held: Frozen | Base) -> dict[str, Tensor]:
 def restore(trainer: Run, saved: Mapping[str, Any], where: str) -> None:
     """Put back what had changed. What has changed since, in a run that goes back, cannot be: it is said."""
     for path, held in kept_by_hash(trainer.task).items():
-        put_back: Mapping[str, Any] = saved.get(path, {}).get("changed", {})
-        lost = [name for name in changed(held) if name not in put_back]
+        lost = [name for name in changed(held) if name not in saved.get(path, {}).get("changed", {})]
         if lost:
             text = "%s: the frozen module %r has changed since (%s), and keeps the values that it has now."
             logger.warning(text, where, path, ", ".join(lost[:3]))
-        if put_back:
-            held.put_back(dict(put_back))
+    put_back(trainer.task, saved)
+
+
+def put_back(task: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Put back what had changed when a checkpoint was made."""
+    for path, held in kept_by_hash(task).items():
+        if values := saved.get(path, {}).get("changed"):
+            held.put_back(dict(values))
 
 
 def refuse_others(trainer: Run, saved: Mapping[str, Any], where: str) -> None:
-    """Refuse, by name, frozen modules with other weights than when the run began."""
-    now = described(trainer.task)
-    odd = [f"the frozen module {path!r} is not in this task" for path in saved if path not in now]
-    odd += [f"the frozen module {path!r} is new" for path in now if path not in saved]
-    for path, state in saved.items():
-        if path in now and state["sha256"] != now[path]["sha256"]:
-            file = now[path].get("file", state.get("file"))
-            odd.append(f"the frozen module {path!r} has other weights than when the run began{_of(file)}")
+    """Refuse, by name, to continue with frozen modules that have other weights than when the run began."""
+    odd = differences(trainer.task, saved)
     if not odd:
         return
     if trainer.allow_inexact:
-        logger.warning("%s: %s. The resumed run will differ (allow_inexact).", where, "; ".join(odd))
+        logger.warning("%s: %s. The resumed run will differ (allow_inexact).", where, odd)
         return
     raise CheckpointError(
-        f"{where} cannot be continued: {'; '.join(odd)}. A frozen module is in no checkpoint; the task builds it "
-        "again. Give it the same weights, from a file (forge.frozen(module, file=...)) or after forge.seed(...). Or "
-        "start a new run, or set allow_inexact=True (trainer.allow_inexact=true on the command line)."
+        f"{where} cannot be continued: {odd}. A frozen module is in no checkpoint; the task builds it again. Give it "
+        "the same weights, from a file (forge.frozen(module, file=...)) or after forge.seed(...). Or start a new run, "
+        "or set allow_inexact=True (trainer.allow_inexact=true on the command line)."
     )
+
+
+def differences(task: nn.Module, saved: Mapping[str, Any]) -> str:
+    """Say which frozen modules of a task are not those that a run began with."""
+    now = described(task)
+    odd = [f"the frozen module {path!r} is not in this task" for path in saved if path not in now]
+    odd += [f"the frozen module {path!r} is new" for path in now if path not in saved]
+    for path, state in saved.items():
+        if path in now and state.get("sha256") != now[path]["sha256"]:
+            file = now[path].get("file", state.get("file"))
+            odd.append(f"the frozen module {path!r} has other weights than when the run began{_of(file)}")
+    return "; ".join(odd)
 
 
 def _of(file: str | None) -> str:

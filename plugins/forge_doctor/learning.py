@@ -229,7 +229,9 @@ class OneBatch:
     def _share(self, loss: float) -> float:
         """The share of the way to the floor that a loss has gone, from the start or from chance."""
         found, floor = self.found, self._lowest()
-        base = min(found.start, found.chance) if found.chance is not None else found.start
+        base = found.start
+        if found.chance is not None and found.chance - floor > DONE * (found.start - floor):
+            base = min(base, found.chance)  # else one answer for all is as good as the right ones
         return 1.0 if base - floor <= 1e-12 else (base - loss) / (base - floor)
 
     def _is_learnt(self, loss: float) -> bool:

@@ -27,7 +27,8 @@ class Limit(forge.Plugin):
     augmentation included. A model that cannot bring the training loss of a batch close to zero has a mistake in it:
     `forge doctor` trains on one batch in the same way, with the same random numbers each time, and looks for the
     cause. Validation stays as it is, on the batches of val, as with `overfit_batches` of Lightning; it says nothing
-    then, and `val=0` leaves it out.
+    then, and `val=0` leaves it out. Data that the model makes (`Rollouts`, `Replay`) are made once then, and stay;
+    with `train` a collection is made for every short epoch.
 
     When to use it: while writing a task. `forge fit --smoke` and `Trainer(smoke=True)` run two batches of everything
     and keep nothing.

@@ -35,8 +35,8 @@ class System(forge.Plugin):
     `system/gpu0_percent` (the share of time in which it computed something), `gpu0_memory_gb` (used by all processes),
     `gpu0_watts` and `gpu0_celsius`. Of the host: `system/cpu_percent` (of all cores), `process_cpu_percent` (of one
     core, this process alone), `ram_gb` (in use), `process_ram_gb` and `disk_free_gb` (where the run folder is). GPUs
-    are read through NVML: `pip install nvidia-ml-py`; without it, and away from Linux, the others are logged alone. On
-    several ranks, it is the host of rank 0.
+    are read through NVML: `pip install 'forge-trainer[system]'`; without it, and away from Linux, the others are logged
+    alone. On several ranks, it is the host of rank 0.
 
     ::
 
@@ -167,7 +167,7 @@ def _gpus() -> list[Reader]:
 
         pynvml.nvmlInit()
     except Exception as error:
-        logger.warning("system: GPUs are left out, NVML is not there (%s): pip install nvidia-ml-py", error)
+        logger.warning("system: GPUs are left out, NVML is not there (%s): pip install 'forge-trainer[system]'", error)
         return []
 
     def reader(number: int) -> Reader:

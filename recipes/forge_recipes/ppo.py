@@ -67,8 +67,9 @@ class PPO(forge.TaskModule):
             ends.append((terminated | truncated).float().to(device))
         beyond = self.critic(envs.observations.to(device)).squeeze(1)
         made = {name: torch.stack(x) for name, x in seen.items()}
-        advantages = self._advantages(made["value"], torch.stack(rewards), torch.stack(ends), beyond)
-        made |= {"advantage": advantages, "target": advantages + made["value"]}
+        values = made.pop("value")
+        advantages = self._advantages(values, torch.stack(rewards), torch.stack(ends), beyond)
+        made |= {"advantage": advantages, "target": advantages + values}
         return {name: x.flatten(0, 1) for name, x in made.items()}
 
     def _advantages(self, values: Tensor, rewards: Tensor, ends: Tensor, beyond: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def environment(name: str) -> Any:
         import gymnasium
     except ImportError as error:
         raise ForgeError("Environments are gymnasium's: pip install 'forge-trainer[rl]'.") from error
-    return gymnasium.make(name)
+    return gymnasium.make(name, disable_env_checker=True)
 
 
 def rollouts(

@@ -10,15 +10,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import forge
+from forge.data import epoch_order
 from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
@@ -197,6 +200,44 @@ def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, 
     assert done.returncode == 0, done.stderr
     ended = [torch.load(folder / which / "ended.pt", weights_only=True) for which in ("straight", "killed")]
     assert_same_weights(*ended)
+
+
+def test_folds_are_a_plain_loop_over_parts_of_the_data(tmp_path: Path) -> None:
+    made: dict[str, Any] = {"__name__": "kfold"}
+    exec(blocks("docs/groups.md", "python")[0].text, made)
+    folds, fixed = 3, ["trainer.max_epochs=2", f"trainer.seed={SEED}", "trainer.device=cpu"]
+    group = forge.repeat(
+        "default",
+        folds=folds,
+        task=made["Digits"],
+        data=made["data"],
+        overrides=fixed,
+        remove=["progress", "tensorboard", "first_look"],
+        run_dir=tmp_path,
+    )
+    arrays = np.load(files("forge_recipes").joinpath("digits.npz").open("rb"))
+    images, labels = torch.from_numpy(arrays["images"]).float() / 16, torch.from_numpy(arrays["labels"]).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).tolist()
+    held_out: list[int] = []
+    for fold in range(folds):
+        val = [sample for place, sample in enumerate(order) if place % folds == fold]
+        train = [sample for sample in order if sample not in set(val)]
+        held_out += val
+        torch.manual_seed(SEED)
+        task = made["Digits"]()
+        optimizer = torch.optim.AdamW(task.parameters(), lr=3e-3, weight_decay=0.01)
+        torch.manual_seed(SEED)
+        for epoch in range(2):
+            for at in epoch_order(len(train), SEED, epoch).split(64):
+                F.cross_entropy(task(images[train][at]), labels[train][at]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            right = task.eval()(images[val]).argmax(1) == labels[val]
+        run = forge.load(tmp_path / f"fold-{fold}", made["Digits"])
+        assert_same_weights(run, task)
+        assert group.runs[fold].final["val/accuracy"] == pytest.approx(float(right.float().mean()))
+    assert sorted(held_out) == list(range(len(labels)))  # each sample once
 
 
 @pytest.mark.slow

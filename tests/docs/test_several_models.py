@@ -28,15 +28,21 @@ from tests.support.docs_pages import blocks
 from tests.support.profiles import some
 
 UPDATES = 24
-EXAMPLES = {"distillation": "Distillation", "byol": "BYOL", "dpo": "DPO", "gan": "GAN"}
+EXAMPLES = {"distillation": "Distillation", "byol": "BYOL", "dpo": "DPO", "gan": "GAN", "lora": "LoRA"}
+PAGES = {"lora": "dpo"}
+"""Where it is not the name of the example."""
 KILLED = [*EXAMPLES, "cached distillation"]
 DECAY = 0.99
 
 
 def module_of(name: str, folder: Path) -> ModuleType:
     """The file that the page of an example shows."""
-    file = folder / f"{name}.py"
-    file.write_text(blocks(f"docs/examples/{name}.md", "python")[0].text)
+    file, page = folder / f"{name}.py", f"docs/examples/{PAGES.get(name, name)}.md"
+    text = blocks(page, "python")[0].text
+    if name == "lora":
+        pytest.importorskip("peft")
+        text += blocks(page, "py")[0].text
+    file.write_text(text)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +57,7 @@ def started(name: str, folder: Path) -> Any:
     made = module_of(name, folder)
     torch.manual_seed(5)
     sources: dict[str, Any] = {"distillation": DigitsMLP, "dpo": getattr(made, "Writer", None)}
-    source = sources.get(name)
+    source = sources.get(PAGES.get(name, name))
     if source is not None:
         torch.save(source().state_dict(), folder / "start.pt")
     return made
@@ -150,6 +156,24 @@ def prefer(task: Any, given: list[Any]) -> None:
         optimizer.zero_grad()
 
 
+def prefer_by_adapter(task: Any, given: list[Any]) -> None:
+    """The reference is a model of its own, that never had an adapter."""
+    made: Any = sys.modules["lora"]
+    reference = made.Writer()
+    named = {name.replace("base_layer.", ""): value for name, value in task.policy.base_model.model.named_parameters()}
+    reference.load_state_dict({name: value.detach() for name, value in named.items() if "lora" not in name})
+    adapter = [parameter for name, parameter in task.policy.named_parameters() if "lora" in name]
+    optimizer = torch.optim.AdamW(adapter, lr=2e-2)
+    torch.manual_seed(3)
+    for liked, disliked in given:
+        with torch.no_grad():
+            known = [made.log_likelihood(reference, letters) for letters in (liked, disliked)]
+        gains = [made.log_likelihood(task.policy, x) - y for x, y in zip((liked, disliked), known, strict=True)]
+        (-F.logsigmoid(0.2 * (gains[0] - gains[1])).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def compete(task: Any, given: list[Any]) -> None:
     generator, critic = task.generator, task.critic
     slow = torch.optim.Adam(generator.parameters(), lr=2.5e-4, betas=(0.5, 0.999))
@@ -171,10 +195,11 @@ LOOPS: dict[str, Callable[[Any, list[Any]], None]] = {
     "byol": bootstrap,
     "dpo": prefer,
     "gan": compete,
+    "lora": prefer_by_adapter,
 }
 
 
-@pytest.mark.parametrize("name", some(KILLED))
+@pytest.mark.parametrize("name", some(["lora", *(name for name in KILLED if name != "lora")], quick=2))
 def test_an_example_trains_what_a_plain_loop_trains(name: str, tmp_path: Path) -> None:
     cached, page = name.startswith("cached "), name.removeprefix("cached ")
     made = started(page, tmp_path)

@@ -198,6 +198,21 @@ def test_what_is_no_mistake_is_no_warning(task: type[Healthy]) -> None:
     assert found.verdict
 
 
+class AlmostConstant(Quick):
+    """One answer is nearly right for all samples, as the first rewards of a game are."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        return F.smooth_l1_loss(self(x)[:, 0], 1 + 0.02 * x[:, 0])
+
+
+def test_a_batch_that_one_answer_fits_is_learnt_with_it() -> None:
+    found = curve(AlmostConstant())
+    assert found.chance is not None
+    assert found.reached > found.chance
+    assert found.is_learnt
+
+
 def test_time_that_is_over_is_no_finding() -> None:
     found = curve(Stands(), deadline=Deadline(0))
     assert len(found.losses) == 1

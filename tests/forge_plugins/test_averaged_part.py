@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 import forge
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import EMA, SWA, Accumulate, Checkpoint
+from forge_plugins import EMA, FSDP, SWA, Accumulate, Checkpoint
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.ddp_kit import Plain, train
+from tests.support.fsdp_kit import Block, close
+from tests.support.fsdp_kit import train as train_sharded
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
@@ -185,3 +188,88 @@ def test_two_ranks_train_what_one_process_trains() -> None:
     for rank in ranks(2)(on_ranks):
         for name, value in rank["weights"].items():
             torch.testing.assert_close(value, alone["weights"][name], rtol=0, atol=1e-12)
+
+
+class Shared(MeanTeacher):
+    """Its network is there under a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Sequential(self.net)
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y) + F.mse_loss(logits, self.averaged(self.again)(x))}
+
+
+def test_a_part_by_its_second_name_has_the_average_too() -> None:
+    task, _ = fit_tiny([EMA(DECAY)], task=Shared(), train=tiny_batches((8, 8, 8, 8)))
+    assert_same_weights(dict(task.net.named_parameters()), dict(by_hand(evaluates=False).net.named_parameters()))
+
+
+# -- sharded ----------------------------------------------------------------------------------------------------------
+
+
+class Sharded(forge.TaskModule):
+    """Blocks that FSDP gathers one by one; a step asks for the average of all, and of one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ModuleList([Block(8) for _ in range(3)]), nn.Linear(8, 3)).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def run(self, net: Any, x: Tensor) -> Tensor:
+        first, blocks, last = net
+        x = first(x)
+        for block in blocks:
+            x = block(x)
+        return last(x) * self.scale
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self.run(self.net, x)
+        hidden = torch.cat([logits, x[:, :5]], 1)
+        near = F.mse_loss(self.net[1][1](hidden), self.averaged(self.net[1][1])(hidden))  # pyright: ignore
+        far = F.mse_loss(logits, self.run(self.averaged(self.net), x))
+        return {"loss": F.cross_entropy(logits, y) + near + far}
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.run(self.averaged(self.net), batch[0]), batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def sharded(options: dict[str, Any], run: str | None = None, updates: int = 8) -> dict[str, Any]:
+    options = dict(options)
+    plugins: list[Any] = [EMA(DECAY, **options.pop("ema", {})), *([Accumulate(2)] if options.pop("window", 0) else [])]
+    plugins += [FSDP(**options)] if "RANK" in os.environ else []
+    plugins += [Checkpoint(every="1 update", rehearse="off")] if run else []
+    more: dict[str, Any] = {"run_dir": run, "resume": "auto"} if run else {}
+    return train_sharded(Sharded(), plugins, max_epochs=None, max_updates=updates, **more)
+
+
+SHARDED: list[dict[str, Any]] = [
+    {},
+    {"reshard": False, "window": 2},
+    {"ema": {"start": 3}},
+    {"blocks": "Linear"},
+    {"replicate": 2},
+]
+
+
+@pytest.mark.parametrize("options", some(SHARDED))
+def test_shards_train_what_one_process_trains(options: dict[str, Any]) -> None:
+    alone = sharded({name: value for name, value in options.items() if name in ("ema", "window")})
+    for rank in ranks(2)(sharded, options):
+        close(rank, alone)
+
+
+def test_shards_that_are_resumed_end_in_the_same_bits(tmp_path: Path) -> None:
+    straight = ranks(2)(sharded, {}, str(tmp_path / "straight"))[0]
+    ranks(2)(sharded, {}, str(tmp_path / "cut"), 3)
+    for rank in ranks(2)(sharded, {}, str(tmp_path / "cut")):
+        assert_same_weights(rank["weights"], straight["weights"])

@@ -110,4 +110,4 @@ def test_without_nvml_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with caplog.at_level("WARNING", logger="forge"):
         assert len(module.readers(torch.device("cuda"), Path())) <= 3
-    assert "pip install nvidia-ml-py" in caplog.text
+    assert "pip install 'forge-trainer[system]'" in caplog.text

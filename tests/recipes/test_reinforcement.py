@@ -178,6 +178,32 @@ def test_other_verbs_see_what_the_fit_sees(words: list[str], capsys: pytest.Capt
     assert code == 0, printed + errors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "dqn"])
+def test_the_road_before_a_long_run_sees_no_mistake(
+    name: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The evidence of the road is that of the fit: what repeats by design is no mistake, and a resume is exact."""
+    words = [*SMALL[name], "trainer.max_updates=60", "trainer.validate_every=30 updates"]
+    code = main(["ready", name, *words, "--budget", "60"])
+    printed, errors = capsys.readouterr()
+    assert code == 0, printed + errors
+    assert "May I start the long run? Yes" in printed
+    for wrong in ("not restored", "duplicates", "tensor_ignored", "average_stands_still", "is not learnt"):
+        assert wrong not in printed, printed
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_policies(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optuna")
+    words = [*SMALL["ppo"], "trainer.max_updates=8", "trainer.validate_every=4 updates", "-p", "no:tensorboard"]
+    asked = ["task.lr=choice(1e-4,1e-3)", "--metric", "val/return", "--mode", "max", "--trials", "2"]
+    code = main(["sweep", "ppo", *asked, *words])
+    printed, errors = capsys.readouterr()
+    assert code == 0, printed + errors
+    assert len(list(empty_folder.rglob("trial-*/end.json"))) == 2
+
+
 DATA = """
 import torch, forge
 from forge.data import Rollouts, Splits

@@ -77,7 +77,7 @@ def averages(patient: Patient) -> Iterator[Finding]:
             "rather than an average of the past."
         )
         yield Finding("average_too_close", text, name, {"share": rate})
-    elif rates and not moving and len(rates) >= 2:
+    elif rates and not moving and len(rates) >= 2 and not getattr(patient.train, "live", False):  # one may collect
         text = (
             f"{len(rates)} weights that are in no optimizer have the names and shapes of trained ones and never move: "
             f"{listed(sorted(rates))}. If they are to follow the trained ones, nothing updates them."

@@ -34,7 +34,8 @@ def copies(patient: Patient) -> Iterator[Finding]:
     usual = 0.8 if draws_again else 0.6 if whole else 0.3
     counted = whole or len(counts) <= 2 or _is_rich(patient, len(counts))  # a table of few values repeats by chance
     is_served = repeated > 0.9 or len(set(counts.values())) == 1  # all alike: by the loader, not in the data
-    if len(train) >= 16 and repeated > usual and counted:
+    is_live = getattr(patient.train, "live", False)  # several passes over what was collected, or draws of it
+    if len(train) >= 16 and repeated > usual and counted and (not is_live or len(counts) <= 2):
         top = max(counts.values())
         yield Finding(
             "duplicates",

@@ -200,11 +200,11 @@ def speed(run: PlannedRun, step: RoadStep) -> None:
     row = _as_planned(run)
     waits = row.waited / row.seconds
     of = f"{1e3 * row.waited:.3g} ms of {1e3 * row.seconds:.3g} ms are waited for batches, {waits:.0%}"
-    risk = (
-        "The device idles for that long: more workers, or a cheaper transform (forge tune workers)."
-        if waits > NOTABLE
-        else ("Later batches may be slower than the first, as on a cold disk.")
-    )
+    risk = "Later batches may be slower than the first, as on a cold disk."
+    if waits > NOTABLE:
+        risk = "The device idles for that long: more workers, or a cheaper transform (forge tune workers)."
+        if getattr(run.train, "live", False):
+            risk = "The model collects for that long: more passes over a collection, or a cheaper one, help."
     step.add("note" if waits > NOTABLE else "good", "the loader's share", of, risk)
     if row.device_seconds is not None:
         host = max(0.0, 1 - waits - row.device_seconds / row.seconds)

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import forge
 from forge.checkpoint.weights import noted_as_average
@@ -19,6 +20,7 @@ from forge.snapshot.copies import without_hooks
 from forge.torch_internals import foreach_copy_
 from forge_plugins.common.run_lengths import check_length, updates_of
 from forge_plugins.common.sharded import is_distributed, local, whole
+from forge_plugins.common.target import ShardedTarget, Target
 from forge_plugins.torch_internals import foreach_lerp_
 
 logger = logging.getLogger("forge")
@@ -53,12 +55,16 @@ class Average:
         "The frozen parameters, once an average exists."
         self.targets: dict[str, Target] = {}
         "Parts of the task with averaged weights, by name, once a step has asked for them."
+        self.sharded: dict[str, nn.Parameter] = {}
+        "The shards by name, where FSDP divides the task: inside a step it has whole parameters in their place."
+        self.device, self.dtype = torch.device("cpu"), cast("torch.dtype | None", None)
+        "Where, and in what, FSDP computes with them."
 
     def take(self, weight: float) -> None:
         """Move the average towards the current weights by this share of the way."""
         if not self.count:
             self.count = 1
-            parameters = {name: _copied(p) for name, p in self.task.named_parameters() if p.requires_grad}
+            parameters = {name: _copied(p) for name, p in self._named().items() if p.requires_grad}
             self.tensors = {**parameters, **{name: _copied(buffer) for name, buffer in self._named_buffers()}}
             self._find_live()
             return
@@ -130,8 +136,8 @@ class Average:
     def target(self, name: str) -> nn.Module:
         """Return a part of the task with its averaged weights, in the modes that the part is in."""
         if name not in self.targets:
-            self.targets[name] = Target(self, name)
-            self.refresh()
+            self.targets[name] = ShardedTarget(self, name) if self.sharded else Target(self, name)
+            self.targets[name].refresh()  # it alone: others may be in a graph by now
         return self.targets[name].in_modes()
 
     def refresh(self) -> None:
@@ -163,7 +169,7 @@ class Average:
 
     def _find_live(self) -> None:
         """Find the tensor of each average; all other parameters are frozen."""
-        named = dict(self.task.named_parameters())
+        named = self._named()
         self._parameters = [named[name] for name in self.tensors if name in named]
         self._buffers = [_owner(self.task, name) for name in self.tensors if name not in named]
         self.frozen = [(name, p) for name, p in named.items() if name not in self.tensors] if self.count else []
@@ -176,6 +182,9 @@ class Average:
         self._groups = list(groups.values())
         for target in self.targets.values():
             target.bind()
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        return self.sharded or dict(self.task.named_parameters())
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the averaged buffers: floats that are saved with the task."""
@@ -194,49 +203,6 @@ class Average:
     @torch.inference_mode()  # required to write a buffer that a forward replaced in an evaluation
     def _put(self, values: list[Tensor]) -> None:
         foreach_copy_(self._live(), values)
-
-
-class Target:
-    """A copy of a part of the task, without gradients, that has the averaged weights in place of its own.
-
-    What is averaged in the dtype of the weights shares the average's memory. Everything else is copied after each
-    update: an average in float32 of weights in bf16, buffers, and the weights themselves before there is an average.
-    """
-
-    def __init__(self, average: Average, name: str):
-        self.average, self.prefix = average, f"{name}." if name else ""
-        self.part = average.task.get_submodule(name)
-        with torch.inference_mode(False):  # it may be made in an evaluation, and is used in training
-            self.twin = without_hooks(self.part).requires_grad_(False)
-            for module in self.twin.modules():
-                vars(module).pop("_compiled_call_impl", None)
-            self.own = {name: parameter.data.clone() for name, parameter in self.twin.named_parameters()}
-        self.bind()
-
-    def bind(self) -> None:
-        """Find what is averaged now."""
-        self._copied: list[tuple[Tensor, Tensor]] = []
-        live = dict(self.part.named_parameters())
-        for name, mine in self.twin.named_parameters():
-            source = self.average.tensors.get(self.prefix + name)
-            if source is not None and source.dtype is mine.dtype:
-                mine.data = source
-            else:
-                mine.data = self.own[name]
-                self._copied.append((mine, live[name] if source is None else source))
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        for mine, source in self._copied:
-            mine.copy_(source)
-        averaged, live = self.average.tensors, dict(self.part.named_buffers())
-        for name, mine in self.twin.named_buffers():
-            mine.copy_(averaged.get(self.prefix + name, live.get(name, mine)))
-
-    def in_modes(self) -> nn.Module:
-        for mine, own in zip(self.twin.modules(), self.part.modules(), strict=True):
-            mine.training = own.training
-        return self.twin
 
 
 class Averaging(forge.Plugin):
@@ -277,10 +243,10 @@ class Averaging(forge.Plugin):
         average = self._average
         if average.task is not task:  # a copy that a probe runs
             return without_hooks(part).requires_grad_(False)
-        if average.scattered or any(map(is_distributed, part.parameters())):
+        if average.scattered or (not average.sharded and any(map(is_distributed, part.parameters()))):
             raise StackError(
-                f"task.averaged: the weights are divided over ranks, and {self.name} averages each rank's part. Train "
-                "with a strategy that keeps them whole on every rank."
+                f"task.averaged: layers are divided over ranks, and {self.name} averages each rank's part. Train with "
+                "a strategy that computes them whole on every rank."
             )
         if id(part) not in self._names:
             names = [name for name, module in task.named_modules() if module is part]
@@ -307,6 +273,10 @@ class Averaging(forge.Plugin):
             self._average, self._names = Average(trainer.task, self.averages_buffers()), {}
             missing = any(parameter.is_meta for parameter in trainer.task.parameters())
             self._average.scattered = bool(trainer.env.all_max([missing])[0])
+            if isinstance(trainer.model, FSDPModule) and not trainer.mesh_axes:
+                self._average.sharded = dict(trainer.task.named_parameters())
+                self._average.device = trainer.env.device
+                self._average.dtype = trainer.model._get_fsdp_state()._mp_policy.param_dtype
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._announced = False
             self._begins_when_asked = self.begins_when_asked and not self._start

@@ -18,7 +18,7 @@ from forge.data import Environments, Replay, Rollouts, epoch_order
 from forge.errors import CheckpointError, DataError, ForgeError, PeerFailed
 from forge.rng import seed_rank
 from forge.testing import assert_same_weights
-from forge_plugins import AMP, DDP, FSDP, Accumulate, Checkpoint
+from forge_plugins import AMP, DDP, FSDP, Accumulate, Checkpoint, Limit
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -220,6 +220,60 @@ def test_a_run_cut_anywhere_ends_in_the_same_bits(kind: str, update: int, tmp_pa
     with pytest.raises(PowerCut):
         life(tmp_path / "cut", LOADERS[kind](), Checkpoint(every="2 updates"), cut_at(update))
     assert_same_weights(life(tmp_path / "cut", LOADERS[kind](), Checkpoint(every="2 updates")), straight)
+
+
+# -- short epochs -----------------------------------------------------------------------------------------------------
+
+
+def seen_with(limit: Limit, loader: Any, updates: int = 9) -> tuple[list[Tensor], list[int]]:
+    """What a limited run trained on, and the updates before which it collected."""
+    seen, collected, collect = [], [], loader.collect
+
+    def noted(task: Any) -> Any:
+        collected.append(task.trainer.progress.update)
+        return collect(task)
+
+    def note(step: forge.Step) -> None:
+        seen.extend(batch["x"] for batch in step.window)
+
+    loader.collect = noted
+    life(False, loader, limit, forge.on("step_end")(note), updates=updates)
+    return seen, collected
+
+
+def test_a_short_epoch_is_the_beginning_of_a_collection() -> None:
+    loader = Rollouts(answers, batch_size=8, epochs=2)
+    assert seen_with(Limit(train=4), loader)[1] == [0, 4, 8]
+    assert seen_with(Limit(train=4), Replay(50, answers, batch_size=8, every=6, epoch=7))[1] == [0, 6]
+
+
+@pytest.mark.parametrize("kind", some(sorted(LOADERS, key=lambda kind: kind not in FIRST), quick=len(FIRST)))
+def test_overfitting_a_batch_stays_with_the_batch(kind: str) -> None:
+    seen, collected = seen_with(Limit(overfit=1), LOADERS[kind]())
+    assert set(collected) == {0}
+    assert all(torch.equal(batch, seen[0]) for batch in seen)
+
+
+def test_overfitting_some_batches_repeats_them_in_order() -> None:
+    for kind, length in {"minibatches": 2, "replay": 2, "batches": 3}.items():
+        seen, collected = seen_with(Limit(overfit=length), LOADERS[kind]())
+        assert set(collected) == {0}
+        assert not torch.equal(seen[0], seen[1])
+        assert all(torch.equal(batch, seen[n % length]) for n, batch in enumerate(seen))
+
+
+@pytest.mark.parametrize("kind", some(["minibatches", "replay", "whole", "priorities", "environments"], quick=2))
+@pytest.mark.parametrize("limit", some([{"overfit": 2}, {"train": 2}, {"overfit": 9}], quick=2))
+@pytest.mark.parametrize("update", some([5, 6, 8], quick=1))
+def test_a_short_epoch_that_is_cut_ends_in_the_same_bits(kind: str, limit: Any, update: int, tmp_path: Path) -> None:
+    plugins = lambda: [Limit(**limit), Checkpoint(every="1 update")]  # noqa: E731
+    straight = life(tmp_path / "straight", LOADERS[kind](), *plugins())
+    with pytest.raises(PowerCut):
+        life(tmp_path / "cut", LOADERS[kind](), *plugins(), cut_at(update))
+    assert_same_weights(life(tmp_path / "cut", LOADERS[kind](), *plugins()), straight)
+
+
+# -- environments -----------------------------------------------------------------------------------------------------
 
 
 def test_an_environment_that_draws_from_elsewhere_is_refused() -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import forge
 from forge.runs.trained_task import find
+from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import EMA, Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
+from tests.forge.contract.test_frozen import Adapted, Student, teacher
 from tests.support import forked
 from tests.support.ships import Classifier, batches, trained_run
 
@@ -137,3 +140,59 @@ def test_a_task_can_be_scripted() -> None:
         script = torch.jit.script(task)
     images = batches(3)[0][0]
     assert torch.equal(script(images), task(images))
+
+
+# -- what the run did not save ----------------------------------------------------------------------------------------
+
+
+class Taught(Student):
+    """Of this module, so that a load finds it by name."""
+
+
+class Drawn(TinyTask):
+    """Its teacher has weights by chance, as that of random network distillation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = forge.frozen(torch.nn.Linear(6, 3))
+
+
+def test_a_teacher_whose_file_has_changed_is_refused_by_name(tmp_path: Path) -> None:
+    file, run = tmp_path / "teacher.safetensors", tmp_path / "run"
+    save_file(teacher(3).state_dict(), file)
+    task, _ = fit_tiny([Checkpoint(every="2 updates")], task=Taught(file=str(file)), run_dir=run)
+    assert_same_weights(forge.load(run), task)
+    save_file(teacher(4).state_dict(), file)
+    for path in (run, run / "weights.safetensors", run / "checkpoints" / "latest"):
+        with pytest.raises(forge.CheckpointError) as caught:
+            forge.load(path)
+        said = str(caught.value)
+        assert "the frozen module 'teacher' has other weights than when the run began (its file: " in said
+        assert "Taught.from_checkpoint(...)" in said
+    assert_same_weights(Taught.from_checkpoint(run), task)
+
+
+def test_an_adapter_on_another_base_is_refused_and_statistics_that_changed_come_back(tmp_path: Path) -> None:
+    task, _ = fit_tiny([Checkpoint(every="2 updates")], task=Adapted(), run_dir=tmp_path)
+    loaded = forge.load(tmp_path, Adapted)
+    assert_same_weights(dict(loaded.named_buffers()), dict(task.named_buffers()))
+    x = tiny_batches()[0][0]
+    assert torch.equal(loaded(x), task.eval()(x))
+
+    class Doubled(Adapted):
+        def __init__(self, saves_all: bool = False) -> None:
+            super().__init__(saves_all)
+            self.net.base.weight.mul_(2.0)  # pyright: ignore
+
+    with pytest.raises(forge.CheckpointError, match=r"the frozen module 'net' has other weights"):
+        forge.load(tmp_path, Doubled)
+
+
+def test_a_teacher_that_the_seed_of_the_run_has_drawn_is_drawn_again(tmp_path: Path) -> None:
+    trainer = forge.Trainer(seed=5, plugins=[], max_epochs=1, device="cpu", run_dir=tmp_path)
+    task = Drawn()
+    trainer.fit(task, tiny_batches())
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert torch.equal(forge.load(tmp_path).teacher.weight, task.teacher.weight)  # pyright: ignore
+    assert torch.equal(torch.get_rng_state(), before)
