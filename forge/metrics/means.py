@@ -12,16 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge.env import Env
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import MetricStates, TaskMetrics, copied, is_metric, restore_metrics
-
-if TYPE_CHECKING:
-    from forge.env import Env
 
 logger = logging.getLogger("forge")
 
@@ -289,8 +287,6 @@ class PastSums:
         self._means, self._epochs = means, epochs
         self._epoch: dict[str, list[Any]] = {}
         self._before: dict[str, list[Any]] = {}
-        self._is_partial = False
-        "Whether the run was resumed from a state of an earlier version, without the sums of its epoch."
         self.computed: set[str] = set()
         "Names of torchmetrics objects, whose values are no means."
 
@@ -306,7 +302,7 @@ class PastSums:
                 self._epoch[name] = [sums[0] + total, sums[1] + mass]
             shown[name] = self._before[name] = self._pooled(total, mass, self._before.get(name))
         if ends_epoch:
-            epoch, self._epoch, self._is_partial = {} if self._is_partial else self._epoch, {}, False
+            epoch, self._epoch = self._epoch, {}
             shown |= {f"{name}_epoch": sums for name, sums in epoch.items() if f"{name}_epoch" not in shown}
         return shown
 
@@ -328,7 +324,6 @@ class PastSums:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; one from the other kind of device is converted."""
-        self._is_partial = "epoch" not in state
         self._epoch, self._before = (
             {name: [self._part(part) for part in pair] for name, pair in state.get(kind, {}).items()}
             for kind in ("epoch", "before")

@@ -457,13 +457,6 @@ def test_two_exports_stand_in_one_folder(run_folder: Path, capsys: pytest.Captur
     assert "name a folder" in capsys.readouterr().err
 
 
-def test_a_folder_of_an_earlier_version_loads(exported_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
-    (tmp_path / "export.json").write_bytes(card.place_of(exported_file).read_bytes())
-    for path in (tmp_path, tmp_path / "model.ts"):
-        assert open_engine(path)({"images": torch.zeros(2, 4)})["output"].shape == (2, 3)
-
-
 class Nested(Classifier):
     def forward(self, images: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits = super().forward(images)
