@@ -287,6 +287,8 @@ class PastSums:
         self._means, self._epochs = means, epochs
         self._epoch: dict[str, list[Any]] = {}
         self._before: dict[str, list[Any]] = {}
+        self._is_partial = False
+        "Whether the run was resumed from a state of an earlier version, without the sums of its epoch."
         self.computed: set[str] = set()
         "Names of torchmetrics objects, whose values are no means."
 
@@ -302,7 +304,7 @@ class PastSums:
                 self._epoch[name] = [sums[0] + total, sums[1] + mass]
             shown[name] = self._before[name] = self._pooled(total, mass, self._before.get(name))
         if ends_epoch:
-            epoch, self._epoch = self._epoch, {}
+            epoch, self._epoch, self._is_partial = {} if self._is_partial else self._epoch, {}, False
             shown |= {f"{name}_epoch": sums for name, sums in epoch.items() if f"{name}_epoch" not in shown}
         return shown
 
@@ -324,6 +326,7 @@ class PastSums:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; one from the other kind of device is converted."""
+        self._is_partial = "epoch" not in state
         self._epoch, self._before = (
             {name: [self._part(part) for part in pair] for name, pair in state.get(kind, {}).items()}
             for kind in ("epoch", "before")

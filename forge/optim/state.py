@@ -84,12 +84,13 @@ def load(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Module) -> N
     names, optimizers.kept = _names(task), []
     for name, entry in optimizers.entries.items():
         there = saved[name or ""]
-        for option in kept_options(type(entry.optimizer).__name__, entry.given, there["given"]):
+        then = there.get("given") or saved_groups(there["optimizer"])
+        for option in kept_options(type(entry.optimizer).__name__, entry.given, then):
             logger.warning("%s continues with %s=%r from the checkpoint; %r is ignored.", *option)
             optimizers.kept.append(option)
-        entry.given = there["given"]
+        entry.given = there.get("given") or entry.given
         known = _known(entry, names)
-        wanted = _laid_out(_held_here(known.read(there["optimizer"])), known, there["strides"])
+        wanted = _laid_out(_held_here(known.read(there["optimizer"])), known, there.get("strides"))
         _load(entry.optimizer, wanted)
         entry.trial = None
         if entry.has_modes:
@@ -248,11 +249,11 @@ def _copied_containers(value: Any) -> Any:
     return type(value)(map(_copied_containers, value)) if type(value) in (list, tuple) else value
 
 
-def _laid_out(state: Any, known: ParameterNames, strides: Mapping[str, list[int]]) -> Any:
+def _laid_out(state: Any, known: ParameterNames, strides: Mapping[str, list[int]] | None) -> Any:
     """Return a saved state with the strides that it has in this run.
 
     A state that had the strides of its parameter follows it, if the parameter has other strides now: a fused kernel
-    walks both in memory order.
+    walks both in memory order. Checkpoints of older versions noted no strides: there every state follows.
     """
     saved = state.get("state") if isinstance(state, dict) else None
     if not isinstance(saved, dict):
@@ -260,15 +261,15 @@ def _laid_out(state: Any, known: ParameterNames, strides: Mapping[str, list[int]
     made = dict(saved)
     for i, (label, parameter) in enumerate(zip(known.labels, known.parameters, strict=True)):
         if i in saved and not sharding.is_distributed(parameter):
-            then = tuple(strides.get(label) or row_major(parameter.shape))
+            then = None if strides is None else tuple(strides.get(label) or row_major(parameter.shape))
             if then != parameter.stride():
                 made[i] = _following(saved[i], parameter, then)
     return {**state, "state": made}
 
 
-def _following(value: Any, parameter: Tensor, then: tuple[int, ...]) -> Any:
+def _following(value: Any, parameter: Tensor, then: tuple[int, ...] | None) -> Any:
     if isinstance(value, Tensor):
-        same = value.shape == parameter.shape and then == value.stride() and not sharding.is_distributed(value)
+        same = value.shape == parameter.shape and then in (None, value.stride()) and not sharding.is_distributed(value)
         now = parameter.stride()
         return with_strides(value, now) if same and value.stride() != now and parameter.numel() else value
     if type(value) is dict:
