@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import CheckpointError, TaskError
+from forge.util.text import few
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Suffixes of files of torch.save."""
@@ -113,7 +114,7 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
         try:
             rule = re.compile(old if is_regex else "^" + re.escape(text))
             if not any(rule.search(name) for name in now.values()):
-                raise TaskError(f"rename: no name in {where} matches {text!r}. It has {few(now.values())}.")
+                raise TaskError(f"rename: no name in {where} matches {text!r}. It has {few(now.values(), 5)}.")
             replacement = new if is_regex else new.replace("\\", r"\\")
             now = {name: rule.sub(replacement, current, count=1) for name, current in now.items()}
         except (re.error, IndexError) as error:
@@ -124,9 +125,3 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
             raise TaskError(f"rename: {origin[new]} and {name} of {where} would both become {new}.")
         origin[new] = name
     return now
-
-
-def few(names: Iterable[str]) -> str:
-    """Return the first five names and the number of others."""
-    known = list(names)
-    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")

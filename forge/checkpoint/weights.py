@@ -25,10 +25,11 @@ from forge import registry
 from forge.checkpoint import captured, sharding, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
-from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
+from forge.checkpoint.foreign import SUFFIXES, Rename, read_foreign, renamed, unwrapped
 from forge.checkpoint.publish import cause_of
 from forge.errors import CheckpointError, TaskError
 from forge.util.files import sync_directory
+from forge.util.text import few
 
 logger = logging.getLogger("forge")
 
@@ -204,9 +205,9 @@ def _restore(task: nn.Module, before: Mapping[str, Any]) -> None:
 
 
 def _misfit(report: LoadReport) -> str:
-    parts = [f"it lacks {few(report.missing)}"] if report.missing else []
-    parts += [f"it has {few(report.unexpected)}, which the task lacks"] if report.unexpected else []
-    parts += [few([_shapes(name, *both) for name, both in report.mismatched.items()])] if report.mismatched else []
+    parts = [f"it lacks {few(report.missing, 5)}"] if report.missing else []
+    parts += [f"it has {few(report.unexpected, 5)}, which the task lacks"] if report.unexpected else []
+    parts += [few((_shapes(name, *both) for name, both in report.mismatched.items()), 5)] if report.mismatched else []
     return (
         f"{report.source} does not fit {report.task}: {'; '.join(parts)}. "
         "forge.load_weights(task, path, strict=False) loads what matches; rename= maps names."

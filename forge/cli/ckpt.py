@@ -19,7 +19,7 @@ from rich.text import Text
 from forge.errors import CheckpointError, ForgeError
 from forge.runs.wording import counted
 from forge.util import show
-from forge.util.text import format_bytes
+from forge.util.text import few, format_bytes
 
 if TYPE_CHECKING:
     from forge.checkpoint import Checkpoints, StoredCheckpoint
@@ -304,7 +304,6 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
         raise ForgeError(f"{str(out)!r} exists. Choose another name, or overwrite it with --force.")
     from torch import Tensor
 
-    from forge.checkpoint.foreign import few
     from forge.checkpoint.weights import read_weights, write_weights
     from forge.snapshot.finite import not_finite, values_of
 
@@ -312,7 +311,7 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
     tensors = {name: value for name, value in weights.tensors.items() if isinstance(value, Tensor)}
     bad = [name for name in not_finite(tensors.items()) if values_of(tensors[name]).isnan().any()]
     if bad and not force:
-        raise CheckpointError(f"{path}: {few(bad)} hold NaN. Choose another checkpoint; --force exports it anyway.")
+        raise CheckpointError(f"{path}: {few(bad, 5)} hold NaN. Choose another checkpoint; --force exports it anyway.")
     count = write_weights(weights, out)
     kind = "" if weights.average is None else f", averaged by {weights.average}"
     when = "" if weights.update is None else f" after {counted(weights.update, 'update')}"

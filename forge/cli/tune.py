@@ -73,7 +73,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="lr: file of the plot (default: runs/tune/RECIPE-lr.png)",
+        help="lr: file of the plot (default: runs/tune/RECIPE-lr.svg)",
     )
     parser.add_argument(
         "--exact", action="store_true", default=None, help="batch: search between powers of two as well"
@@ -123,7 +123,7 @@ def _lr(args: Namespace, recipe: Recipe) -> int:
         recipe=recipe,
     )
     name = target.name_of(recipe)
-    path = draw_lr(curve, f"Learning-rate range test of {name}", args.out or Path("runs/tune") / f"{name}-lr.png")
+    path = draw_lr(curve, f"Learning-rate range test of {name}", args.out or Path("runs/tune") / f"{name}-lr.svg")
     _print_lr(curve)
     console = show.console()
     if not curve.fell:

@@ -8,19 +8,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from forge.contract.run import Run
+from forge.contract.step import Step
 from forge.snapshot.sandbox import without_side_effects
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
 from forge.util.tracebacks import is_users, is_users_frame, walk
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
-    from forge.contract.step import Step
 
 
 def is_in_backward(error: BaseException) -> bool:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from forge import registry
+from forge.contract.run import Run
 from forge.diagnose.again import backward_line, forward_line
 from forge.diagnose.scene import Scene, scene_of
 from forge.torch_internals import BatchNorm
 from forge.util.oom import is_out_of_memory
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LONGER = {2: "(N, C, L)", 3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)"}

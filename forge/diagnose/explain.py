@@ -7,19 +7,17 @@ import socket
 import traceback
 from contextlib import suppress
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forge.contract.run import Run
 from forge.contract.stack import CORE, TASK
+from forge.contract.step import Step
 from forge.contract.task import STAGE_METHODS, TaskModule, add_hint
 from forge.diagnose import nondeterminism
 from forge.diagnose.again import is_in_backward
 from forge.diagnose.cures import cures
 from forge.errors import DeterminismError, ForgeError, TaskError
 from forge.util.tracebacks import as_text, shorten, shows_all
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
-    from forge.contract.step import Step
 
 logger = logging.getLogger("forge")
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from typing import TYPE_CHECKING
 
+from forge.contract.run import Run
 from forge.diagnose.again import forward_line, is_in_backward
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
 

@@ -7,22 +7,18 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from forge.contract.run import Run
 from forge.errors import TaskError
 from forge.rng import RNGState
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 
 
 class _Running:
-    shared = False
-    "Whether a run of another thread draws from the same generators."
     numbers: tuple[RNGState, Any] | None = None
     "The generators before something inside this run seeded them, and where the run was then."
 
@@ -47,19 +43,12 @@ def keep_numbers() -> _Running | None:
     return outer
 
 
-def shares_numbers(trainer: Run) -> bool:
-    """Whether a run of another thread has drawn from the global generators during this one."""
-    return any(run.shared for run in _runs if run.trainer is trainer)
-
-
 @contextmanager
 def running(trainer: Run) -> Iterator[None]:
     """Be a run of this thread; afterwards a run around it has its random numbers back."""
     own, outer = _Running(trainer), keep_numbers()
     others = [run for run in _runs if run.thread is not own.thread and run.process == own.process]
     if others and "fit" in (own.verb, *(run.verb for run in others)):
-        for each in (own, *others):
-            each.shared = True
         logger.warning(
             f"This {own.verb} begins in {own.thread.name} while {others[0].verb} runs in {others[0].thread.name}: "
             "threads share the global generators of Python, numpy and torch and torch's settings, so neither run can "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from forge.checkpoint import save_weights
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
+from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.data.accumulation_windows import check_loader
 from forge.data.adapt import adopt, by_name
@@ -20,9 +21,6 @@ from forge.engine import evaluation
 from forge.env import Env
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.finite import refuse_non_finite
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 default = hookimpl(trylast=True)
 

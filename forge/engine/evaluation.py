@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.contract.task import COLLECT, STAGE_METHODS
 from forge.data.accumulation_windows import length_of, set_epoch
@@ -21,9 +22,6 @@ from forge.metrics import torchmetrics
 from forge.metrics.means import Means, check_scalars
 from forge.metrics.media import DRAWN
 from forge.rng import RNGState
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 GRADIENT_MODES: Mapping[str, Any] = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
 

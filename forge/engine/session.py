@@ -10,12 +10,13 @@ import logging
 import os
 import time
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge import registry
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract import modes
 from forge.contract.frozen import refuse_without_values
+from forge.contract.run import Run
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.accumulation_windows import Feed, check_loader
@@ -39,9 +40,6 @@ from forge.snapshot import frozen_modules
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
 from forge.util.files import absolute, share
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 

@@ -12,16 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge.env import Env
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import MetricStates, TaskMetrics, copied, is_metric, restore_metrics
-
-if TYPE_CHECKING:
-    from forge.env import Env
 
 logger = logging.getLogger("forge")
 

@@ -20,15 +20,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge.env import Env
 from forge.errors import TaskError
-
-if TYPE_CHECKING:
-    from forge.env import Env
 
 PACKAGE = "torchmetrics"
 KINDS = ("Metric", "MetricCollection")
@@ -197,8 +195,7 @@ class TaskMetrics:
             metric.reset()
         for path, saved in state.items():
             inner = list(_inner(self.metrics[path])) if path in self.metrics else []
-            for key, names in saved["names"].items():
-                self.names[key] = [names] if isinstance(names, str) else list(names)  # one name in older checkpoints
+            self.names |= {key: list(names) for key, names in saved["names"].items()}
             for metric, kept in zip(inner, saved["inner"], strict=False):
                 state = {name: _moved(value, metric) for name, value in kept["state"].items()}
                 restore_metrics([(metric, state, kept["count"])])

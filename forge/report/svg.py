@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 
 from forge.report.ticks import SMALLEST, log_ticks, nice_ticks, tick_text
 
@@ -85,10 +86,11 @@ class Chart:
         looks: Sequence[Look] = (),
         bands: Mapping[str, Band] | None = None,
         on_page: bool = False,
+        log_x: bool = False,
     ):
         """`bands` are drawn behind the curves of their names. On a page, title and legend stand beside the chart
         (`entries`), and the values are told where one points."""
-        self.bands, self.on_page = bands or {}, on_page
+        self.bands, self.on_page, self.log_x = bands or {}, on_page, log_x
         self.looks = looks or [(i, i // COLORS) for i in range(len(series))]
         self.series, self.title, self.width, self.height = series, title, width, height
         self.x_label, self.y_label = x_label, y_label
@@ -98,11 +100,13 @@ class Chart:
         if self.log_y:
             shown = [(x, y) for x, y in shown if y > 0]
         self.empty = not shown
-        self.left_x, self.right_x = _spread([x for x, _ in shown], 0.0)
-        if self.left_x > 0:
+        self.left_x, self.right_x = _spread([math.log10(x) if log_x else x for x, _ in shown], 0.0)
+        if self.left_x > 0 and not log_x:
             self.left_x = 0.0  # training begins there, also where its first points were not logged
         self.bottom_y, self.top_y = _spread([math.log10(y) if self.log_y else y for _, y in shown], 0.05)
         self.x_ticks = [] if self.empty else nice_ticks(self.left_x, self.right_x, max(3, width // 70))
+        if log_x and not self.empty:
+            self.x_ticks = log_ticks(10**self.left_x, 10**self.right_x)
         if self.log_y:
             self.y_ticks = log_ticks(10 ** max(self.bottom_y, -300), 10 ** min(self.top_y, 300))
         else:
@@ -129,7 +133,8 @@ class Chart:
             x += room
 
     def x(self, value: float) -> float:
-        return self.left + (value - self.left_x) / (self.right_x - self.left_x) * (self.right - self.left)
+        at = math.log10(value) if self.log_x else value
+        return self.left + (at - self.left_x) / (self.right_x - self.left_x) * (self.right - self.left)
 
     def y(self, value: float) -> float:
         at = math.log10(value) if self.log_y else value
@@ -281,6 +286,39 @@ class Chart:
 
     def _is_shown(self, point: Point) -> bool:
         return _is_finite(point) and (point[1] > 0 or not self.log_y)
+
+
+def bar_chart(bars: Sequence[tuple[str, float | None, str, int]], title: str, most: float, styled: bool = False) -> str:
+    """Draw horizontal bars: of each the name, the length up to `most`, a text beside it and the number of its colour.
+    One without a length is a heading."""
+    height = 44 + 30 * len(bars)
+    drawn = [bar for bar in bars if bar[1] is not None]
+    left = 30 + LETTER * max((min(len(name), 30) for name, *_ in drawn), default=0)
+    room = 612 - left - LETTER * max((len(told) for _, _, told, _ in drawn), default=0)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="forge-chart" role="img" aria-label="{_text(title)}" '
+        f'viewBox="0 0 640 {height}" width="640" height="{height}">',
+        *[f"<style>{STYLE}</style>"] * styled,
+        f'<text class="title" x="14" y="24">{_text(title)}</text>',
+    ]
+    for i, (name, length, told, color) in enumerate(bars):
+        y = 40 + 30 * i
+        if length is None:
+            parts.append(f'<text class="tick" x="14" y="{y + 15}">{_text(name)}</text>')
+            continue
+        width = max(0.0, min(1.0, length / most)) * room
+        parts.append(f'<text x="{left - 10:.1f}" y="{y + 15}" text-anchor="end">{_text(_short(name, 30))}</text>')
+        parts.append(f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="20" rx="3" fill="var(--c{color})"/>')
+        parts.append(f'<text class="tick" x="{left + width + 8:.1f}" y="{y + 15}">{_text(told)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def write_svg(path: str | Path, drawn: str) -> Path:
+    """Write a drawing, in a file whose name ends in .svg, and return its path."""
+    path = Path(path).with_suffix(".svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(drawn, encoding="utf-8")
+    return path
 
 
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from forge.contract.plugin import snake_case
+from forge.contract.run import AnyRecipe, Run
 from forge.errors import Interrupted
 from forge.options import plain
 from forge.runs import attempts, wording
@@ -26,9 +27,6 @@ from forge.runs.job import job_of, name_of
 from forge.snapshot.frozen_modules import described
 from forge.util.files import atomic_write, make_folder
 from forge.version import __version__
-
-if TYPE_CHECKING:
-    from forge.contract.run import AnyRecipe, Run
 
 END = "end.json"
 """Written when a fit ends, in any way that still permits it; removed when the run resumes."""

@@ -9,22 +9,20 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge import registry
 from forge.checkpoint import Checkpoints, StoredCheckpoint, wait_until_written
 from forge.checkpoint.readers import Readers
+from forge.contract.run import Run
 from forge.data.workers import refuse_in_starting_worker
 from forge.env import Env
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
 from forge.runs.folder import RunFolder
-from forge.runs.job import another_job, changed_plan, job_in, job_of
+from forge.runs.job import another_job, changed_plan, job_of
 from forge.util.files import absolute
 from forge.util.text import short_path
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 
@@ -63,9 +61,9 @@ def choose(trainer: Run, task: str) -> RunChoice:
 
 def refuse_another_job(trainer: Run, folder: Path) -> None:
     """Raise if a run folder that the user named holds another job; with allow_inexact, warn."""
-    then = job_in(RunFolder(folder)) if checkpoints_of(folder).all() else None
+    then = RunFolder(folder).card if checkpoints_of(folder).all() else {}
     # the checkpoint itself refuses another seed, whatever is allowed
-    odd = another_job(then, {**job_of(trainer), "seed": then.get("seed")}) if then is not None else ""
+    odd = another_job(then, {**job_of(trainer), "seed": then.get("seed")}) if then else ""
     if odd and not trainer.allow_inexact:
         raise CheckpointError(
             f"{folder} holds another job: {odd}. Give it its former value, choose another run folder for a new run, or "
@@ -79,9 +77,9 @@ def run_of_job(trainer: Run, group: Path) -> Path | None:
     """Return the newest run of a group with the job of this Trainer; without one, log why a new run begins."""
     now, reason = job_of(trainer), ""
     for run in newest_first(group):
-        then = job_in(run)
-        odd = another_job(then, now) if then is not None else "it has no card.json"
-        changed = changed_plan(then, now) if then is not None and not odd else ""
+        then = run.card
+        odd = another_job(then, now) if then else "it has no card.json"
+        changed = changed_plan(then, now) if then and not odd else ""
         if not odd and not changed:
             return run.path
         how = f"; --run-dir {short_path(run.path)} --resume continues it all the same" if changed else ""

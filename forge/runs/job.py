@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.contract.plugin import Plugin, plugin_options
 from forge.options import plain
-from forge.runs.folder import RunFolder, as_dict, recipe_section
+from forge.runs.folder import as_dict
 
 if TYPE_CHECKING:
     from forge.contract.run import AnyRecipe, Run
@@ -62,13 +62,6 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "observer": plugin.observer,
         "provides": list(plugin.provides),
     }
-
-
-def job_in(run: RunFolder) -> Job | None:
-    """Return the job of a run folder; None if it has no card. The card of an older version lacks the data."""
-    if not run.card:
-        return None
-    return run.card if "data" in run.card else {**run.card, "data": recipe_section(run, "data")}
 
 
 def another_job(then: Job, now: Job) -> str:

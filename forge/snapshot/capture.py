@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from forge.checkpoint.weights import describe_task
 from forge.contract.plugin import Plugin, plugin_options
+from forge.contract.run import Run
 from forge.env import move
 from forge.rng import RNGState
 from forge.snapshot import frozen_modules, hidden
 from forge.snapshot.divided import together
 from forge.snapshot.fingerprint import fingerprint, surroundings
 from forge.snapshot.finite import refuse_non_finite
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 
 def capture(trainer: Run) -> dict[str, Any]:

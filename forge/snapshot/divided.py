@@ -10,16 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.checkpoint import sharding
 from forge.checkpoint.sharding import Holders
-
-if TYPE_CHECKING:
-    from forge.env import Env
+from forge.env import Env
 
 
 class _Missing:

@@ -13,20 +13,19 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from forge.checkpoint.hashing import tensor_pieces
+from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.rng import RNGState
 from forge.snapshot import frozen_modules, hidden
 from forge.util.frozen import kept_by_hash
+from forge.util.text import few
 from forge.util.walk import GENERATORS, frozen, is_atom, walk
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 Line = dict[str, Any]
 """An update, and by part {path: digest}."""
@@ -81,7 +80,7 @@ class Difference:
 
     @property
     def detail(self) -> str:
-        return self.note or listed(self.names)
+        return self.note or few(self.names)
 
     def __str__(self) -> str:
         what = PARTS.get(self.part, "a value outside the task's state")
@@ -131,12 +130,6 @@ def without_noise(lines: Iterable[Line], pairs: Iterable[tuple[Line, Line]]) -> 
 def _names(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths that differ, or that only one of the two has."""
     return tuple(name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name))
-
-
-def listed(names: Iterable[str]) -> str:
-    """Write the first few names."""
-    names = list(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # -- what no checkpoint holds -----------------------------------------------------------------------------------------

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from forge.checkpoint.weights import EXTRA_STATE
+from forge.contract.run import Run
 from forge.errors import CheckpointError
+from forge.util.text import few
 from forge.version import __version__
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 WORDS = {
     "seed": "the seed",
@@ -68,9 +67,8 @@ def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where
         and _shape(saved[name]) != _shape(now[name])
     ]
     if odd:
-        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise CheckpointError(
-            f"{where} holds another model: {'; '.join(odd[:3])}{more}. Give the task its former options, or start a "
+            f"{where} holds another model: {few(odd, between='; ')}. Give the task its former options, or start a "
             "new run."
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,13 +19,10 @@ from torch.nn.parameter import is_lazy
 from forge import registry
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.sharding import on_one_rank
+from forge.contract.run import Run
 from forge.errors import NonFiniteError
+from forge.util.text import few
 
-if TYPE_CHECKING:
-    from forge.contract.run import Run
-
-SHOWN = 3
-"""Tensors that an error names."""
 HALF = "They are float16, in which Adam's eps of 1e-08 is zero: keep the weights in float32"
 
 _finite_at_start: WeakKeyDictionary[nn.Module, dict[str, torch.Size]] = WeakKeyDictionary()
@@ -126,11 +123,10 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _explain(trainer: Run, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     verb = "is" if len(names) == 1 else "are"
     kept = Checkpoints(trainer.run_dir / "checkpoints").all() if trainer.run_dir is not None else []
     text = [
-        f"After update {trainer.progress.update}: {', '.join(names[:SHOWN])}{more} {verb} not finite. Such a state is "
+        f"After update {trainer.progress.update}: {few(names)} {verb} not finite. Such a state is "
         "saved neither as a checkpoint nor as weights.",
         f"The last good checkpoint is {kept[-1]}." if kept else "",
         *registry.cures("non_finite", beside=trainer.stack),

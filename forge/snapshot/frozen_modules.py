@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from forge.checkpoint import sharding
 from forge.checkpoint.hashing import new_hash, tensor_pieces
+from forge.contract.run import Run
 from forge.errors import CheckpointError
 from forge.util.frozen import Base, Frozen, kept_by_hash
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
+from forge.util.text import few
 
 logger = logging.getLogger("forge")
 
@@ -47,9 +46,9 @@ def states(trainer: Run) -> dict[str, Any]:
     for path, state in found.items():
         if state["changed"] and f"frozen {path}" not in trainer.said and trainer.env.is_main:
             trainer.said.add(f"frozen {path}")
-            names = ", ".join(list(state["changed"])[:3]) + (", ..." if len(state["changed"]) > 3 else "")
             text = "The frozen module %r changes while the run trains: %s. Checkpoints hold what has changed. If it is "
-            logger.info(text + "to be trained, make it a part of the task: without forge.frozen.", path, names)
+            text += "to be trained, make it a part of the task: without forge.frozen."
+            logger.info(text, path, few(state["changed"]))
     return found
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forge.contract.run import Run
 from forge.data.own_generators import data_roots
 from forge.util.generators import find_generators, generator_state, set_generator_state
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
+from forge.util.text import few
 
 logger = logging.getLogger("forge")
 
@@ -44,11 +43,11 @@ def restore_generators(trainer: Run, saved: Mapping[str, Any]) -> None:
         logger.warning(
             "The checkpoint has the state of %s, which this run does not have (yet): create the generator before fit, "
             "with the same transforms and number of workers, or the run differs from here on.",
-            _listed(lost),
+            few(lost, 4),
         )
     if new:
         text = "The checkpoint has no state of %s: it starts from its first state, so the run may differ."
-        logger.warning(text, _listed(new))
+        logger.warning(text, few(new, 4))
 
 
 def roots(trainer: Run) -> dict[str, Any]:
@@ -76,8 +75,3 @@ def _schedules(schedules: Iterable[Any], label: str) -> dict[str, Any]:
 def _functions(schedule: Any) -> list[Any]:
     given = [*getattr(schedule, "lr_lambdas", ()), *(_functions(s) for s in getattr(schedule, "_schedulers", ()))]
     return [function for function in given if isinstance(function, list) or hasattr(function, "__code__")]
-
-
-def _listed(paths: Iterable[str]) -> str:
-    paths = list(paths)
-    return f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,14 +15,12 @@ from forge.checkpoint.placing import placed_like
 from forge.checkpoint.readers import Readers
 from forge.checkpoint.weights import as_saved_by
 from forge.contract.requests import Request
+from forge.contract.run import Run
 from forge.errors import CheckpointError, ForgeError
 from forge.rng import RNGState, seed_all, seed_of
 from forge.snapshot import frozen_modules, hidden
 from forge.snapshot.capture import describe_plugin
 from forge.snapshot.fingerprint import differences, fingerprint, refuse_another_model, refuse_another_run, surroundings
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 

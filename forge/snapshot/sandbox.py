@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge.checkpoint import sharding
+from forge.contract.run import Run
 from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
 from forge.torch_internals import dynamo_is_loaded, foreach_copy_
 from forge.util.frozen import every_module
 from forge.util.generators import find_generators, generator_state, set_generator_state
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 Owned = tuple[dict[str, Tensor | None], str]
 """A buffer as (owning dictionary, name): a forward may replace the tensor."""

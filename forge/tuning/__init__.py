@@ -5,7 +5,7 @@
     from forge.tuning import batch_range, draw_lr, lr_range
 
     curve = lr_range(MyTask, train)
-    draw_lr(curve, "MyTask", "lr.png")
+    draw_lr(curve, "MyTask", "lr.svg")
     print(curve.suggestion)
 
 `forge tune lr RECIPE`, and `batch` and `workers` in place of `lr`, do the same from the command line. Packages around

@@ -7,17 +7,15 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forge.config import Recipe
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Plugins, Trainer
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.left_out import SCHEDULE, is_left_out
-
-if TYPE_CHECKING:
-    from forge.config import Recipe
 
 
 class TuningTrial(Plugin):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -36,6 +37,12 @@ def command(name: str) -> str:
     if not here.exists() or (found and Path(found).resolve() == here.resolve()):
         return name
     return short_path(here)
+
+
+def few(names: Iterable[str], most: int = 3, between: str = ", ") -> str:
+    """Return the first names and the number of others: "a, b, c and 4 more"."""
+    known = list(names)
+    return between.join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from forge.errors import KernelError, did_you_mean
 from forge_kernels import discovery
 from forge_kernels.contract import INTERPRETED, Case, Kernel, dtype_name
+from forge_kernels.testing import as_new_leaves
 from forge_kernels.timing import Ceilings, Pass, Stopwatch, distance, measure_ceilings
 
 FORGE, AGAINST = "forge", ("eager", "compile")
@@ -150,7 +151,7 @@ class Exact:
 
     def _compute(self, given: Sequence[Tensor] | None) -> None:
         for dtype, note in ((torch.float64, ""), (torch.float32, "error against float32")):
-            work = Pass(self.kernel.reference, copied(self.args, dtype), self.options)
+            work = Pass(self.kernel.reference, as_new_leaves(self.args, dtype), self.options)
             work.given = None if given is None else [gradient.to(dtype) for gradient in given]
             try:
                 self.results, self.note = work.results(), note
@@ -159,15 +160,6 @@ class Exact:
                 del work
                 free()
         self.note = TOO_LARGE
-
-
-def copied(args: Any, dtype: torch.dtype) -> Any:
-    """Return new leaves with the same values, floating-point ones in `dtype`."""
-    if isinstance(args, (list, tuple)):
-        return [copied(value, dtype) for value in args]
-    if not isinstance(args, Tensor) or not args.is_floating_point():
-        return args
-    return args.detach().to(dtype, copy=True).requires_grad_(args.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge.checkpoint.sharding import is_distributed, whole
 from forge.contract.hooks import hookimpl
+from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.errors import TaskError
 from forge.rng import seed_all
@@ -18,9 +19,6 @@ from forge_lightning.data_draws import moved_since
 from forge_lightning.evaluating import WORDS, Evaluates
 from forge_lightning.log_calls import EpochMeans
 from forge_lightning.manual import TrainsManually
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 
 class LightningAdapter(TrainsManually, Evaluates):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from forge.contract.hooks import hookimpl
+from forge.contract.run import Run
 from forge.data.accumulation_windows import batch_size
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
@@ -17,9 +18,6 @@ from forge_lightning.data_draws import draw_as_iterators
 from forge_lightning.log_calls import LogCall, Reductions, computed, split
 from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.names import short
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 WORDS = {"val": "validation", "test": "test", "predict": "predict"}
 """Lightning's names of the stages, as in its methods."""

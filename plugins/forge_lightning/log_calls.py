@@ -5,20 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forge.contract.run import Run
 from forge.env import Env, move
 from forge.errors import TaskError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_lightning.names import short
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
-
 
 REDUCTIONS: dict[Any, str] = {
     **{"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"},

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from forge.contract.run import Run
 from forge.errors import TaskError
 from forge.metrics.media import Histogram, Image, Text
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 
 class HasRun(Protocol):

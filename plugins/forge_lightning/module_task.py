@@ -42,8 +42,6 @@ class ModuleTask(TaskModule):
     "The LightningModule."
     datamodule: Any
     "Provides loaders, in preference to the module; may be None."
-    keeps_evaluation_draws = True
-    "A validation moves the random numbers of training, as under Lightning."
 
     def __init__(self, module: Any, datamodule: Any = None, callbacks: Any = ()):
         super().__init__()

@@ -57,13 +57,8 @@ class StateProxy(Named):
         running = self._trainer.verb is not None
         return self._member("TrainerStatus", "RUNNING" if running else "FINISHED", "running" if running else "finished")
 
-    @property
-    def finished(self) -> bool:
-        return self._trainer.verb is None
-
-    @property
-    def stopped(self) -> bool:
-        return self._trainer.verb is None
+    finished = property(lambda self: self._trainer.verb is None)
+    stopped = property(lambda self: self._trainer.verb is None)
 
     def _member(self, enum: str, member: str, plain: Any) -> Any:
         """Return Lightning's own member where Lightning is installed, else its string."""
@@ -92,57 +87,19 @@ class StrategyProxy(Named):
     cluster_environment = None
     parallel_devices = None
 
-    @property
-    def root_device(self) -> torch.device:
-        return self._trainer.device
-
-    @property
-    def lightning_module(self) -> Any:
-        return self._trainer.lightning_module
-
-    @property
-    def model(self) -> Any:
-        return self._trainer.lightning_module
-
-    @property
-    def optimizers(self) -> list[Any]:
-        return self._trainer.optimizers
-
-    @property
-    def _lightning_optimizers(self) -> list[Any]:
-        return self._trainer.adapter.optimizer_proxies()
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        return self._trainer.lr_scheduler_configs
-
-    @property
-    def precision_plugin(self) -> Any:
-        return self._trainer.precision_plugin
-
-    @property
-    def world_size(self) -> int:
-        return self._trainer.world_size
-
-    @property
-    def global_rank(self) -> int:
-        return self._trainer.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        return self._trainer.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return self._trainer.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self._trainer.is_global_zero
-
-    @property
-    def is_distributed(self) -> bool:
-        return self._trainer.world_size > 1
+    root_device = property(lambda self: self._trainer.device)
+    lightning_module = property(lambda self: self._trainer.lightning_module)
+    model = property(lambda self: self._trainer.lightning_module)
+    optimizers = property(lambda self: self._trainer.optimizers)
+    _lightning_optimizers = property(lambda self: self._trainer.adapter.optimizer_proxies())
+    lr_scheduler_configs = property(lambda self: self._trainer.lr_scheduler_configs)
+    precision_plugin = property(lambda self: self._trainer.precision_plugin)
+    world_size = property(lambda self: self._trainer.world_size)
+    global_rank = property(lambda self: self._trainer.global_rank)
+    local_rank = property(lambda self: self._trainer.local_rank)
+    node_rank = property(lambda self: self._trainer.node_rank)
+    is_global_zero = property(lambda self: self._trainer.is_global_zero)
+    is_distributed = property(lambda self: self._trainer.world_size > 1)
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *arguments: Any, **named: Any) -> torch.Tensor:
         return self._trainer.adapter.manual_backward(loss, *arguments, **named)
@@ -186,9 +143,7 @@ class BatchProgress(Named):
 
     _path = "fit_loop.epoch_loop.batch_progress"
 
-    @property
-    def is_last_batch(self) -> bool:
-        return self._trainer.is_last_batch
+    is_last_batch = property(lambda self: self._trainer.is_last_batch)
 
     @property
     def current(self) -> Any:
@@ -210,9 +165,7 @@ class DataSource(Named):
         super().__init__(trainer)
         self._stage = stage
 
-    @property
-    def instance(self) -> Any:
-        return self._trainer.forge.given_loaders.get(self._stage)
+    instance = property(lambda self: self._trainer.forge.given_loaders.get(self._stage))
 
     def is_defined(self) -> bool:
         return self.instance is not None
@@ -229,21 +182,10 @@ class ValLoopProxy(Named):
 
     _path = "fit_loop.epoch_loop.val_loop"
 
-    @property
-    def _has_run(self) -> bool:
-        return self._trainer.adapter.validations > 0
-
-    @property
-    def num_dataloaders(self) -> int:
-        return len(self._trainer.num_val_batches)
-
-    @property
-    def max_batches(self) -> list[int | float]:
-        return self._trainer.num_val_batches
-
-    @property
-    def _data_source(self) -> DataSource:
-        return DataSource(self._trainer, "val")
+    _has_run = property(lambda self: self._trainer.adapter.validations > 0)
+    num_dataloaders = property(lambda self: len(self._trainer.num_val_batches))
+    max_batches = property(lambda self: self._trainer.num_val_batches)
+    _data_source = property(lambda self: DataSource(self._trainer, "val"))
 
 
 class EpochLoopProxy(Named):
@@ -251,29 +193,12 @@ class EpochLoopProxy(Named):
 
     _path = "fit_loop.epoch_loop"
 
-    @property
-    def batch_progress(self) -> BatchProgress:
-        return BatchProgress(self._trainer)
-
-    @property
-    def global_step(self) -> int:
-        return self._trainer.global_step
-
-    @property
-    def batch_idx(self) -> int:
-        return self._trainer.adapter.batch_index
-
-    @property
-    def total_batch_idx(self) -> int:
-        return self._trainer.total_batches
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._trainer.forge.progress.update
-
-    @property
-    def val_loop(self) -> ValLoopProxy:
-        return ValLoopProxy(self._trainer)
+    batch_progress = property(lambda self: BatchProgress(self._trainer))
+    global_step = property(lambda self: self._trainer.global_step)
+    batch_idx = property(lambda self: self._trainer.adapter.batch_index)
+    total_batch_idx = property(lambda self: self._trainer.total_batches)
+    _batches_that_stepped = property(lambda self: self._trainer.forge.progress.update)
+    val_loop = property(lambda self: ValLoopProxy(self._trainer))
 
 
 class FitLoopProxy(Named):
@@ -283,13 +208,8 @@ class FitLoopProxy(Named):
     min_epochs = min_steps = None
     _skip_backward = False
 
-    @property
-    def epoch_loop(self) -> EpochLoopProxy:
-        return EpochLoopProxy(self._trainer)
-
-    @property
-    def _data_source(self) -> DataSource:
-        return DataSource(self._trainer, "train")
+    epoch_loop = property(lambda self: EpochLoopProxy(self._trainer))
+    _data_source = property(lambda self: DataSource(self._trainer, "train"))
 
     @property
     def epoch_progress(self) -> Any:
@@ -305,25 +225,11 @@ class FitLoopProxy(Named):
     def max_epochs(self, epochs: int) -> None:
         raise TaskError(f"self.trainer.fit_loop.max_epochs = {epochs}: set Trainer(max_epochs=...) before the run.")
 
-    @property
-    def max_steps(self) -> int:
-        return self._trainer.max_steps
-
-    @property
-    def max_batches(self) -> int | float:
-        return self._trainer.num_training_batches
-
-    @property
-    def batch_idx(self) -> int:
-        return self._trainer.adapter.batch_index
-
-    @property
-    def total_batch_idx(self) -> int:
-        return self._trainer.total_batches
-
-    @property
-    def restarting(self) -> bool:
-        return bool(self._trainer.forge.resumed_from)
+    max_steps = property(lambda self: self._trainer.max_steps)
+    max_batches = property(lambda self: self._trainer.num_training_batches)
+    batch_idx = property(lambda self: self._trainer.adapter.batch_index)
+    total_batch_idx = property(lambda self: self._trainer.total_batches)
+    restarting = property(lambda self: bool(self._trainer.forge.resumed_from))
 
     def _should_accumulate(self) -> bool:
         step = self._trainer.forge.step

@@ -129,17 +129,9 @@ class TrainerProxy:
 
     # -- duration -----------------------------------------------------------------------------------------------------
 
-    @property
-    def max_epochs(self) -> int:
-        return self.forge.max_epochs or -1
-
-    @property
-    def max_steps(self) -> int:
-        return self.forge.max_updates or -1
-
-    @property
-    def max_time(self) -> None:
-        return None
+    max_epochs = property(lambda self: self.forge.max_epochs or -1)
+    max_steps = property(lambda self: self.forge.max_updates or -1)
+    max_time = property(lambda self: None)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -152,17 +144,9 @@ class TrainerProxy:
         length = None if loader is None else length_of(loader)
         return math.inf if length is None else length
 
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        return self._lengths("val")
-
-    @property
-    def num_test_batches(self) -> list[int | float]:
-        return self._lengths("test")
-
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        return self._lengths("predict")
+    num_val_batches = property(lambda self: self._lengths("val"))
+    num_test_batches = property(lambda self: self._lengths("test"))
+    num_predict_batches = property(lambda self: self._lengths("predict"))
 
     def _lengths(self, stage: str) -> list[int | float]:
         lengths = [length_of(loader) for loader in self._loaders(stage)]
@@ -172,9 +156,7 @@ class TrainerProxy:
         given = self.forge.given_loaders.get(stage)
         return [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
 
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return self.forge.window
+    accumulate_grad_batches = property(lambda self: self.forge.window)
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
@@ -191,9 +173,7 @@ class TrainerProxy:
         interval = self.val_check_interval
         return interval if isinstance(interval, int) else self.num_training_batches
 
-    @property
-    def log_every_n_steps(self) -> int:
-        return self.forge.log_every
+    log_every_n_steps = property(lambda self: self.forge.log_every)
 
     @property
     def should_stop(self) -> bool:
@@ -206,25 +186,11 @@ class TrainerProxy:
 
     # -- stage --------------------------------------------------------------------------------------------------------
 
-    @property
-    def training(self) -> bool:
-        return self.verb == "fit" and self.stage is None
-
-    @property
-    def validating(self) -> bool:
-        return self.stage == "val"
-
-    @property
-    def testing(self) -> bool:
-        return self.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        return self.stage == "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        return self.stage in ("val", "test")
+    training = property(lambda self: self.verb == "fit" and self.stage is None)
+    validating = property(lambda self: self.stage == "val")
+    testing = property(lambda self: self.stage == "test")
+    predicting = property(lambda self: self.stage == "predict")
+    evaluating = property(lambda self: self.stage in ("val", "test"))
 
     # -- environment --------------------------------------------------------------------------------------------------
 
@@ -234,41 +200,19 @@ class TrainerProxy:
         env = self._env
         return env.device if isinstance(env, Env) else torch.device("cpu")
 
-    @property
-    def world_size(self) -> int:
-        return self._env.world
-
-    @property
-    def global_rank(self) -> int:
-        return self._env.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self._env.local_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self._env.rank == 0
-
-    @property
-    def num_devices(self) -> int:
-        return self._env.world
-
-    @property
-    def device_ids(self) -> list[int]:
-        return [self._env.local_rank]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self._env.world, "rank": self._env.rank}
+    world_size = property(lambda self: self._env.world)
+    global_rank = property(lambda self: self._env.rank)
+    local_rank = property(lambda self: self._env.local_rank)
+    is_global_zero = property(lambda self: self._env.rank == 0)
+    num_devices = property(lambda self: self._env.world)
+    device_ids = property(lambda self: [self._env.local_rank])
+    distributed_sampler_kwargs = property(lambda self: {"num_replicas": self._env.world, "rank": self._env.rank})
 
     @property
     def accelerator(self) -> Any:
         return SimpleNamespace(name=lambda: self.device.type, auto_device_count=lambda: self._env.world)
 
-    @property
-    def default_root_dir(self) -> str:
-        return self.log_dir or str(Path.cwd())
+    default_root_dir = property(lambda self: self.log_dir or str(Path.cwd()))
 
     @property
     def log_dir(self) -> str | None:
@@ -277,45 +221,16 @@ class TrainerProxy:
 
     # -- parts of the run ---------------------------------------------------------------------------------------------
 
-    @property
-    def lightning_module(self) -> Any:
-        return self.adapter.module
-
-    @property
-    def model(self) -> Any:
-        return self.adapter.module
-
-    @property
-    def datamodule(self) -> Any:
-        return self.adapter.datamodule
-
-    @property
-    def optimizers(self) -> list[Any]:
-        return self.adapter.own_optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        return self.adapter.scheduler_configs
-
-    @property
-    def callbacks(self) -> list[Any]:
-        return self.adapter.callbacks.all
-
-    @property
-    def train_dataloader(self) -> Any:
-        return self.forge.given_loaders.get("train")
-
-    @property
-    def val_dataloaders(self) -> Any:
-        return self._as_given("val")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        return self._as_given("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        return self._as_given("predict")
+    lightning_module = property(lambda self: self.adapter.module)
+    model = property(lambda self: self.adapter.module)
+    datamodule = property(lambda self: self.adapter.datamodule)
+    optimizers = property(lambda self: self.adapter.own_optimizers)
+    lr_scheduler_configs = property(lambda self: self.adapter.scheduler_configs)
+    callbacks = property(lambda self: self.adapter.callbacks.all)
+    train_dataloader = property(lambda self: self.forge.given_loaders.get("train"))
+    val_dataloaders = property(lambda self: self._as_given("val"))
+    test_dataloaders = property(lambda self: self._as_given("test"))
+    predict_dataloaders = property(lambda self: self._as_given("predict"))
 
     def _as_given(self, stage: str) -> Any:
         given = self.forge.given_loaders.get(stage)

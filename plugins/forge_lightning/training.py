@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge.contract.hooks import hookimpl
+from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
@@ -21,9 +22,6 @@ from forge_lightning.log_calls import LogCall, in_training, is_the_loss, of_this
 from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.module_optimizers import ModuleOptimizers
 from forge_lightning.names import short
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 OTHER_LOSS = "train/train_loss"
 """The name of a value that is logged as the loss but is not the returned one."""

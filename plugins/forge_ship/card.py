@@ -19,7 +19,7 @@ from forge_ship.engine import ExportError, Port, row_bytes
 from forge_ship.export_formats import formats
 
 NAME = "export.json"
-"""How the names of cards end; earlier versions had one of this name in a folder."""
+"""How the names of cards end."""
 MOST = 1 << 20
 """Bytes that a card may have."""
 MOST_ROW = 1 << 30
@@ -56,14 +56,8 @@ def place_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.{NAME}")
 
 
-def beside(file: Path) -> Path:
-    """Return the card of a file: its own, or the one that an earlier version wrote."""
-    own, earlier = place_of(file), file.with_name(NAME)
-    return own if own.exists() or not earlier.exists() else earlier
-
-
 def is_card(path: Path) -> bool:
-    return path.name == NAME or path.name.endswith(f".{NAME}")
+    return path.name.endswith(f".{NAME}")
 
 
 def write(card: Mapping[str, Any], file: Path) -> None:
@@ -74,7 +68,7 @@ class CheckedCard:
     """The card of a file, read from a place that is not trusted: types and names are checked, and the file's hash."""
 
     def __init__(self, file: Path):
-        self.file, self.place = file, beside(file)
+        self.file, self.place = file, place_of(file)
         self.values = _read(self.place)
         self.format = self._word("format")
         if self.format not in formats():

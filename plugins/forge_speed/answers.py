@@ -20,7 +20,7 @@ from forge.errors import CheckpointError
 from forge.options import plain
 from forge.runs.card import device_name, group_of
 from forge.runs.choose import checkpoints_of, newest_first
-from forge.runs.job import another_job, describe, job_in, job_of, name_of
+from forge.runs.job import another_job, describe, job_of, name_of
 from forge.util.files import absolute
 from forge.version import __version__
 
@@ -92,6 +92,5 @@ def _checkpoints(trainer: Run) -> Iterator[Path]:
     else:
         now = job_of(trainer)
         for run in newest_first(absolute(Path("runs") / group_of(trainer.recipe, name_of(trainer.task)))):
-            then = job_in(run)
-            if then is not None and not another_job(then, now):
+            if run.card and not another_job(run.card, now):
                 yield from reversed(checkpoints_of(run.path).all())

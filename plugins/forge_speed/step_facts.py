@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from forge.contract.step import Step
 from forge.engine.trainer import Trainer
 from forge.torch_internals import BatchNorm, pytree
 from forge.tuning.step_timer import StepTimer
+from forge.util.blocks import repeated
 
 
 @dataclass(slots=True)
@@ -61,24 +61,8 @@ class StepFacts:
 
 
 def repeated_classes(task: nn.Module) -> tuple[str, ...]:
-    """Return the classes of the outermost repeated blocks: modules of one class, with layers, in one container."""
-    found: dict[str, None] = {}
-    below: set[int] = set()
-    for module in task.modules():
-        if id(module) in below or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            continue
-        kinds = Counter(type(child) for child in module.children())
-        for child in module.children():
-            if kinds[type(child)] > 1 and _is_block(child):
-                found[type(child).__name__] = None
-                below |= {id(inner) for inner in child.modules()}
-    return tuple(found)
-
-
-def _is_block(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and any(
-        next(child.parameters(), None) is not None for child in module.children()
-    )
+    """Return the classes of the outermost repeated blocks."""
+    return tuple(dict.fromkeys(type(block).__name__ for block in repeated(task).values()))
 
 
 def _not_fused(trainer: Run) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from forge.report.svg import LETTER, bar_chart
 from forge.report.ticks import log_ticks, nice_ticks, tick_text
 
 WIDTH, HEIGHT = 980, 380
 TOP, FLOOR, LEFT, RIGHT = 56.0, 340.0, 70.0, 900.0
-LETTER = 6.4
 MOST_LINES = 1000
 TicksAt = list[tuple[float, str]]
 """Heights between 0 and 1, and what is written there."""
@@ -103,20 +103,8 @@ def parallel_coordinates(
 
 def bars(shares: Mapping[str, float], title: str) -> str:
     """Draw shares of one as horizontal bars, the largest first."""
-    height = 44 + 30 * len(shares)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="forge-chart" role="img" aria-label="{escape(title)}" '
-        f'viewBox="0 0 640 {height}" width="640" height="{height}">',
-        f'<text class="title" x="14" y="24">{escape(title)}</text>',
-    ]
-    left = 30 + LETTER * max((min(len(name), 30) for name in shares), default=0)
-    for i, (name, share) in enumerate(sorted(shares.items(), key=lambda item: -item[1])):
-        y = 40 + 30 * i
-        width = max(0.0, min(1.0, share)) * (560 - left)
-        parts.append(f'<text x="{left - 10:.1f}" y="{y + 15}" text-anchor="end">{escape(_cut(name, 30))}</text>')
-        parts.append(f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="20" rx="3" fill="var(--c0)"/>')
-        parts.append(f'<text class="tick" x="{left + width + 8:.1f}" y="{y + 15}">{share:.0%}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return bar_chart([(name, share, f"{share:.0%}", 0) for name, share in ordered], title, most=1.0)
 
 
 def _y(place: float) -> float:

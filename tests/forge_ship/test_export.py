@@ -354,11 +354,19 @@ def test_a_mismatch_gives_1_and_leaves_nothing(
     assert not (run_folder / "export").exists()
 
 
-def test_a_folder_of_an_earlier_version_loads(exported_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
-    (tmp_path / "export.json").write_bytes(card.place_of(exported_file).read_bytes())
-    for path in (tmp_path, tmp_path / "model.ts"):
-        assert open_engine(path)({"images": torch.zeros(2, 4)})["output"].shape == (2, 3)
+@pytest.mark.slow
+def test_two_exports_stand_in_one_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, out = str(run_folder.parent / "mine.py"), run_folder.parent / "out"
+    words = ["export", str(run_folder), "--task", f"{mine}:Classifier", "--data", f"{mine}:data", "--out", str(out)]
+    assert main([*words, "--to", "pt2", "--to", "torchscript"]) == 0
+    assert main([*words, "--to", "pt"]) == 0
+    assert {path.name.removesuffix(".export.json") for path in out.iterdir()} == {"model.pt2", "model.ts", "model.pt"}
+    images = torch.randn(3, 4)
+    found = [open_engine(out / name)({"images": images})["output"] for name in ("model.pt2", "model.ts")]
+    assert torch.allclose(found[0], found[1], atol=1e-5)
+    capsys.readouterr()
+    assert main([*words[:-1], str(out / "one.ts"), "--to", "pt2", "--to", "torchscript"]) == 2
+    assert "name a folder" in capsys.readouterr().err
 
 
 class Nested(Classifier):

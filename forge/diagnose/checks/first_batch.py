@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from forge.contract.step import Step
 from forge.contract.task import STAGE_METHODS, TaskModule, defines
-from forge.diagnose.checks.draws import noted_draws
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.errors import TaskError
 from forge.metrics.means import check_scalars
 from forge.metrics.torchmetrics import is_metric
-
-if TYPE_CHECKING:
-    from forge.contract.step import Step
-    from forge.optim.optimizers import Optimizers
+from forge.optim.optimizers import Optimizers
 
 
 def first_forward(step: Step, batch: Any) -> Any:
@@ -27,7 +24,7 @@ def first_forward(step: Step, batch: Any) -> Any:
     where = f"{type(task).__name__}.{STAGE_METHODS[step.stage]}"
     before = dict(task.named_parameters()) if step.stage == "train" else {}
     look = task.check_first_batch and not is_compiled(step.trainer.model)
-    with saying(step.trainer.said), noted_draws(step, by_call=look), LossWatch() if look else nullcontext():
+    with saying(step.trainer.said), LossWatch() if look else nullcontext():
         output = hooks.forge_forward(step, batch)
     if step.stage == "train":
         check_training_output(output, task)

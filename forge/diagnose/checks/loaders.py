@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge import registry
+from forge.contract.run import Run
 from forge.data.adapt import has_single_position, resumable_reason
 from forge.errors import DataError, ForgeError, TaskError
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from forge.contract.requests import Requests
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
+from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 

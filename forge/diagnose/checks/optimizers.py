@@ -5,21 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.diagnose.checks.signatures import check_signature
 from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
-    from forge.optim.optimizers import OptimizerEntry, Optimizers
-    from forge.optim.schedule_stepping import ScheduledLR
+from forge.optim.optimizers import OptimizerEntry, Optimizers
+from forge.optim.schedule_stepping import ScheduledLR
 
 logger = logging.getLogger("forge")
 

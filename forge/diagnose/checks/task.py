@@ -5,17 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forge.contract.run import Run
 from forge.contract.task import STAGE_METHODS, TaskModule, defines
 from forge.diagnose.checks.signatures import check_signature
 from forge.diagnose.checks.unregistered import refuse_hidden_layers, warn_of_plain_tensors
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.errors import TaskError
 from forge.util.frames import libraries
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
 
 
 def check_task(task: Any, stages: Mapping[str, Any]) -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from forge.contract.run import Run
 from forge.diagnose.checks.user_line import warn
 from forge.rng import DrawnWeights
 from forge.snapshot.finite import note_start
-
-if TYPE_CHECKING:
-    from forge.contract.run import Run
-
-SHOWN = 3
-"""Parameters that the warning names."""
+from forge.util.text import few
 
 
 def look_at_weights(trainer: Run, resumes: bool) -> None:
@@ -28,10 +22,9 @@ def warn_of_unseeded_weights(trainer: Run, drawn: DrawnWeights) -> None:
     task, seed = trainer.task, trainer.seed
     names = [] if seed is None else drawn.weights(task)
     if names:
-        named = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         warn(
-            f"{type(task).__name__}'s weights ({named}) were drawn before any seed was set, so seed={seed} does not "
-            "make this run reproducible: every process begins with others. Make the Trainer before the task, or call "
-            f"forge.seed({seed}) before the task is made.",
+            f"{type(task).__name__}'s weights ({few(names)}) were drawn before any seed was set, so seed={seed} does "
+            "not make this run reproducible: every process begins with others. Make the Trainer before the task, or "
+            f"call forge.seed({seed}) before the task is made.",
             "unseeded",
         )

@@ -16,7 +16,7 @@ from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import CheckpointError, RecipeError
 from forge.runs.card import group_of, name_of, new_run_dir
 from forge.runs.choose import checkpoints_of, newest_first
-from forge.runs.job import another_job, changed_plan, job_in, job_of
+from forge.runs.job import another_job, changed_plan, job_of
 from forge.runs.lock import RunLock
 from forge.util.files import absolute, share
 from forge.util.text import short_path
@@ -108,7 +108,7 @@ def resumed_folder(trainer: forge.Run) -> Path | None:
 
 
 def _own_run(trainer: forge.Run, group: Path) -> Path | None:
-    now, jobs = job_of(trainer), ((run.path, job_in(run)) for run in newest_first(group))
+    now, jobs = job_of(trainer), ((run.path, run.card) for run in newest_first(group))
     return next((p for p, then in jobs if then and not another_job(then, now) and not changed_plan(then, now)), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.util.text import short_path
+from forge.util.text import few, short_path
 from forge_plugins.common.patterns import listed
 
 ROWS = 8
@@ -104,18 +104,18 @@ def _samples(finding: dict[str, Any]) -> str:
     micro = f" of micro-batch {finding['micro'] + 1} of {finding['micros']}" if finding["micros"] > 1 else ""
     if len(rows) == of and of > 1:
         return f"all {of} rows{micro or ' of the batch'}"
-    text = f"row {rows[0]}" if len(rows) == 1 else f"rows {_numbers(rows)}"
+    text = f"row {rows[0]}" if len(rows) == 1 else f"rows {few(map(str, rows), ROWS)}"
     text += f"{micro or ' of the batch'} ({len(rows)} of {of})"
     if indices := finding.get("samples"):
-        text += f", {'index' if len(rows) == 1 else 'indices'} {_numbers(indices)} of the dataset"
+        text += f", {'index' if len(rows) == 1 else 'indices'} {few(map(str, indices), ROWS)} of the dataset"
     return text
 
 
 def _in_rows(data: dict[str, Any]) -> str:
     if "rows" not in data:
         return ""
-    indices = f" (dataset {_numbers(data['samples'])})" if data.get("samples") else ""
-    return f", in row{'s' if len(data['rows']) > 1 else ''} {_numbers(data['rows'])}{indices}"
+    indices = f" (dataset {few(map(str, data['samples']), ROWS)})" if data.get("samples") else ""
+    return f", in row{'s' if len(data['rows']) > 1 else ''} {few(map(str, data['rows']), ROWS)}{indices}"
 
 
 def _tensor(values: dict[str, Any]) -> str:
@@ -133,11 +133,6 @@ def _tensor(values: dict[str, Any]) -> str:
 def _bad(values: dict[str, Any]) -> str:
     counts = [f"{values[key]} {label}" for key, label in (("nan", "NaN"), ("inf", "infinite")) if values.get(key)]
     return " and ".join(counts)
-
-
-def _numbers(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - ROWS} more" if len(numbers) > ROWS else ""
-    return ", ".join(map(str, numbers[:ROWS])) + more
 
 
 def _op(event: dict[str, Any]) -> str:

@@ -24,9 +24,10 @@ import torch
 
 import forge
 from forge.env import pick_device
-from forge.snapshot.evidence import HIDDEN, PARTS, Line, batches, difference, line_of, listed
+from forge.snapshot.evidence import HIDDEN, PARTS, Line, batches, difference, line_of
 from forge.snapshot.fingerprint import differences, surroundings
 from forge.util.files import atomic_write
+from forge.util.text import few
 from forge_plugins.checkpoint.apart import can_fork, end_with_parent, fork_apart
 
 EVIDENCE, ERROR, OUTPUT = "evidence.json", "error.txt", "output.txt"
@@ -382,7 +383,7 @@ class ResumeVerdict:
             case "differs":
                 return f"{self.who} {self.detail}. {CURE if self.is_explained else SEARCH}"
         if self.names:
-            return f"{EXACT}. It did not have {listed(self.names)} as this run has, and did not need it yet. {CURE}"
+            return f"{EXACT}. It did not have {few(self.names)} as this run has, and did not need it yet. {CURE}"
         return f"{EXACT}."
 
     def __str__(self) -> str:
@@ -406,7 +407,7 @@ def judged(own: Line, played: Sequence[Line]) -> ResumeVerdict:
     if found is None:
         return ResumeVerdict("exact")
     if not found.shown:
-        return ResumeVerdict("exact", f"{listed(found.names)} is not restored", found.names)
+        return ResumeVerdict("exact", f"{few(found.names)} is not restored", found.names)
     return ResumeVerdict("differs", str(found), found.names, found.part == HIDDEN)
 
 

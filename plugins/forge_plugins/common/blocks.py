@@ -1,33 +1,11 @@
-"""Repeated blocks of a task."""
+"""The blocks of a task that fsdp shards."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 from torch import nn
 
+from forge.util.blocks import repeated
 from forge_plugins.common.patterns import chosen
-
-
-def repeated(task: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost repeated blocks by name: modules of one class, with layers in them, in one container."""
-    blocks: dict[str, nn.Module] = {}
-    for name, module in task.named_modules():
-        if any(name.startswith(f"{block}.") or name == block for block in blocks):
-            continue
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            kinds = Counter(type(child) for child in module.children())
-            blocks |= {
-                f"{name}.{child}": block
-                for child, block in module.named_children()
-                if kinds[type(block)] > 1 and _is_block(block)
-            }
-    return blocks
-
-
-def _is_block(module: nn.Module) -> bool:
-    has_layers = any(next(child.parameters(), None) is not None for child in module.children())
-    return has_layers and type(module).forward is not nn.Module.forward
 
 
 def sharded_blocks(task: nn.Module, patterns: list[str], min_size: int) -> dict[str, nn.Module]:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from forge.errors import RecipeError
+from forge.util.text import few
 
 FEW, MANY = 3, 12
 """Number of names that a message lists: as examples, or as the choices."""
@@ -28,9 +29,7 @@ def parents(name: str) -> Iterator[str]:
 
 def listed(names: Iterable[str], most: int = FEW) -> str:
     """Format names for a message, numbered neighbours as a range: "blocks.0-7, head and 9 more"."""
-    shown = _ranges(names)
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+    return few(_ranges(names), most)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -188,8 +188,12 @@ class Ledger(forge.Plugin):
         self._account = None
         self.report = self._close(account, audit)
         if trainer.env.is_main:
-            logger.info("%s", cost_report.as_text(self.report))
+            logger.info("ledger: %s", self.told())
             self._write(trainer, self.report)
+
+    def told(self) -> str:
+        """Return the results of the last fit as text, for the log and for `forge plan --measure`."""
+        return cost_report.as_text(self.report or {"updates": 0})
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ COLUMNS = ("plugin", "hook", "calls", "µs/update", "share", "worst µs")
 def as_text(report: Report) -> str:
     """Return the report as text for the log."""
     if not report["updates"]:
-        return "ledger: the run ended before its second update; the first one is a warm-up and is not counted."
-    lines = [f"ledger: {headline(report)}"]
+        return "the run ended before its second update; the first one is a warm-up and is not counted."
+    lines = [headline(report)]
     costs = [row for row in report["rows"] if row["is_cost"]]
     work = [row for row in report["rows"] if not row["is_cost"]]
     lines += _table(costs) if costs else []

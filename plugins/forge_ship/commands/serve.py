@@ -26,6 +26,32 @@ It answers POST /predict, GET /health, GET /ready, GET /metrics and GET /v1/mode
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
+def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most or value == float("inf"):
+            upper = "" if most == float("inf") else f" and at most {most:g}"
+            raise ArgumentTypeError(f"{text!r} must be a number, at least {least:g}{upper}")
+        return value
+
+    return parse
+
+
+LIMITS: tuple[tuple[str, str, Callable[[str], Any], float, str], ...] = (
+    ("--max-batch", "ROWS", _number(int, 1), 32, "rows of a batch, and of one request"),
+    ("--max-wait", "MS", _number(float, 0), 2.0, "longest wait for a batch to fill, in milliseconds"),
+    ("--max-body", "MIB", _number(float, 0), 16.0, "size of a request, in MiB"),
+    ("--queue", "N", _number(int, 1), 256, "requests that may wait; more get a 429"),
+    ("--max-connections", "N", _number(int, 1), 512, "connections that may be open; more get a 503"),
+    ("--timeout", "S", _number(float, 0.001), 20.0, "seconds for a request, and for the end after a signal"),
+    ("--header-timeout", "S", _number(float, 0.001), 10.0, "seconds in which the headers of a request must come"),
+)
+"""Options that are numbers: what they count in, how they are read, the default, and what they limit."""
+
+
 def parser() -> ArgumentParser:
     parser = show.new_parser("serve", "Answer requests to a model over HTTP, computed in batches.", EXAMPLES)
     parser.add_argument(
@@ -37,55 +63,9 @@ def parser() -> ArgumentParser:
     parser.add_argument("--task", metavar="FILE.py:Task", help="the task of a run, if it is not registered")
     parser.add_argument("--data", metavar="FILE.py:function", help="the data of a run, if they are not registered")
     parser.add_argument("--weights", metavar="WHICH", help="weights of a run: raw, ema, swa or best")
-    parser.add_argument(
-        "--max-batch",
-        metavar="ROWS",
-        type=_number(int, 1),
-        default=32,
-        help="rows of a batch, and of one request (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-wait",
-        metavar="MS",
-        type=_number(float, 0),
-        default=2.0,
-        help="longest wait for a batch to fill, in milliseconds (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--max-body",
-        metavar="MIB",
-        type=_number(float, 0),
-        default=16.0,
-        help="size of a request, in MiB (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--queue",
-        metavar="N",
-        type=_number(int, 1),
-        default=256,
-        help="requests that may wait; more get a 429 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-connections",
-        metavar="N",
-        type=_number(int, 1),
-        default=512,
-        help="connections that may be open; more get a 503 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="S",
-        type=_number(float, 0.001),
-        default=20.0,
-        help="time limit of a request, and of the end after a signal, in seconds (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--header-timeout",
-        metavar="S",
-        type=_number(float, 0.001),
-        default=10.0,
-        help="time in which the headers of a request must come, in seconds (default: %(default)g)",
-    )
+    for flag, unit, number, default, text in LIMITS:
+        told = f"{text} (default: %(default)g)"
+        parser.add_argument(flag, metavar=unit, type=number, default=default, help=told)
     parser.add_argument(
         "--host-header",
         metavar="NAME",
@@ -171,20 +151,6 @@ def _missing(error: ModuleNotFoundError) -> ForgeError:
     from forge_ship.engine import ExportError
 
     return ExportError(f"forge serve needs {error.name}: pip install 'forge-trainer[serve]'")
-
-
-def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most or value == float("inf"):
-            upper = "" if most == float("inf") else f" and at most {most:g}"
-            raise ArgumentTypeError(f"{text!r} must be a number, at least {least:g}{upper}")
-        return value
-
-    return parse
 
 
 def _names(text: str) -> list[str]:

@@ -83,7 +83,7 @@ def run(args: Namespace) -> int:
         recipe=recipe,
         plugins={},
     )
-    picture = draw_speed(report, f"Speed of {name} on {device}", out.with_suffix(".png"))
+    picture = draw_speed(report, f"Speed of {name} on {device}", out)
     with atomic_write(out) as beside:
         beside.write_text(_header(report, str(device)) + changed_recipe(recipe, report.change).to_yaml())
     print_report(report)

@@ -89,7 +89,7 @@ def test_a_range_test_prints_rates_and_the_command_for_them(capsys: Any) -> None
     assert 1e-4 < float(lines["suggestion"]) < 1e-1
     assert {"valley", "steepest"} <= lines.keys()
     assert out.splitlines()[-1].endswith(f"fit quickstart task.hidden=32 task.lr={lines['suggestion']}")
-    assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.png")}
+    assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.svg")}
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], file: str, quick: None) -> None:
     words = [f"{file}:Task", "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
     out, err = ask(capsys, "speed", *words)
-    names = (file, "runs/tune/Task-speed.yaml", "runs/tune/Task-speed.png")
+    names = (file, "runs/tune/Task-speed.yaml", "runs/tune/Task-speed.svg")
     assert written() == {str(Path(name).resolve()) for name in names}
     assert "Up to 10 minutes of trials on cpu; the precision stays" in err
     for text in ("fused_optimizer", "micro-batch 4", "needs CUDA", "left out", "changes the precision"):

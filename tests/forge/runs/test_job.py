@@ -13,8 +13,7 @@ import pytest
 import forge
 from forge.cli import main
 from forge.config import load_recipe
-from forge.runs.folder import RunFolder
-from forge.runs.job import another_job, changed_plan, job_in, job_of
+from forge.runs.job import another_job, changed_plan, job_of
 from forge.testing.tiny import TinyTask, tiny_batches
 from forge_plugins import DDP, JSONL, Checkpoint, Clip
 
@@ -169,18 +168,6 @@ def test_the_newest_run_goes_by_utc(names: tuple[str, str], monkeypatch: pytest.
     assert fit(max_epochs=2).run_dir == made[1]
     monkeypatch.undo()
     time.tzset()
-
-
-def test_a_run_of_an_older_version_has_a_job(tmp_path: Path) -> None:
-    old = {key: value for key, value in JOB.items() if key != "data"}
-    old["stack"] = [{"name": p["name"], "options": p["options"]} for p in JOB["stack"]]
-    (tmp_path / "card.json").write_text(json.dumps(old))
-    (tmp_path / "config.yaml").write_text("data: {name: digits, noise: 0.1}\n")
-    then = job_in(RunFolder(tmp_path))
-    assert then is not None
-    assert another_job(then, JOB) == changed_plan(then, JOB) == ""
-    assert another_job(then, changed(data__noise=0.2)) == "data.noise was 0.1 and is 0.2"
-    assert changed_plan(then, changed(stack=[{**CLIP, "options": {"max_norm": 0.5}}])).startswith("clip.max_norm was 1")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import weakref
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,8 +25,7 @@ from forge.testing import TinyGAN, TinyTask, tiny_batches
 from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range
 from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
-from forge.tuning.lr import has_diverged, longest_fall, smooth
-from forge.tuning.plot import HEIGHT, PICK, WIDTH
+from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
 from forge.util import peak_memory
 from forge_plugins import Accumulate, Clip
 from tests.support.profiles import some
@@ -262,28 +262,27 @@ def test_a_loss_runs_away_far_above_best_and_start() -> None:
 # -- its picture ------------------------------------------------------------------------------------------------------
 
 
-def image(path: Path) -> Any:
-    from PIL import Image
-
-    return Image.open(path).convert("RGB")
-
-
 def test_the_picture_shows_curve_and_suggestion(tmp_path: Path) -> None:
     curve = lr_range(lambda: Bowl(100.0), noise())
-    path = draw_lr(curve, "A bowl", tmp_path / "new" / "lr.png")
-    picture = image(path)
-    assert picture.size == (WIDTH, HEIGHT)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(picture.getcolors(WIDTH * HEIGHT)) > 200  # smooth lines have many shades
-    pick = [int(PICK[i : i + 2], 16) for i in (1, 3, 5)]
-    band = picture.crop((0, HEIGHT // 2, WIDTH, HEIGHT // 2 + 14))
-    pixels = torch.frombuffer(bytearray(band.tobytes()), dtype=torch.uint8).view(14, WIDTH, 3).int()
-    near = (pixels - torch.tensor(pick)).abs().sum(-1).amin(0) < 100
-    columns = near.nonzero().flatten().tolist()
-    assert curve.diverged is not None
-    place = math.log10(curve.suggestion / curve.rates[0]) / math.log10(curve.diverged / curve.rates[0])
-    assert columns
-    assert min(columns) / WIDTH == pytest.approx(0.08 + place * 0.887, abs=0.02)
+    path = draw_lr(curve, "A bowl", tmp_path / "new" / "lr.svg")
+    drawn = ElementTree.parse(path).getroot()
+    named = {
+        each.get("data-name"): str(each.get("data-points")).split() for each in drawn.iter() if each.get("data-name")
+    }
+    marks = ["valley", "steepest", "minimum", f"suggestion {rate_text(curve.suggestion)}"]
+    assert list(named) == ["loss of each update", "smoothed", *marks]
+    assert len(named["smoothed"]) == len(curve.rates)
+    assert [float(named[mark][0].partition(",")[0]) for mark in marks] == [
+        curve.valley,
+        curve.steepest,
+        curve.minimum,
+        curve.suggestion,
+    ]
+
+
+def test_the_picture_is_svg_whatever_its_name_says(tmp_path: Path) -> None:
+    curve = LRCurve([1e-3, 1e-2], [2.0, 1.0], [2.0, 1.5], 0.1)
+    assert draw_lr(curve, "Two", tmp_path / "lr.png") == tmp_path / "lr.svg"
 
 
 # -- the largest batch ------------------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""Repeated blocks of a task."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+
+def repeated(task: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost repeated blocks by name: modules of one class, with layers in them, in one container."""
+    blocks: dict[str, nn.Module] = {}
+    below: set[int] = set()
+    for name, module in task.named_modules():
+        if id(module) in below or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        kinds = Counter(type(child) for child in module.children())
+        for child, block in module.named_children():
+            if kinds[type(block)] > 1 and _is_block(block):
+                blocks[f"{name}.{child}".lstrip(".")] = block
+                below |= {id(inner) for inner in block.modules()}
+    return blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_layers = any(next(child.parameters(), None) is not None for child in module.children())
+    return has_layers and type(module).forward is not nn.Module.forward
