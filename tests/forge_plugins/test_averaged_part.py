@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import forge
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
