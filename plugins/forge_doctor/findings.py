@@ -56,7 +56,7 @@ FINDINGS = {
     "batch_changed": ("warning", "Copy before changing in place: x = x + noise instead of x += noise."),
     "trained_in_eval_mode": (
         "warning",
-        "Remove .eval(), or an overridden train(): dropout and batch statistics are off while it trains.",
+        "Remove .eval() from the step: dropout and batch statistics are off while it trains.",
     ),
     "validated_in_train_mode": (
         "warning",
@@ -107,7 +107,6 @@ FINDINGS = {
     "constant_column": ("note", "Remove the columns, or look at how they are read."),
     "pairs_broken": ("error", "Draw once, and apply the same turn to the input and to its target."),
     "step_raises_loss": ("warning", "Look at the sign of the loss, at gradient hooks, and at the optimizer's step."),
-    "metric_against_loss": ("warning", "Look at the sign and the direction of the loss: it rewards the wrong thing."),
     "values_lost": ("warning", "Compute in a type that holds the values."),
     "depends_on_company": ("warning", "Mask padding, offset indices by sample, keep batch statistics out."),
     "pixels_scrambled": ("warning", "Move the channels by permute(2, 0, 1); view and reshape do not move them."),

@@ -258,15 +258,16 @@ def validation_modes(patient: Patient) -> Iterator[Finding]:
 
 @contextmanager
 def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str, bool]]:
-    """Note which layers that behave differently in evaluation run in evaluation mode, at their last call.
+    """Note which layers that behave differently in evaluation were set to evaluation mode, at their last call.
 
     `at_any_call`: one that runs in training mode once is not in evaluation mode.
     """
     off: dict[str, bool] = {}
+    kept = {path for path, module in task.named_modules() if not at_any_call and not module.training}  # which is meant
 
     def hook(path: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
-            off[path] = not module.training and (off.get(path, True) or not at_any_call)
+            off[path] = not module.training and path not in kept and (off.get(path, True) or not at_any_call)
 
         return note
 
