@@ -63,9 +63,7 @@ FINDINGS = {
         "Remove .train() from validation, or an overridden eval(): dropout and batch statistics must be off there.",
     ),
     "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
-    "gradient_hook": ("warning", "Look at what the hook multiplies by, or clamps to; freeze by requires_grad_(False)."),
     "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
-    "wrong_gradient": ("error", "Derive the backward again, and check it with torch.autograd.gradcheck."),
     "attribute_name": ("warning", "Write p.requires_grad = False, or p.requires_grad_(False)."),
     "shared_storage": ("warning", "Tie the parameter itself: self.out.weight = self.embed.weight."),
     # losses and their inputs
@@ -73,7 +71,6 @@ FINDINGS = {
     "relu_before_loss": ("warning", "Remove the ReLU after the last layer: logits may be negative."),
     "output_range": ("error", "Remove the last activation, or scale the targets into its range."),
     "wrong_dimension": ("warning", "Name the dimension of classes: dim=1, or dim=-1."),
-    "label_values": ("error", "Use labels of -1 and 1: 2 * y - 1."),
     "class_ids_in_regression": ("warning", "Use cross_entropy with one output per class."),
     "sum_reduction": ("warning", "Use reduction='mean', or divide by the number of samples."),
     "mixed_reductions": ("warning", "Reduce all terms of the loss in one way: all means, or all sums per sample."),
@@ -94,7 +91,7 @@ FINDINGS = {
     # experiments
     "gradient_is_cut": (
         "note",
-        "Look at detach(), no_grad() and .item() on the way: if nothing is to be held fixed there, remove them.",
+        "Remove detach(), no_grad() or .item() on the way; check a backward of your own by torch.autograd.gradcheck.",
     ),
     "tensor_ignored": ("note", "Use the tensor in the step, or leave it out of the batch."),
     "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),
@@ -144,12 +141,7 @@ FINDINGS = {
         "warning",
         "Encode labels, words and columns once, for all splits, and look at how they are labelled.",
     ),
-    "labels_shifted": ("warning", "Cut inputs and labels at the same rows."),
     "repeated_noise": ("warning", "Draw new noise for each sample: make the generator once, not in __getitem__."),
-    "workers_repeat_noise": (
-        "warning",
-        "Draw from numpy's or torch's global generator, or seed your own by torch.initial_seed() in each worker.",
-    ),
     "dataset_changed": ("error", "Copy before changing in place in __getitem__: x = x - mean instead of x -= mean."),
     "augmentation_changes_label": ("warning", "Leave the turn out, or change the label with the picture."),
     "target_scale": ("warning", "Standardise the targets, and undo it in predict_step."),
@@ -186,12 +178,11 @@ FINDINGS = {
     "cannot_learn_a_batch": ("warning", "Find out why one batch cannot be learnt before training on all of them."),
     "labels_no_easier": (
         "note",
-        "Look at samples beside their labels: they may have been shuffled apart, or read wrongly.",
+        "Look at samples beside their labels: they may be shuffled apart, or those of the row before.",
     ),
     "results_differ": ("warning", "Look at the module: its result depends on how it is run; keep it in float32."),
     "memory_grows": ("warning", "Keep loss.detach() or loss.item(), and empty lists that outlive an update."),
     "slow_loader": ("note", "Read ahead with num_workers, prepare samples once, or keep tensors in a TensorLoader."),
-    "graphs_kept": ("warning", "Keep loss.detach() or loss.item(), not the loss itself."),
     "state_not_saved": ("note", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
     "method_name": ("warning", "Rename the method: forge never calls it by this name."),
     "never_validates": ("warning", "Validate more often, or train for longer: validate_every='1 epoch'."),

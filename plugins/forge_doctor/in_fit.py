@@ -13,11 +13,12 @@ from forge.data.accumulation_windows import batch_size
 from forge.util.walk import walk
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
-from forge_doctor.probes.motion import LEAK
 from forge_doctor.watch import REGRESSION, origin
 
 BOUNDED = ("Sigmoid", "Softmax")
 """What makes probabilities: their squared error is the Brier score, and meant."""
+LEAK = 2**16
+"""Bytes that an update may leave in any case: states of metrics, what waits to be logged."""
 LOOKS = (2, 5, 8, 11)
 """Updates after which what the task holds is counted."""
 
@@ -115,7 +116,7 @@ class Holdings:
 
     def found(self, task: nn.Module) -> Iterator[Finding]:
         """Attributes that hold more tensors at every look, with their graphs or in bytes that count."""
-        for where in self.sizes[-1]:
+        for where in self.sizes[-1] if len(self.sizes) == len(LOOKS) else ():
             counts, sizes, graphs = zip(*(look.get(where, (0, 0, False)) for look in self.sizes), strict=True)
             each = (sizes[-1] - sizes[0]) / (LOOKS[-1] - LOOKS[0])
             grows = all(before < after for before, after in itertools.pairwise(counts))

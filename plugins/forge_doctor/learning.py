@@ -20,13 +20,12 @@ from forge.data.accumulation_windows import batch_size
 from forge.data.adapt import by_name
 from forge.engine.trainer import Plugins, Trainer
 from forge.rng import reseed
-from forge.torch_internals import pytree
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import motion as movement
 from forge_doctor.experiments import scale
 from forge_doctor.experiments.answers import answers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, copied, first, loss_of, no_trace
+from forge_doctor.patient import SEED, Patient, copied, first, loss_of, moved, no_trace
 from forge_doctor.report import DoctorReport
 from forge_doctor.trial import Trial, Variation
 
@@ -301,8 +300,7 @@ class TrialLook(Plugin):
             return
         self.looks, self.trainer = False, trainer
         self._before = copied(trainer.task)
-        move = lambda x: x.to(trainer.env.device) if isinstance(x, Tensor) else x  # noqa: E731
-        self.batch = pytree.tree_map(move, self.batch)
+        self.batch = moved(self.batch, trainer.env.device)
         patient = Patient(trainer.task, trainer, None, None, [self.batch], [])
         self.names = patient.names
         groups = [group for entry in trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]

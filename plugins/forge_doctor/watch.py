@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forge.diagnose.checks.user_line import users_frame
@@ -156,7 +155,7 @@ class StepWatch(CallWatch):
         short, long = sorted((a, b), key=lambda x: x.ndim)
         n = self.batch
         crossed = n is not None and n > 1 and tuple(short.shape) == (n,) and tuple(long.shape) == (n, 1)
-        if crossed and a.requires_grad != b.requires_grad:
+        if crossed and (a.requires_grad != b.requires_grad or not torch.is_grad_enabled()):
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             text = f"{name.strip('_')} of shapes {shapes} gives {n} x {n} numbers: each prediction meets every target"
             self.oddities.append(Oddity("broadcast_loss", text, where()))
@@ -192,52 +191,5 @@ def origins(tensor: Tensor) -> Iterator[str]:
         node = next((child for child, _ in node.next_functions if child is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class OuterCall:
-    """A module that a step called, outside all other modules, with what went in and came out."""
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-    def settled(self) -> OuterCall:
-        """The call without its graph, on copies of what went in."""
-        given = (self.args, self.kwargs)
-        args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
-        return OuterCall(self.path, args, kwargs, _detached(self.output))
-
-
 def _detached(tree: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
-
-
-@contextmanager
-def outermost_calls(task: nn.Module) -> Iterator[list[OuterCall]]:
-    """Note calls of modules that are not made by another module's forward."""
-    calls: list[OuterCall] = []
-    depth = 0
-    handles = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal depth
-        depth += 1
-
-    def leave(path: str) -> Any:
-        def noted(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            nonlocal depth
-            depth -= 1
-            if not depth:
-                calls.append(OuterCall(path, args, kwargs, output))
-
-        return noted
-
-    for path, module in task.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave(path), with_kwargs=True))
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

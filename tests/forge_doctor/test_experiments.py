@@ -26,6 +26,7 @@ from forge_doctor.experiments import (
     values,
 )
 from forge_doctor.patient import Patient
+from forge_doctor.probes import losses
 from tests.support.patients import Healthy, found, loader, numbers
 from tests.support.probes_kit import task_with
 
@@ -452,7 +453,7 @@ def test_weights_that_stand_still() -> None:
 def learnt(patient: Patient) -> Any:
     batch = patient.batches[0]
     task, said = scale.short_fit(patient, [batch] * 80)
-    yield from motion.learnt(patient, task, batch, said[0]["loss"], said[-1]["loss"])
+    yield from motion.learnt(patient, task, batch, said[0], said[-1])
     yield from motion.collapsed(patient, task, batch)
 
 
@@ -628,8 +629,8 @@ def test_writes_that_are_lost() -> None:
 def test_a_metric_that_meets_each_with_each() -> None:
     wide = Validates(lambda task, x, y: {"error": (task(x)[:, :1] - y).abs().mean()})
     right = Validates(lambda task, x, y: {"error": (task(x)[:, 0] - y).abs().mean()})
-    assert "broadcast_loss" in found(wide, lossy.steps)
-    assert found(right, lossy.steps) == {}
+    assert "broadcast_loss" in found(wide, losses.evaluation_inputs)
+    assert found(right, losses.evaluation_inputs) == {}
 
 
 class Masks(Healthy):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_doctor.doctor import AFTER, BEFORE
-from forge_doctor.experiments import equivariance, stages
+from forge_doctor.experiments import equivariance, influence, stages
 from forge_doctor.findings import FINDINGS, LEVELS
 from forge_doctor.probes import class_labels, data, graph, motion, start
 from tests.support.patients import Healthy, Keeps, found, loader, numbers, said, splits
@@ -220,25 +220,15 @@ class Square(torch.autograd.Function):
         return Square.factor * x * gradients[0]
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return -gradients[0]
-
-
 class Squares(Healthy):
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(Reversed.apply(Square.apply(self.net[0](x)[:, :8])))
+        return self.net(Square.apply(self.net[0](x)[:, :8]))
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.0])
 def test_a_wrong_backward_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Square, "factor", factor)
-    assert set(found(Squares(), graph.finite_differences)) == (set() if factor == 2 else {"wrong_gradient"})
+    assert set(found(Squares(), influence.weights)) == (set() if factor == 2 else {"gradient_is_cut"})
 
 
 # -- independence -----------------------------------------------------------------------------------------------------
@@ -467,5 +457,5 @@ def test_methods_with_nearly_the_right_name() -> None:
 
 
 def test_losses_that_are_kept_with_their_graphs() -> None:
-    assert "graphs_kept" in found(Keeps(), motion.kept, after=10)
-    assert found(Healthy(), motion.kept, after=10) == {}
+    assert "memory_grows" in found(Keeps(), motion.losses, after=12)
+    assert found(Healthy(), motion.losses, after=12) == {}

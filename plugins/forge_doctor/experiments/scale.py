@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge.contract.hooks import hookimpl
-from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.torch_internals import pytree
 from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.experiments.reading import read
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, first, like
+from forge_doctor.patient import Patient, first, like, moved
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
@@ -31,32 +29,16 @@ SMALL_STEP = 1e-3
 """The share of the planned rate at which an update must lower the loss that it was computed from."""
 
 
-class Keeps(Plugin):
-    """Keeps what the steps of a short fit return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "forge_doctor.keeps"
-        self.said: list[dict[str, float]] = []
-
-    @hookimpl(wrapper=True)
-    def forge_forward(self, step: Any, batch: Any) -> Any:
-        output = yield
-        if step.stage == "train":
-            self.said.append(numbers(output))
-        return output
-
-
-def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tuple[TaskModule, list[dict[str, float]]]:
+def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tuple[TaskModule, list[float]]:
     """Train a copy on these batches with the optimizers alone, at a multiple of the highest rate of its schedule; the
-    copy, and what each step returned."""
-    task, keeper = patient.fresh(), Keeps()
+    copy, and the loss of each update."""
+    task = patient.fresh()
     settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
     given = [copy.deepcopy(batch) for batch in batches]
     change = Variation(rate=factor * _peak(patient))
-    fit(task, given, [], settings, len(given), change, more=(keeper,), seeded=False)
+    losses = fit(task, given, [], settings, len(given), change, seeded=False)
     task.trainer = patient.trainer
-    return task.to(patient.device), keeper.said
+    return task.to(patient.device), losses
 
 
 def _peak(patient: Patient) -> float:
@@ -101,7 +83,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
     found: dict[float, list[float]] = {}
     for factor in (1.0, 0.01, 100.0):
         with suppress(Exception):
-            found[factor] = [row.get("loss", math.nan) for row in short_fit(patient, served, factor)[1]]
+            found[factor] = short_fit(patient, served, factor)[1]
     if len(found) < 3:
         return
     few = len(patient.batches)  # a round over the batches
@@ -173,7 +155,7 @@ def generalises(patient: Patient) -> Iterator[Finding]:
     """Train on some batches of train: others of train that were held out must not be much easier than those of val."""
     if not patient.can_validate or len(patient.names) > 1:
         return
-    served = [_moved(patient, batch) for batch in first(patient.train, MOST_BATCHES)]
+    served = [moved(batch, patient.device) for batch in first(patient.train, MOST_BATCHES)]
     held = max(1, len(served) // 5)
     if len(served) < 5:
         return
@@ -211,10 +193,6 @@ def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[f
         reached = float(patient.loss(task.eval(), whole).detach())
         return (reached, held.best(constant=True)[0]) if held is not None else None
     return None
-
-
-def _moved(patient: Patient, batch: Any) -> Any:
-    return pytree.tree_map(lambda x: x.to(patient.device) if isinstance(x, Tensor) else x, batch)
 
 
 def _validated(patient: Patient, task: TaskModule, batches: list[Any]) -> float:

@@ -1,9 +1,8 @@
-"""Probes of the graph of the first losses: what it reaches, what a step changes, and hand-written gradients."""
+"""Probes of the graph of the first losses: what it reaches, and what a step changes."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,11 +70,6 @@ class Graphs:
             self.reached.add(id(leaf))
             if id(leaf) not in known and isinstance(leaf, nn.Parameter):
                 self.hidden[id(leaf)] = leaf
-
-    def order(self) -> list[str]:
-        """The classes of the modules with parameters of their own, in the order of their first runs."""
-        ran = [self.task.get_submodule(path) for path in self.called if path]
-        return [type(module).__name__ for module in ran if any(True for _ in module.parameters(recurse=False))]
 
     def unregistered(self) -> Iterator[Finding]:
         if self.hidden:
@@ -312,82 +306,3 @@ def _is_trained(task: nn.Module, path: str) -> bool:
         path = path.rpartition(".")[0]
         module = task.get_submodule(path)
     return any(p.requires_grad for p in module.parameters(recurse=True))
-
-
-def finite_differences(patient: Patient) -> Iterator[Finding]:
-    """Hand-written backwards against differences of their own forwards, in float64.
-
-    A function whose forward does nothing, or is flat, was written for its backward: a reversed gradient, or one that
-    goes straight through.
-    """
-    made = patient.again(patient.clone())
-    functions = {type(node)._forward_cls for output in made for node in own_functions(output)}
-    for kind in functions:
-        given = _arguments_of(kind, patient)
-        if given is None:
-            continue
-        place = next((i for i, x in enumerate(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        result = _compare(kind, given, place) if place is not None else None
-        if result is not None:
-            expected, found = result
-            text = (
-                f"{kind.__name__}.backward gives {expected:.4g} in a random direction, and differences of its forward "
-                f"give {found:.4g}."
-            )
-            yield Finding("wrong_gradient", text, kind.__name__, {"backward": expected, "differences": found})
-
-
-def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
-    """The arguments of a function's first call in a step, in float64."""
-    seen: list[list[Any]] = []
-    forward = inspect.getattr_static(kind, "forward")
-    plain = forward.__func__ if isinstance(forward, staticmethod) else forward
-    has_context = kind.setup_context.__qualname__ != f"{kind.__qualname__}.setup_context"
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        seen.append(list(args[1:] if has_context else args))
-        return plain(*args, **kwargs)
-
-    inherits = "forward" not in vars(kind)
-    kind.forward = staticmethod(noting)
-    try:
-        patient.again(patient.clone())
-    finally:
-        if inherits:
-            del kind.forward
-        else:
-            kind.forward = forward
-    if not seen:
-        return None
-    return [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in seen[0]]
-
-
-def _compare(kind: Any, given: list[Any], place: int) -> tuple[float, float] | None:
-    """What backward and differences give in a random direction; None where they agree, or are not meant to."""
-    generator = torch.Generator().manual_seed(0)
-    x = given[place].clone().requires_grad_()
-    call = lambda x: kind.apply(*given[:place], x, *given[place + 1 :])  # noqa: E731
-    out = call(x)
-    if not isinstance(out, Tensor) or not out.requires_grad:
-        return None
-    direction = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(x.device)
-    if out.shape == x.shape and torch.allclose(out, x):
-        return None
-    (gradient,) = torch.autograd.grad((out * weight).sum(), x)
-    expected = float((gradient * direction).sum())
-    steps = []
-    with torch.no_grad():
-        for step in (1e-5, 1e-6):
-            steps.append(float(((call(x + step * direction) - call(x - step * direction)) * weight).sum() / (2 * step)))
-    found = steps[0]
-    scale = max(abs(found), abs(expected), 1e-12)
-    is_rough = abs(steps[0] - steps[1]) > 0.01 * max(abs(steps[0]), 1e-12)  # computed in float32, or at a kink
-    if abs(found) < 1e-9 * scale or is_rough or abs(expected - found) <= 0.02 * scale:
-        return None
-    return expected, found
-
-
-def own_functions(loss: Tensor) -> Iterator[Any]:
-    """The nodes of a graph that are torch.autograd.Functions of the user's."""
-    return (node for node in nodes(loss) if isinstance(node, torch.autograd.function.BackwardCFunction))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from statistics import median
 
@@ -14,8 +13,6 @@ from forge_doctor.patient import NotApplicable, Patient, parameters
 
 SLOW = 0.005
 """Seconds that a batch may take in any case."""
-LEAK = 2**16
-"""Bytes that an update may leave in any case: metrics that wait to be logged, states of metrics."""
 NEVER, HARDLY, FEWEST_NORMS = 1e4, 1e-6, 4
 """By how much a clip is above each norm if it is said to do nothing; the norm and the number of updates to judge by."""
 
@@ -49,8 +46,7 @@ def _are_at_rest(patient: Patient) -> bool:
 def gradients(patient: Patient) -> Iterator[Finding]:
     """Gradients of the first layers against those of the last, relative to their weights."""
     task = patient.clone()
-    for output in patient.again(task):
-        (output if output.ndim == 0 else output.float().pow(2).mean()).backward()
+    patient.loss(task, patient.batches[0]).backward()
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     found: list[tuple[str, float]] = []
     for path, module in task.named_modules():
@@ -115,33 +111,12 @@ def _idle_clip(patient: Patient, limit: float | None, value: float | None) -> It
         yield Finding("clips_never", text, f"clip.{name}", {"norm": norm, name: bound, "updates": len(patient.norms)})
 
 
-def kept(patient: Patient) -> Iterator[Finding]:
-    """Tensors that outlive their update with their graph."""
-    if patient.graphs_kept >= 3:
-        text = (
-            f"{patient.graphs_kept} tensors of earlier updates are alive with their graphs: memory grows with every "
-            "update."
-        )
-        yield Finding("graphs_kept", text, type(patient.task).__name__, {"tensors": patient.graphs_kept})
-
-
 def losses(patient: Patient) -> Iterator[Finding]:
     """Losses that leave all bounds within a few updates."""
     found = patient.losses
     if len(found) > 3 and (any(loss != loss for loss in found) or found[-1] > 10 * abs(found[0]) + 10):
         text = f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates."
         yield Finding("diverges", text, type(patient.task).__name__, {"losses": found[:10]})
-
-
-def memory(patient: Patient) -> Iterator[Finding]:
-    """Memory of an accelerator that grows with every update."""
-    if patient.device.type == "cpu":
-        raise NotApplicable
-    late = patient.memory[len(patient.memory) // 2 :]
-    growth = [after - before for before, after in itertools.pairwise(late)]
-    if len(growth) >= 4 and min(growth) > LEAK:
-        text = f"Every update leaves {median(growth) / 2**20:.3g} MiB more on the accelerator."
-        yield Finding("memory_grows", text, type(patient.task).__name__, {"bytes": late})
 
 
 def waits(patient: Patient) -> Iterator[Finding]:

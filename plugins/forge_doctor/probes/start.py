@@ -93,8 +93,7 @@ def _ends(kind: str, output: Tensor) -> Tensor:
 
 def layers(patient: Patient) -> Iterator[Finding]:
     """Options of layers that are nearly always mistakes."""
-    task = patient.clone()
-    for path, module in task.named_modules():
+    for path, module in patient.task.named_modules():
         if isinstance(module, DROPOUTS) and module.p > 0.8:
             yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
         if isinstance(module, BatchNorm) and _is_fixed(module):
