@@ -101,7 +101,6 @@ FINDINGS = {
     "stages_differ": ("note", "Prepare inputs and compute metrics by one function, for training and validation."),
     "bad_values": ("warning", "Remove or fill in what is missing where the data are read."),
     "values_unseen": ("warning", "Encode all splits by one table, and split so that each class is in train."),
-    "constant_column": ("note", "Remove the columns, or look at how they are read."),
     "pairs_broken": ("error", "Draw once, and apply the same turn to the input and to its target."),
     "step_raises_loss": ("warning", "Look at the sign of the loss, at gradient hooks, and at the optimizer's step."),
     "values_lost": ("warning", "Compute in a type that holds the values."),
@@ -113,8 +112,6 @@ FINDINGS = {
     "average_stands_still": ("note", "Update the copy after each step, if it is meant to follow."),
     "learnt_not_validated": ("warning", "Compare the two steps: preparation, mode, module, labels and metric."),
     "random_validation_data": ("note", "Leave augmentation out of val, or draw it from a generator with a fixed seed."),
-    "collapsed": ("warning", "Look at the balance of the terms, at dead units, and at what the loss rewards."),
-    "modes_differ": ("warning", "Look at the layer's momentum, scaling and use of self.training."),
     # independence
     "batch_dependence": (
         "error",

@@ -82,7 +82,7 @@ SECONDS = 1.0
 FIRST_UPDATES = (
     *(start.equal_rows, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.splits),
-    *(class_labels.labels, class_labels.order, serving.noise, motion.gradients),
+    *(class_labels.labels, serving.noise, motion.gradients),
     *(values.unseen, values.giveaway),
 )
 """Probes after a few updates, and of the samples up to there."""

@@ -36,7 +36,7 @@ def class_targets(patient: Patient) -> Iterator[Finding]:
             or origin(x) in BOUNDED
         ):
             continue
-        what = _two_classes(y, labels) or _rows_of_classes(y, labels)
+        what = _numbers_of_classes(y) or _two_classes(y, labels) or _rows_of_classes(y, labels)
         if what:
             text = f"{call.name} gets {what} as targets: they are labels of classes."
             yield Finding("class_ids_in_regression", text, call.where)
@@ -44,6 +44,14 @@ def class_targets(patient: Patient) -> Iterator[Finding]:
 
 def _is_whole(x: Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex()
+
+
+def _numbers_of_classes(y: Tensor) -> str:
+    """The whole numbers from 0 on, each several times."""
+    values = y.detach().float().unique()
+    count = len(values)
+    several = 3 <= count <= 50 and y.numel() >= 3 * count
+    return f"the whole numbers 0 to {count - 1}" if several and values.tolist() == list(range(count)) else ""
 
 
 def _two_classes(y: Tensor, labels: list[Tensor]) -> str:

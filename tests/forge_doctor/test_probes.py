@@ -428,15 +428,6 @@ def test_units_that_are_saturated() -> None:
     assert "saturated" in found(task, start.activations)
 
 
-def test_targets_that_come_sorted() -> None:
-    x, _ = numbers()
-    y = x[:, 0]
-    task = task_with(lambda s, y: F.mse_loss(s[:, 0], y))
-    order = y.argsort()
-    assert "not_shuffled" in found(task, class_labels.order, data=(loader(x[order], y[order], shuffle=False), None))
-    assert found(task, class_labels.order, data=(loader(x, y, shuffle=False), None)) == {}
-
-
 def test_gradients_that_vanish() -> None:
     deep = Healthy()
     deep.net = nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.Sigmoid())), nn.Linear(8, 4))

@@ -68,7 +68,7 @@ def weights(patient: Patient) -> Iterator[Finding]:
     """Move each group of trained weights, and compare the slope of the loss with the gradient."""
     known = trained(patient)
     for name in patient.names:
-        found = _slopes(patient, name, known)
+        found = slopes(patient, name, known)
         if found is None:
             continue
         groups, watch = found
@@ -95,7 +95,7 @@ def weights(patient: Patient) -> Iterator[Finding]:
 
 def flat(patient: Patient) -> Iterator[Finding]:
     """After a few updates: trained weights on which the loss does not depend though they take part in it."""
-    found = _slopes(patient, None, trained(patient)) if len(patient.names) == 1 else None
+    found = slopes(patient, None, trained(patient)) if len(patient.names) == 1 else None
     still = [group for group in found[0] if group.reached and not group.gradient and not group.slope] if found else []
     if found and still and len(still) < len(found[0]):
         yield Finding(
@@ -136,7 +136,7 @@ def _grouped(task: nn.Module, known: set[str]) -> list[WeightGroup]:
     return []
 
 
-def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[WeightGroup], CutWatch] | None:
+def slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[WeightGroup], CutWatch] | None:
     """The slope of the loss along a few directions of each group, beside the gradient, in float64 where that works."""
     known = trained(patient, name) if len(patient.names) > 1 else known
     for double in (True, False):

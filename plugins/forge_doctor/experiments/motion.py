@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.answers import layer_calls
 from forge_doctor.experiments.intervene import draws, numbers, says
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, are_samples
+from forge_doctor.patient import Patient
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import trained
 
@@ -133,32 +131,6 @@ def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float
                 {"before": before[name], "after": after[name], "metric": name},
                 level="warning" if lost else "note",
             )
-
-
-def collapsed(patient: Patient, task: Any, batch: Any) -> Iterator[Finding]:
-    """After a batch was trained on: whether all samples get one answer."""
-    size = batch_size(batch)
-    calls: dict[str, Tensor] = {}
-    if size is None or size < 8 or not are_samples(batch) or len(patient.names) > 1:
-        return
-
-    def noted(path: str, number: int, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.ndim > 1 and len(output) == size and output.is_floating_point():
-            calls[path] = output.detach()
-        return output
-
-    with torch.no_grad(), suppress(Exception), layer_calls(task.eval(), noted):
-        patient.run(task, batch)
-    if calls:
-        path, x = list(calls.items())[-1]
-        flat = x.float().flatten(1)
-        among, all_of_it = float(flat.std(0).mean()), float(flat.pow(2).mean().sqrt())
-        if among < 1e-3 * all_of_it:
-            text = (
-                f"After updates on one batch {path} gives all {size} samples one answer: they differ by {among:.2g}, "
-                f"of {all_of_it:.2g} in size. What the inputs say is lost on the way, or the loss rewards one answer."
-            )
-            yield Finding("collapsed", text, path, {"between samples": among, "size": all_of_it})
 
 
 def _is_worse(name: str, before: float, after: float) -> bool:

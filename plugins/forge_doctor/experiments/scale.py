@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge.contract.task import TaskModule
 from forge.torch_internals import pytree
@@ -21,8 +21,6 @@ from forge_doctor.patient import Patient, first, like, moved
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
-SETTLES = 50
-"""Passes in training mode in which statistics of the usual momentum settle."""
 LONG, MOST_BATCHES = 100, 60
 """Updates, and batches of train, of a fit that must hold for other samples."""
 SMALL_STEP = 1e-3
@@ -106,49 +104,6 @@ def rates(patient: Patient) -> Iterator[Finding]:
             f"updates; at a hundred times the rate to {at[100.0]:.4g}."
         )
         yield Finding("learning_rate_low", text, "configure_optimizers", evidence)
-
-
-def modes(patient: Patient, task: TaskModule, batch: Any, start: float) -> Iterator[Finding]:
-    """After one batch was learnt: its loss in training mode beside that in evaluation mode, and which layer it is."""
-    task.trainer = patient.trainer
-    with torch.no_grad(), suppress(Exception):
-        task.to(patient.device)
-        for _ in range(SETTLES):  # running statistics follow, as far as they do
-            patient.loss(like(task, patient.task), batch)
-        trained = float(patient.loss(like(task, patient.task), batch))
-        evaluated = float(patient.loss(task.eval(), batch))
-        if not evaluated > max(2 * trained, trained + 0.3 * abs(start - trained)) + 1e-3:
-            return
-        by_kind: dict[str, float] = {}
-        layers = [
-            (path, m) for path, m in task.named_modules() if not any(True for _ in m.children()) and _has_modes(m)
-        ]
-        trains = {mine for mine, own in zip(task.modules(), patient.task.modules(), strict=True) if own.training}
-        for kind in dict.fromkeys(type(module).__name__ for _, module in layers):
-            task.eval()
-            for _, module in layers:
-                module.training = type(module).__name__ == kind and module in trains
-            by_kind[kind] = float(patient.loss(task, batch))
-        if by_kind:
-            kind = min(by_kind, key=lambda name: by_kind[name])
-            path = next(path for path, module in layers if type(module).__name__ == kind)
-            yield Finding(
-                "modes_differ",
-                f"After one batch was trained on, its loss is {trained:.4g} in training mode, and {evaluated:.4g} in "
-                f"evaluation mode. With its layers {kind} ({path}, ...) alone in training mode it is "
-                f"{by_kind[kind]:.4g}: the statistics that evaluation uses are not those of training, or these layers "
-                "do something else there.",
-                path,
-                {"training": trained, "evaluation": evaluated, f"with {kind}": by_kind[kind]},
-            )
-
-
-def _has_modes(module: nn.Module) -> bool:
-    return (
-        type(module).__module__.startswith("torch.nn") is False
-        or "Norm" in type(module).__name__
-        or "Drop" in type(module).__name__
-    )
 
 
 def generalises(patient: Patient) -> Iterator[Finding]:

@@ -272,7 +272,7 @@ def overlaps(patient: Patient) -> Iterator[Finding]:
         for dim in range(1, x.ndim):  # time may be either
             if not STEPS + 2 <= x.shape[dim] <= MOST_LENGTH or float((x != x.round()).float().mean()) < 0.5:
                 continue
-            a, b = (_stretches(z.movedim(dim, 1)) for z in (x, y))
+            a, b = (_stretches(z.movedim(dim, 1).double()) for z in (x, y))
             begin, end = (
                 float(torch.isin(*pair).float().mean()) for pair in ((b[:, 0], a[:, 1:]), (b[:, -1], a[:, :-1]))
             )
@@ -289,8 +289,10 @@ def overlaps(patient: Patient) -> Iterator[Finding]:
 def _stretches(x: Tensor) -> Tensor:
     """One number for each stretch of steps, the same for the same numbers; NaN where hardly anything moves."""
     drawn = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
-    steps = sum(w * c.double() for w, c in zip(drawn, x.flatten(2).unbind(2) if x.ndim > 2 else [x], strict=False))
+    zero = torch.zeros((), dtype=torch.float64)
+    channels = x.flatten(2).unbind(2) if x.ndim > 2 else [x]
+    steps = sum((w * c for w, c in zip(drawn, channels, strict=False)), zero)
     count = x.shape[1] - STEPS + 1
-    keys = sum(w * steps[:, i : i + count] for i, w in enumerate(drawn[:STEPS]))
+    keys = sum((w * steps[:, i : i + count] for i, w in enumerate(drawn[:STEPS])), zero)
     moves = (steps[:, 1:] != steps[:, :-1]).unfold(1, STEPS - 1, 1).sum(-1)
     return keys.where(moves > STEPS // 2, torch.nan)

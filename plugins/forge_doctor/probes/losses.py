@@ -123,23 +123,11 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
                 call.where,
                 {"outside": round(outside, 4), "lowest": float(y.min()), "highest": float(y.max())},
             )
-    if call.name in REGRESSION and _are_class_ids(y):
-        text = (
-            f"{call.name} gets the whole numbers 0 to {int(y.max())} as targets: these look like class labels, whose "
-            "distances mean nothing."
-        )
-        yield Finding("class_ids_in_regression", text, call.where, {"values": int(y.max()) + 1})
 
 
 def _is_of_the_same(x: Tensor, y: Tensor) -> bool:
     """Whether a target comes from the parameters that the prediction comes from, as two passes that are to agree."""
     return {id(leaf) for leaf in leaves(y)} <= {id(leaf) for leaf in leaves(x)}
-
-
-def _are_class_ids(y: Tensor) -> bool:
-    values = y.detach().float().unique()
-    count = len(values)
-    return 3 <= count <= 50 and y.numel() >= 3 * count and bool((values == torch.arange(count).to(values)).all())
 
 
 def weights(patient: Patient) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from forge_doctor.experiments.pairs import alike
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
 from forge_doctor.probes.data import stacked
-from forge_doctor.stored import Array, arrays, copied, differs, indexed, put_back, read
+from forge_doctor.stored import Array, arrays, copied, count_of, differs, indexed, put_back, read
 
 
 def noise(patient: Patient) -> Iterator[Finding]:
@@ -53,10 +53,10 @@ def _are_parallel(rows: Tensor) -> bool:
 def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
     """Read samples again: where that changes the dataset, put it back, and see whether the sample is another."""
     for name, loader in loaders.items():
-        dataset = indexed(loader)
-        held = arrays(loader) if dataset is not None and len(dataset) >= 8 else {}
+        count = count_of(loader) if indexed(loader) is not None else 0
+        held = arrays(loader) if count >= 8 else {}
         first, touched = {path: copied(value) for path, value in held.items()}, set[str]()
-        for index in (0, len(dataset) // 2, len(dataset) - 1) if held else ():
+        for index in (0, count // 2, count - 1) if held else ():
             read(loader, index, SEED)  # which may fill a cache
             before = {path: copied(value) for path, value in held.items()}
             read(loader, index, SEED + 1)
@@ -70,6 +70,7 @@ def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
         if touched:
             text = f"Reading a sample again changes it in the dataset, in {min(touched)}: each epoch has other data."
             yield Finding("dataset_changed", text, name, {"array": min(touched)})
+            return
 
 
 def _put_back(held: dict[str, Array], before: dict[str, Array]) -> set[str]:
