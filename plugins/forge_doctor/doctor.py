@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 import warnings
@@ -27,7 +26,7 @@ from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
 from forge.data.splits import live_loaders
 from forge.engine.trainer import Plugins, Trainer
-from forge.errors import ForgeError, TaskError
+from forge.errors import ForgeError
 from forge.snapshot.left_out import is_left_out
 from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
@@ -47,7 +46,7 @@ from forge_doctor.experiments import motion as movement
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
-from forge_doctor.patient import NotApplicable, Patient, copied, first, loss_of, moved, no_trace, rows
+from forge_doctor.patient import NotApplicable, Patient, copied, copied_task, first, loss_of, moved, no_trace, rows
 from forge_doctor.probes import (
     aliases,
     class_labels,
@@ -70,7 +69,6 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "losses in steps": lossy.steps,
     "what the loss reaches": graph.reach,
     "what a step changes": graph.purity,
-    "modes while training": graph.modes,
     "modes while validating": graph.validation_modes,
     "inputs of losses": losses.inputs,
     "labels as numbers": in_fit.class_targets,
@@ -206,10 +204,10 @@ def doctor(
         examination.original = task
         examination.validate_every = plan.get("validate_every")
         try:
-            _run(examination, _copy(task), plugins, settings, plan.get("seed"))
+            _run(examination, copied_task(task), plugins, settings, plan.get("seed"))
             patient = examination.patient
             if patient is not None and not report.skipped.get("the run"):
-                patient.make = functools.partial(_copy, task)
+                patient.make = functools.partial(copied_task, task)
                 examination.probe(LAST, deadline.part(LAST_SHARE))
             if patient is None or report.skipped.get("the run"):
                 report.skipped["learning one batch"] = "training ended with an error"
@@ -223,16 +221,6 @@ def doctor(
             if NO_TIME in report.skipped.values():
                 report.partial = "the time was over"
     return report
-
-
-def _copy(task: TaskModule) -> TaskModule:
-    try:
-        return copy.deepcopy(task)
-    except Exception as error:
-        raise TaskError(
-            f"{type(task).__name__} cannot be copied ({type(error).__name__}: {error}), and forge doctor works on "
-            "copies. Make what cannot be copied in a method, or define __deepcopy__."
-        ) from error
 
 
 def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:

@@ -39,29 +39,16 @@ class Finding:
 FINDINGS = {
     # the graph of the first losses
     "refused": ("error", "Change what the message names: a fit stops there too."),
-    "unregistered_parameters": (
-        "error",
-        "Assign layers to attributes of a module in __init__; nn.ModuleList and nn.ModuleDict hold several.",
-    ),
+    "unregistered_parameters": ("error", "Assign layers to attributes in __init__; several to an nn.ModuleList."),
     "unused_parameters": ("warning", "Use the module in the loss, delete it, or freeze it: requires_grad_(False)."),
     "unused_module": ("note", "Delete the module, or freeze it, if it is not meant to train."),
-    "no_gradient": (
-        "warning",
-        "Remove torch.no_grad(), .detach(), .data or .item() on the way to the loss; freeze what is not to be trained.",
-    ),
+    "no_gradient": ("warning", "Remove no_grad(), .detach() or .item() on the way to the loss, or freeze the weights."),
     "not_in_optimizer": ("warning", "Give the parameters to the optimizer, or freeze them: requires_grad_(False)."),
     "target_has_gradient": ("warning", "Detach the target: the loss trains whatever made it, too."),
     "backward_in_step": ("error", "Return the loss and remove .backward(): the Trainer runs it."),
     "mode_changed": ("warning", "Remove .train() and .eval() from the step: the Trainer sets the mode."),
     "batch_changed": ("warning", "Copy before changing in place: x = x + noise instead of x += noise."),
-    "trained_in_eval_mode": (
-        "warning",
-        "Remove .eval() from the step: dropout and batch statistics are off while it trains.",
-    ),
-    "validated_in_train_mode": (
-        "warning",
-        "Remove .train() from validation, or an overridden eval(): dropout and batch statistics must be off there.",
-    ),
+    "validated_in_train_mode": ("warning", "Remove .train() from validation, or an overridden eval()."),
     "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
     "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
     "attribute_name": ("warning", "Write p.requires_grad = False, or p.requires_grad_(False)."),
@@ -76,23 +63,14 @@ FINDINGS = {
     "mixed_reductions": ("warning", "Reduce all terms of the loss in one way: all means, or all sums per sample."),
     "broadcast_loss": ("error", "Give predictions and targets one shape: prediction.squeeze(1), or y.unsqueeze(1)."),
     "padding_in_loss": ("warning", "Pass ignore_index, or mask the padded positions out of the mean."),
-    "weights_reversed": (
-        "warning",
-        "Weigh rare classes more: total / (classes * counts); pos_weight: negatives / positives.",
-    ),
-    "loss_misaligned": (
-        "warning",
-        "Look at signs, masks and both sides of the loss: its minimum must be at the target.",
-    ),
+    "weights_reversed": ("warning", "Weigh rare classes more: total / (classes * counts), negatives / positives."),
+    "loss_misaligned": ("warning", "Look at signs, masks and both sides of the loss: it must be lowest at the target."),
     "metric_wrong": ("warning", "Compute it on a prediction that is known to be right, and correct it until it is 1."),
     "label_smoothing": ("warning", "Smooth by 0.05 to 0.2: it is what the right class loses, not what it keeps."),
     "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # experiments
-    "gradient_is_cut": (
-        "note",
-        "Remove detach(), no_grad() or .item() on the way; check a backward of your own by torch.autograd.gradcheck.",
-    ),
+    "gradient_is_cut": ("note", "Look at detach(), no_grad() and .item(); check a backward of your own by gradcheck."),
     "tensor_ignored": ("note", "Use the tensor in the step, or leave it out of the batch."),
     "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),
     "state_between_batches": ("note", "Reset what is carried over at the begin of each step, if it is not meant."),
@@ -115,14 +93,11 @@ FINDINGS = {
     # independence
     "batch_dependence": (
         "error",
-        "Keep samples apart: look for view or reshape across the batch, a missing batch_first, statistics over dim 0.",
+        "Keep samples apart: look for a view across the batch, or a mean over it.",
     ),
     "sees_the_future": ("error", "Mask the attention: position t may see positions up to t, not its own target."),
     "positions_ignored": ("warning", "Follow the positions through the model: some of them never reach the output."),
-    "random_evaluation": (
-        "warning",
-        "Use self.training: F.dropout(x, p, self.training); draw noise in training alone.",
-    ),
+    "random_evaluation": ("warning", "Use F.dropout(x, p, self.training), and draw noise in training alone."),
     "input_ignored": ("error", "Follow the input through forward: it is overwritten, or multiplied by zero."),
     "wrong_mode": ("warning", "Set mode=min for losses and errors, and mode=max for accuracies and scores."),
     "metric_by_batch": ("note", "Sum over all batches and divide once: num_items weighs batches, evaluation_end sums."),
@@ -134,10 +109,7 @@ FINDINGS = {
     "unscaled_inputs": ("warning", "Standardise inputs: (x - mean) / std; bytes / 255."),
     "feature_scales": ("warning", "Standardise each column by its own mean and deviation."),
     "split_statistics": ("warning", "Prepare train and val in one way, by the statistics of train."),
-    "splits_disagree": (
-        "warning",
-        "Encode labels, words and columns once, for all splits, and look at how they are labelled.",
-    ),
+    "splits_disagree": ("warning", "Encode labels, words and columns once, for all splits, and look at their labels."),
     "repeated_noise": ("warning", "Draw new noise for each sample: make the generator once, not in __getitem__."),
     "dataset_changed": ("error", "Copy before changing in place in __getitem__: x = x - mean instead of x -= mean."),
     "augmentation_changes_label": ("warning", "Leave the turn out, or change the label with the picture."),
@@ -173,10 +145,7 @@ FINDINGS = {
     "clips_never": ("note", "Lower max_norm to a few times the usual norm, or leave clip out: it does nothing here."),
     # learning, and long runs
     "cannot_learn_a_batch": ("warning", "Find out why one batch cannot be learnt before training on all of them."),
-    "labels_no_easier": (
-        "note",
-        "Look at samples beside their labels: they may be shuffled apart, or those of the row before.",
-    ),
+    "labels_no_easier": ("note", "Look at samples beside their labels: they may be shuffled apart, or shifted by a row."),
     "results_differ": ("warning", "Look at the module: its result depends on how it is run; keep it in float32."),
     "memory_grows": ("warning", "Keep loss.detach() or loss.item(), and empty lists that outlive an update."),
     "slow_loader": ("note", "Read ahead with num_workers, prepare samples once, or keep tensors in a TensorLoader."),

@@ -69,6 +69,7 @@ STEP_AGAIN = (
         reading.leads,
         reading.errors,
         losses.reduction,
+        start.activations,
     ),
     *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
 )
@@ -120,6 +121,10 @@ class Observed(Patient):
             with suppress(Exception):  # it holds a graph, or what cannot be copied
                 self.twin = like(without_hooks(self.task), self.task)
 
+    def drop_twin(self) -> None:
+        self.twin = None
+        self.held.clear()
+
 
 @dataclass
 class Look:
@@ -129,17 +134,15 @@ class Look:
     batch: Any
     loss: Tensor
     watch: StepWatch
-    off: dict[str, bool]
     traces: graph.Traces | None
-    activations: list[Any]
 
 
 class FirstLook(Plugin):
     """Look at the first updates of a fit, and warn of mistakes that raise no error.
 
-    No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at, and
-    judged once an update is over. The modules of a small task run a few more times, on a copy without anybody's hooks,
-    with every generator restored. After the first updates, and the first batch of the first validation, nothing is
+    The calls, the graph, the batch and the weights of the fit's own steps are looked at, and judged once an update is
+    over. The steps of a small task run a few more times, on a copy without anybody's hooks, with every generator
+    restored. After the first updates, and the first batch of the first validation, nothing is
     left of it but a thread: it says once where a single process is that has long made no progress, in a step or in its
     data. `forge doctor` looks at more, and takes longer::
 
@@ -167,7 +170,7 @@ class FirstLook(Plugin):
         self._counts: dict[str | None, int] = {}
         self._patient: Observed | None = None
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
-        self._activations: list[Any] = []
+        self._reads = False
         self._graphs: graph.Graphs | None = None
         self._looks = self._evaluates = False
         self._finite: in_fit.FiniteWatch | None = None
@@ -204,19 +207,18 @@ class FirstLook(Plugin):
             graphs = self._graphs = self._graphs or graph.Graphs(task)
             small = is_small(trainer, batch)
             traces = graph.Traces(task, batch, cheaply=True) if is_first else None
-            watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
+            watch = StepWatch(batch_size(batch))
             with ExitStack() as looks:
-                off = looks.enter_context(graph.modes_noted(task))
                 looks.enter_context(graphs.watching())
-                for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
-                    looks.enter_context(mode)
+                if is_first:
+                    looks.enter_context(watch)
                 output = yield
             loss = loss_of(output)
             if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
                 attempt(lambda: graphs.add(loss, batch))
                 if traces is not None and not attempt(traces.look_again):
                     traces = None
-                self.waiting.append(Look(step.name, batch, loss, watch, off, traces, active.outputs))
+                self.waiting.append(Look(step.name, batch, loss, watch, traces))
                 if not small:  # its scores may be the largest tensors of the step
                     self.judge(step)
             return output
@@ -285,10 +287,7 @@ class FirstLook(Plugin):
                 self._keep(look, self._patient, small and on_host and is_telling(look.batch), step.epoch)
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
-                self._tell(
-                    step.trainer, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host
-                )
-                self._activations.clear()
+                self._tell(step.trainer, self._at_last(self._patient, on_host and self._reads), draws=on_host)
 
     def _judged(self, step: Step, look: Look, small: bool) -> Observed:
         """Judge the first step, and return what the next looks add to."""
@@ -296,7 +295,6 @@ class FirstLook(Plugin):
             patient = observed(step.trainer, look)
             patient.epoch = step.epoch
         own: list[Any] = [look.traces.found] if look.traces is not None else []
-        own.append(lambda: graph.wrong_modes(patient.task, look.off))
         self._tell(step.trainer, [*own, *(functools.partial(probe, patient) for probe in FIRST_STEP)])
         if small and is_on_host(step.trainer) and is_telling(look.batch):
             self._tell(step.trainer, self._experiments(patient, STEP_AGAIN))
@@ -313,12 +311,12 @@ class FirstLook(Plugin):
         for experiment in experiments:
             if patient.twin is not None and time.process_time() - began < SECONDS:
                 yield functools.partial(experiment, patient)
-        patient.twin = None
+        patient.drop_twin()
 
     def _keep(self, look: Look, patient: Observed, reads: bool, epoch: int) -> None:
         """Keep of a look what the last judgement needs."""
         if reads:
-            self._activations.append([(kind, line, output.detach()) for kind, line, output in look.activations])
+            self._reads = True
             # the next epoch serves the same samples again: they are no copies
             if not patient.in_memory and look.name == patient.names[0] and epoch == patient.epoch:
                 patient.samples.extend(rows(look.batch))
@@ -333,11 +331,11 @@ class FirstLook(Plugin):
         self._evaluates = False
         traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
         with saying(trainer.said):
-            with watch, graph.modes_noted(task, at_any_call=True) as off:
+            with watch, graph.awake_layers(task) as awake:
                 output = yield
             self._add_finite(batch, output)
             seen = [traces.found] if attempt(traces.look_again) else []
-            modes = functools.partial(graph.on_in_validation, task, off)
+            modes = functools.partial(graph.on_in_validation, awake)
             self._tell(step.trainer, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
             if is_small(trainer, batch) and is_on_host(trainer) and is_telling(batch):
                 kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
@@ -376,10 +374,10 @@ class FirstLook(Plugin):
             yield lambda: graphs.unreached(graph.trained(patient))
         if reads:
             patient.take_twin()
-            yield lambda: start.idle_units(self._activations[:3])
             for probe in FIRST_UPDATES:
                 yield functools.partial(probe, patient)
-            self._weights, patient.twin = (-1, {}), None
+            self._weights = (-1, {})
+            patient.drop_twin()
 
     def _tell(self, trainer: Run, probes: Any, draws: bool = True) -> None:
         """Run probes, and warn of what they find. A probe must not fail. `draws`: they may draw random numbers."""

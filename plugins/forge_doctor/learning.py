@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -69,9 +69,6 @@ class Curve:
     @property
     def start(self) -> float:
         return self.losses[0] if self.losses else math.nan
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 QUIET = Variation("evaluation mode, without dropout and batch statistics", evaluates=True)

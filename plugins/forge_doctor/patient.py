@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.accumulation_windows import batch_size
+from forge.errors import TaskError
 from forge.rng import RNGState, reseed
 from forge.torch_internals import pytree
 from forge_doctor.watch import StepWatch
@@ -213,6 +214,16 @@ class Patient:
             if x.numel() == y.numel() and bool((x.flatten().to(y) == y).all()):
                 return place
         return None
+
+
+def copied_task(task: TaskModule) -> TaskModule:
+    try:
+        return copy.deepcopy(task)
+    except Exception as error:
+        raise TaskError(
+            f"{type(task).__name__} cannot be copied ({type(error).__name__}: {error}), and copies are examined. Make "
+            "what cannot be copied in a method, or define __deepcopy__."
+        ) from error
 
 
 def loss_of(output: Any) -> Tensor:

@@ -18,27 +18,13 @@ from forge.torch_internals import pytree
 from forge.util.text import short_path
 from forge_plugins.torch_internals import is_functorch_wrapped
 
-LOSSES = {
-    F.cross_entropy: "cross_entropy",
-    F.nll_loss: "nll_loss",
-    F.kl_div: "kl_div",
-    F.binary_cross_entropy: "binary_cross_entropy",
-    F.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
-    F.mse_loss: "mse_loss",
-    F.l1_loss: "l1_loss",
-    F.smooth_l1_loss: "smooth_l1_loss",
-    F.huber_loss: "huber_loss",
-    F.gaussian_nll_loss: "gaussian_nll_loss",
-    F.poisson_nll_loss: "poisson_nll_loss",
-    F.soft_margin_loss: "soft_margin_loss",
-    F.hinge_embedding_loss: "hinge_embedding_loss",
-    F.margin_ranking_loss: "margin_ranking_loss",
-    F.cosine_embedding_loss: "cosine_embedding_loss",
-    F.multi_margin_loss: "multi_margin_loss",
-    F.multilabel_soft_margin_loss: "multilabel_soft_margin_loss",
-    F.triplet_margin_loss: "triplet_margin_loss",
-    F.ctc_loss: "ctc_loss",
-}
+NAMES = (
+    *("cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss", "poisson_nll_loss"),
+    *("soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss", "multi_margin_loss"),
+    *("multilabel_soft_margin_loss", "triplet_margin_loss", "ctc_loss"),
+)
+LOSSES = {getattr(F, name): name for name in NAMES}
 REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 PAIRWISE = {"sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "div"}
 PAIRWISE |= {"__truediv__", "pow", "__pow__", "where", "minimum", "maximum"}

@@ -178,34 +178,6 @@ def test_a_step_that_calls_backward() -> None:
     assert "backward_in_step" in found(Backward(), graph.purity)
 
 
-class Asleep(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-
-    def training_step(self, batch: Any) -> Any:
-        self.net.eval()
-        loss = super().training_step(batch)
-        self.net.train()
-        return loss
-
-
-class KeptAsleep(Asleep):
-    """By its own train(), as layers that are frozen are."""
-
-    training_step = Healthy.training_step
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        self.net.eval()
-        return self
-
-
-def test_training_in_evaluation_mode_is_found() -> None:
-    assert "trained_in_eval_mode" in found(Asleep(), graph.modes)
-    assert not found(KeptAsleep(), graph.modes)
-
-
 class Square(torch.autograd.Function):
     factor = 2.0
 

@@ -232,71 +232,41 @@ def _equal(x: Tensor, y: Tensor | int) -> bool:
     return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
 
 
-def modes(patient: Patient) -> Iterator[Finding]:
-    """Modules that are trained in evaluation mode."""
-    task = patient.clone()
-    with modes_noted(task) as off:
-        patient.run(task, patient.batches[0])
-    yield from wrong_modes(task, off)
-
-
 def validation_modes(patient: Patient) -> Iterator[Finding]:
     """Modules that validate in training mode."""
     if not patient.can_validate:
         raise NotApplicable
     task = patient.clone().eval()
-    with modes_noted(task, at_any_call=True) as off, torch.no_grad():
+    with awake_layers(task) as awake, torch.no_grad():
         patient.run(task, patient.val_batches[0], "val")
-    yield from on_in_validation(task, off)
+    yield from on_in_validation(awake)
 
 
 @contextmanager
-def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str, bool]]:
-    """Note which layers that behave differently in evaluation were set to evaluation mode, at their last call.
-
-    `at_any_call`: one that runs in training mode once is not in evaluation mode.
-    """
-    off: dict[str, bool] = {}
-    kept = {path for path, module in task.named_modules() if not at_any_call and not module.training}  # which is meant
+def awake_layers(task: nn.Module) -> Iterator[dict[str, None]]:
+    """Note the layers that run in training mode and do something else there: dropout, normalisation by batches."""
+    awake: dict[str, None] = {}
 
     def hook(path: str) -> Any:
-        def note(module: nn.Module, args: Any) -> None:
-            off[path] = not module.training and path not in kept and (off.get(path, True) or not at_any_call)
+        def note(module: Any, args: Any) -> None:
+            if module.training and (module.p > 0 if isinstance(module, DROPOUTS) else module.running_mean is not None):
+                awake[path] = None
 
         return note
 
-    handles = [
-        module.register_forward_pre_hook(hook(path))
-        for path, module in task.named_modules()
-        if isinstance(module, (BatchNorm, *DROPOUTS))
-    ]
+    layers = [(path, m) for path, m in task.named_modules() if isinstance(m, (BatchNorm, *DROPOUTS))]
+    handles = [module.register_forward_pre_hook(hook(path)) for path, module in layers]
     try:
-        yield off
+        yield awake
     finally:
         for handle in handles:
             handle.remove()
 
 
-def wrong_modes(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
-    wrong = [path for path, is_off in off.items() if is_off and _is_trained(task, path)]
-    if wrong:
-        text = f"{len(wrong)} modules run in evaluation mode while training: {named(wrong)}."
-        yield Finding("trained_in_eval_mode", text, wrong[0], {"modules": wrong[:8]})
-
-
-def on_in_validation(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
-    """Layers that ran in training mode, and do something else there."""
-    wrong = [path for path, is_off in off.items() if not is_off and _has_two_modes(task.get_submodule(path))]
-    if wrong:
+def on_in_validation(awake: dict[str, None]) -> Iterator[Finding]:
+    if wrong := list(awake):
         text = f"{len(wrong)} modules run in training mode while validating: {named(wrong)}."
         yield Finding("validated_in_train_mode", text, wrong[0], {"modules": wrong[:8]})
-
-
-def _has_two_modes(module: nn.Module) -> bool:
-    """Whether a layer of dropout drops anything, or one of normalisation has statistics of its own."""
-    if isinstance(module, DROPOUTS):
-        return module.p > 0
-    return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
 def _is_trained(task: nn.Module, path: str) -> bool:

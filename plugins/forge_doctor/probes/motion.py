@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-import torch
 from torch import Tensor, nn
 
 from forge_doctor.findings import Finding
-from forge_doctor.patient import NotApplicable, Patient, parameters
+from forge_doctor.patient import NotApplicable, Patient
 
 SLOW = 0.005
 """Seconds that a batch may take in any case."""
-NEVER, HARDLY, FEWEST_NORMS = 1e4, 1e-6, 4
-"""By how much a clip is above each norm if it is said to do nothing; the norm and the number of updates to judge by."""
+NEVER, ALWAYS, HARDLY, FEWEST_NORMS = 1e4, 1e3, 1e-6, 4
+"""How far a clip is above each norm that never acts, and below that decides; the norm and the updates to judge by."""
 
 
 def rates(patient: Patient) -> Iterator[Finding]:
@@ -80,35 +79,26 @@ def gradients(patient: Patient) -> Iterator[Finding]:
 
 
 def clipping(patient: Patient) -> Iterator[Finding]:
-    """A clip that decides each update, or that is far from every gradient."""
-    clip = next((plugin for plugin in patient.trainer.stack if plugin.name == "clip"), None)
-    if clip is None:
-        raise NotApplicable
-    limit, value = (getattr(getattr(clip, "config", None), name, None) for name in ("max_norm", "max_value"))
-    if limit:
-        task = patient.clone()
-        patient.loss(task, patient.batches[0]).backward()
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters(task).values() if p.grad is not None]))
-        if norm > 1000 * float(limit):
-            text = f"Gradients have a norm of {norm:.3g}, and clip.max_norm is {float(limit):g}."
-            yield Finding("clips_always", text, "clip.max_norm", {"norm": norm, "max_norm": float(limit)})
-    yield from _idle_clip(patient, limit, value)
-
-
-def _idle_clip(patient: Patient, limit: float | None, value: float | None) -> Iterator[Finding]:
-    """A clip by norm, or by value, that is far above all gradients of the first updates.
+    """A clip by norm that decides each update, or one that is far above all gradients of the first updates.
 
     No entry of a gradient is larger than its norm. A gradient that is hardly there is another matter.
     """
-    norm = max(patient.norms, default=0.0)
-    name, bound = ("max_norm", limit) if limit is not None else ("max_value", value)
-    lowest = min((float(given) for given in (limit, value) if given is not None), default=0.0)
-    if len(patient.norms) >= FEWEST_NORMS and norm > HARDLY and lowest > NEVER * norm:
-        text = (
-            f"The largest norm of {len(patient.norms)} gradients is {norm:.3g}, and clip.{name} is {bound:g}: the clip "
-            "never acts."
-        )
-        yield Finding("clips_never", text, f"clip.{name}", {"norm": norm, name: bound, "updates": len(patient.norms)})
+    clip = next((plugin for plugin in patient.trainer.stack if plugin.name == "clip"), None)
+    if clip is None:
+        raise NotApplicable
+    bounds = {name: getattr(getattr(clip, "config", None), name, None) for name in ("max_norm", "max_value")}
+    given = {name: float(bound) for name, bound in bounds.items() if bound is not None}
+    norms = sorted(patient.norms)
+    if len(norms) < FEWEST_NORMS or norms[-1] <= HARDLY or not given:
+        return
+    name = next(iter(given))
+    evidence = {"norm": norms[-1], name: given[name], "updates": len(norms)}
+    if norms[0] > ALWAYS * given.get("max_norm", norms[0]):
+        text = f"Gradients have norms from {norms[0]:.3g} on, and clip.max_norm is {given['max_norm']:g}."
+        yield Finding("clips_always", text, "clip.max_norm", evidence)
+    elif min(given.values()) > NEVER * norms[-1]:
+        text = f"The largest norm of {len(norms)} gradients is {norms[-1]:.3g}, and clip.{name} is {given[name]:g}."
+        yield Finding("clips_never", f"{text} The clip never acts.", f"clip.{name}", evidence)
 
 
 def losses(patient: Patient) -> Iterator[Finding]:

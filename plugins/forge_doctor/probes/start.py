@@ -49,11 +49,6 @@ def activations(patient: Patient) -> Iterator[Finding]:
         with torch.no_grad(), ActivationWatch() as watch:
             patient.run(task, batch)
         rounds.append(watch.outputs)
-    yield from idle_units(rounds)
-
-
-def idle_units(rounds: list[list[tuple[str, str, Tensor]]]) -> Iterator[Finding]:
-    """Judge the outputs of activations, of several batches."""
     if len({len(outputs) for outputs in rounds}) != 1:
         return
     dead: list[Tensor] = []
