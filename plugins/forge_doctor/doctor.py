@@ -35,6 +35,7 @@ from forge_doctor.experiments import (
     equivariance,
     influence,
     lossy,
+    motion,
     pairs,
     reachable,
     reading,
@@ -42,7 +43,6 @@ from forge_doctor.experiments import (
     stages,
     values,
 )
-from forge_doctor.experiments import motion as movement
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
@@ -54,7 +54,6 @@ from forge_doctor.probes import (
     graph,
     losses,
     measures,
-    motion,
     precision,
     serving,
     start,
@@ -128,8 +127,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "statistics of validation": stages.stale,
-    "weights that stand still": movement.still,
-    "averages of weights": movement.averages,
+    "weights that stand still": motion.still,
+    "averages of weights": motion.averages,
     "weights without a slope": influence.flat,
     "influence of the batch": influence.inputs,
     "influence of parts": influence.slices,
@@ -306,7 +305,7 @@ class Examination(Plugin):
             self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
         self._within = self.deadline.part(RUN_SHARE)
         self._weights = copied(self.patient.task)
-        self.patient.track = movement.Track()
+        self.patient.track = motion.Track()
         self.patient.track.note(trainer.task)
         self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 

@@ -25,11 +25,11 @@ from forge.diagnose.checks.user_line import saying, warn_of
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
 from forge_doctor import in_fit
-from forge_doctor.experiments import equivariance, influence, lossy, reachable, reading, stages, values
+from forge_doctor.experiments import equivariance, influence, lossy, motion, reachable, reading, stages, values
 from forge_doctor.findings import Finding
 from forge_doctor.outside import step_reaches_outside
 from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows, tensors
-from forge_doctor.probes import aliases, class_labels, data, graph, losses, measures, motion, serving, start
+from forge_doctor.probes import aliases, class_labels, data, graph, losses, measures, serving, start
 from forge_doctor.stalled import StallWatch
 from forge_doctor.watch import StepWatch
 

@@ -20,8 +20,7 @@ from forge.data.accumulation_windows import batch_size
 from forge.data.adapt import by_name
 from forge.engine.trainer import Plugins, Trainer
 from forge_doctor.deadline import Deadline
-from forge_doctor.experiments import influence
-from forge_doctor.experiments import motion as movement
+from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, copied, first, moved, no_trace, parameters
@@ -378,7 +377,7 @@ def learn(
         found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
         report.findings.append(replace(found, level=curve.level))
     if trials.trained is not None and not curve.is_cut_short:
-        learnt = movement.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
+        learnt = motion.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
         report.findings.extend(learnt)
     if curve.is_cut_short and not curve.is_learnt:
         report.skipped[what] = NO_TIME

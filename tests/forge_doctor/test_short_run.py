@@ -11,7 +11,7 @@ from torch import nn
 
 import forge
 from forge.config.build import make_plugins
-from forge_doctor.probes import motion
+from forge_doctor.experiments import motion
 from tests.support.patients import Healthy, found, loader, numbers, splits
 from tests.support.profiles import some
 
