@@ -1,4 +1,4 @@
-"""Motion: what a few updates move, beside what they should: weights, averages, losses and metrics; by which gradients."""
+"""Motion: what a few updates move, beside what they should: weights, averages, losses, metrics; by which gradients."""
 
 from __future__ import annotations
 
