@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -233,7 +234,8 @@ def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings:
         name, text = getattr(item.message, "finding", ""), str(item.message)
         if name and name not in known and not text.endswith(f"[{name}]"):  # the probes of a first look have run
             known.add(name)
-            report.findings.append(Finding(name, text))
+            found = Finding(name, text)  # what a fit warns of by values alone is a warning at most
+            report.findings.append(replace(found, level="warning") if found.level == "error" else found)
 
 
 def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
