@@ -8,10 +8,10 @@ from forge import registry
 from forge_doctor.doctor import AFTER, BEFORE, LAST, offered
 
 AREAS = {
-    "gradients": ("influence", "graph", "gradients", "aliases"),
+    "gradients": ("influence", "graph", "aliases"),
     "loss and metrics": ("reachable", "reading", "stages", "losses", "measures", "in_fit"),
     "model": ("equivariance", "company", "precision"),
-    "data": ("values", "pairs", "lossy", "data", "splits", "class_labels", "serving", "worker_noise"),
+    "data": ("values", "pairs", "lossy", "data", "class_labels", "serving"),
     "start and schedule": ("start",),
     "updates": ("scale", "motion", "learning"),
 }

@@ -9,13 +9,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +27,8 @@ from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
 from forge.data.splits import live_loaders
 from forge.engine.trainer import Plugins, Trainer
-from forge.errors import ForgeError, TaskError
+from forge.errors import ForgeError
 from forge.snapshot.left_out import is_left_out
-from forge.torch_internals import pytree
 from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import (
@@ -38,6 +36,7 @@ from forge_doctor.experiments import (
     equivariance,
     influence,
     lossy,
+    motion,
     pairs,
     reachable,
     reading,
@@ -45,25 +44,20 @@ from forge_doctor.experiments import (
     stages,
     values,
 )
-from forge_doctor.experiments import motion as movement
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
-from forge_doctor.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
+from forge_doctor.patient import NotApplicable, Patient, copied, copied_task, first, loss_of, moved, no_trace, rows
 from forge_doctor.probes import (
     aliases,
     class_labels,
     data,
-    gradients,
     graph,
     losses,
     measures,
-    motion,
     precision,
     serving,
-    splits,
     start,
-    worker_noise,
 )
 from forge_doctor.readiness import planned, readiness
 from forge_doctor.report import DoctorReport
@@ -72,11 +66,9 @@ from forge_doctor.unsaved import fingerprint_hidden, is_a_librarys
 from forge_doctor.worst import worst_samples
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
-    "noise of workers": worker_noise.workers,  # before others have read samples in this process
     "losses in steps": lossy.steps,
     "what the loss reaches": graph.reach,
     "what a step changes": graph.purity,
-    "modes while training": graph.modes,
     "modes while validating": graph.validation_modes,
     "inputs of losses": losses.inputs,
     "labels as numbers": in_fit.class_targets,
@@ -104,14 +96,11 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "metrics before training": stages.best_at_first,
     "layout of pictures": values.layout,
     "targets among the inputs": values.giveaway,
-    "inputs of the first layer, by column": values.first_inputs,
     "draws of two steps": stages.same_draws,
     "samples that an epoch draws": values.coverage,
-    "hand-written gradients": graph.finite_differences,
     "weights of classes": losses.weights,
     "padding in the loss": equivariance.padding,
-    "hooks on gradients": gradients.hooks,
-    "repeated modules": gradients.repeated,
+    "repeated modules": aliases.repeated,
     "options of losses": losses.options,
     "where the loss leads": reading.leads,
     "errors beside the target": reading.errors,
@@ -119,16 +108,11 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "metrics of perfect answers": reading.metrics,
     "evaluation twice": stages.drawn,
     "scales of the data": data.scales,
-    "inputs of the first layer": data.first_layer,
     "scales of targets": data.targets,
-    "windows in both splits": splits.overlaps,
-    "near copies in both splits": splits.near_copies,
-    "rows and their labels": splits.shifted,
-    "order of samples": class_labels.order,
+    "windows in both splits": data.overlaps,
     "samples that are left out": data.dropped,
     "seeds of the data": data.generator,
     "noise of the samples": serving.noise,
-    "seeds while training": serving.reseeded,
     "activations": start.activations,
     "layers": start.layers,
     "names of attributes": aliases.attributes,
@@ -144,8 +128,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "statistics of validation": stages.stale,
-    "weights that stand still": movement.still,
-    "averages of weights": movement.averages,
+    "weights that stand still": motion.still,
+    "averages of weights": motion.averages,
     "weights without a slope": influence.flat,
     "influence of the batch": influence.inputs,
     "influence of parts": influence.slices,
@@ -157,9 +141,7 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "size of updates": motion.rates,
     "gradients by layer": motion.gradients,
     "clipping": motion.clipping,
-    "graphs that are kept": motion.kept,
     "losses of the first updates": motion.losses,
-    "memory of the accelerator": motion.memory,
     "waiting for batches": motion.waits,
 }
 """Probes after a few updates."""
@@ -182,8 +164,8 @@ READ_SHARE, BEFORE_SHARE, RUN_SHARE, AFTER_SHARE, LAST_SHARE, PROBE_SHARE = 0.1,
 one of them."""
 OVERTIME = 0.25
 """The share of their time by which probes may be late that need no step."""
-GRAPHS_AT, SETTLED = (5, 10), 3
-"""Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
+SETTLED = 3
+"""Updates after which new attributes are watched too."""
 NOT_REPEATED = {"unseeded"}
 """What a fit warns of and the doctor does not repeat: here the task is made by others, and the seed is the doctor's."""
 
@@ -219,13 +201,13 @@ def doctor(
     device = torch.device("cpu")
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
         examination = Examination(report, train, val, tell, rebuild, deadline)
-        examination.hooks, examination.original = gradient_hooks(task), task
+        examination.original = task
         examination.validate_every = plan.get("validate_every")
         try:
-            _run(examination, _copy(task), plugins, settings, plan.get("seed"))
+            _run(examination, copied_task(task), plugins, settings, plan.get("seed"))
             patient = examination.patient
             if patient is not None and not report.skipped.get("the run"):
-                patient.make = functools.partial(_copy, task)
+                patient.make = functools.partial(copied_task, task)
                 examination.probe(LAST, deadline.part(LAST_SHARE))
             if patient is None or report.skipped.get("the run"):
                 report.skipped["learning one batch"] = "training ended with an error"
@@ -241,16 +223,6 @@ def doctor(
     return report
 
 
-def _copy(task: TaskModule) -> TaskModule:
-    try:
-        return copy.deepcopy(task)
-    except Exception as error:
-        raise TaskError(
-            f"{type(task).__name__} cannot be copied ({type(error).__name__}: {error}), and forge doctor works on "
-            "copies. Make what cannot be copied in a method, or define __deepcopy__."
-        ) from error
-
-
 def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
     """A short run of the user's own stack, with the examination in it."""
     report = examination.report
@@ -262,7 +234,8 @@ def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings:
         name, text = getattr(item.message, "finding", ""), str(item.message)
         if name and name not in known and not text.endswith(f"[{name}]"):  # the probes of a first look have run
             known.add(name)
-            report.findings.append(Finding(name, text))
+            found = Finding(name, text)  # what a fit warns of by values alone is a warning at most
+            report.findings.append(replace(found, level="warning") if found.level == "error" else found)
 
 
 def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
@@ -313,11 +286,9 @@ class Examination(Plugin):
         "Of the planned run; this one does not validate."
         self.patient: TimedPatient | None = None
         self.plugins: list[Plugin] = []
-        self.hooks: dict[str, list[Any]] = {}
-        "Of the parameters of the user's own task; a copy has none."
         self._weights: dict[str, Tensor] = {}
         self._hidden: dict[str, str] = {}
-        self._graphs: set[int] = set()
+        self._holdings = in_fit.Holdings()
         self._within = self.deadline
 
     @hookimpl
@@ -330,14 +301,13 @@ class Examination(Plugin):
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
-        self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
-            with suppress(Exception):  # one step, which many probes share; its error is theirs to say
+            with suppress(Exception), self.deadline.first_step():  # many probes share it; its error is theirs to say
                 _ = self.patient.watched
             self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
         self._within = self.deadline.part(RUN_SHARE)
         self._weights = copied(self.patient.task)
-        self.patient.track = movement.Track()
+        self.patient.track = motion.Track()
         self.patient.track.note(trainer.task)
         self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
@@ -377,12 +347,10 @@ class Examination(Plugin):
         patient.note_motion(self._weights, now)
         self._weights = now
         patient.updates = step.index + 1
-        if patient.device.type == "cuda":
-            patient.memory.append(torch.cuda.memory_allocated(patient.device))
         if patient.updates == SETTLED:  # what is made at its first use counts from then on
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
-        if patient.updates in GRAPHS_AT:
-            self._count_graphs(patient)
+        if patient.updates in in_fit.LOOKS:
+            self._holdings.look(patient.task)
         if patient.updates >= self.updates or self._within.is_over:
             step.trainer.max_updates = patient.updates
 
@@ -404,16 +372,6 @@ class Examination(Plugin):
             self.patient.times.append((step.data_wait, time.perf_counter() - began))
         return result
 
-    def _count_graphs(self, patient: Patient) -> None:
-        gc.collect()
-        alive = {
-            id(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.grad_fn is not None
-        }
-        if patient.updates == GRAPHS_AT[0]:
-            self._graphs = alive
-        else:
-            patient.graphs_kept = max(0, len(alive) - len(self._graphs))
-
     @hookimpl(wrapper=True)
     def forge_forward(self, step: Any, batch: Any) -> Any:
         output = yield
@@ -432,6 +390,7 @@ class Examination(Plugin):
             self.probe(self.last_probes, self.deadline.part(AFTER_SHARE))
             with suppress(Exception):  # a step that takes no single samples
                 self.report.worst = worst_samples(patient)
+        self.report.findings.extend(self._holdings.found(patient.task))
         now = fingerprint_hidden(trainer)
         paths = {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
         changed = [path for path in sorted(paths) if path.startswith("task") and not is_a_librarys(trainer, path)]
@@ -473,13 +432,10 @@ def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None =
     loader = _first_of(val)
     served, samples = _served(train, deadline.part(READ_SHARE))
     val_served, val_samples = _served(loader, deadline.part(READ_SHARE))
-    move = lambda tree: pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)  # noqa: E731
     patient = TimedPatient(
-        trainer.task, trainer, train, val, [move(b) for b in served[:BATCHES]], [move(b) for b in val_served[:2]]
+        trainer.task, trainer, train, val, moved(served[:BATCHES], device), moved(val_served[:2], device)
     )
     patient.samples, patient.val_samples = samples, val_samples
-    with deadline.first_step():
-        patient.order = _order_of_modules(patient)
     patient.headroom = start.headroom(trainer)
     return patient
 
@@ -503,18 +459,6 @@ def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor
         if len(samples) >= SAMPLES or is_enough:
             break
     return kept or first(loader, BATCHES), samples[:SAMPLES]
-
-
-def _order_of_modules(patient: Patient) -> list[str]:
-    """The classes of modules in the order in which a step calls them, those with parameters alone."""
-    order: list[str] = []
-    task = patient.clone()
-    for module in task.modules():
-        if any(True for _ in module.parameters(recurse=False)) and module is not task:
-            module.register_forward_pre_hook(lambda module, args: order.append(type(module).__name__))
-    with torch.no_grad(), suppress(Exception):  # the fit itself will say
-        patient.run(task, patient.batches[0])
-    return order
 
 
 def _sort(report: DoctorReport, expected: Any) -> None:

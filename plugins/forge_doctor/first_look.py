@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
@@ -25,13 +25,13 @@ from forge.diagnose.checks.user_line import saying, warn_of
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
 from forge_doctor import in_fit
-from forge_doctor.experiments import equivariance, influence, lossy, reachable, reading, stages, values
+from forge_doctor.experiments import equivariance, influence, lossy, motion, reachable, reading, stages, values
 from forge_doctor.findings import Finding
-from forge_doctor.outside import reaches_outside, step_reaches_outside
+from forge_doctor.outside import step_reaches_outside
 from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows, tensors
-from forge_doctor.probes import aliases, class_labels, data, gradients, graph, losses, measures, motion, serving, start
+from forge_doctor.probes import aliases, class_labels, data, graph, losses, measures, serving, start
 from forge_doctor.stalled import StallWatch
-from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
+from forge_doctor.watch import StepWatch
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -51,15 +51,13 @@ SAMPLES = 2000
 
 
 FIRST_STEP = (
-    *(losses.inputs, losses.summed, losses.weights, start.layers, start.optimizer),
-    *(start.schedules, start.methods, start.normalised_samples, data.dropped),
+    *(losses.inputs, losses.weights, start.layers, start.optimizer),
+    *(start.schedules, start.methods, data.dropped),
     *(aliases.attributes, aliases.shared_storage),
-    *(losses.options, gradients.repeated, measures.modes, measures.validation),
+    *(losses.options, aliases.repeated, measures.modes, measures.validation),
     in_fit.class_targets,
 )
 """Probes of the first step and of the plan."""
-MODULES_AGAIN = (graph.finite_differences,)
-"""Probes that run modules again, on a copy."""
 STEP_AGAIN = (
     *(
         lossy.steps,
@@ -70,6 +68,8 @@ STEP_AGAIN = (
         influence.inputs,
         reading.leads,
         reading.errors,
+        losses.reduction,
+        start.activations,
     ),
     *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
 )
@@ -82,8 +82,8 @@ SECONDS = 1.0
 """Of the processor, that experiments of the first update, and of the first validation, may take."""
 FIRST_UPDATES = (
     *(start.equal_rows, motion.rates, motion.losses),
-    *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
-    *(class_labels.labels, class_labels.order, serving.noise, motion.gradients),
+    *(data.copies, data.scales, data.targets, data.splits),
+    *(class_labels.labels, serving.noise, motion.gradients),
     *(values.unseen, values.giveaway),
 )
 """Probes after a few updates, and of the samples up to there."""
@@ -94,43 +94,36 @@ class Unseen(Exception):
 
 
 class Observed(Patient):
-    """A patient whose steps are those of its fit: no step runs for a probe."""
+    """A patient whose first step is that of its fit. `twin`: a copy of a small task, on which steps may run."""
 
-    calls: list[OuterCall]
     twin: TaskModule | None = None
-    "The copy that the probes of one judgement share."
-    last_twin: TaskModule | None = None
-    "That of the judgement before."
     in_memory: bool
     "Whether the samples are those of tensors in memory, rather than of the first batches."
     epoch: int = 0
     "The epoch of the first step, of which the samples are."
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        raise Unseen
+        if self.twin is None:
+            raise Unseen
+        return super().run(*args, **kwargs)
 
     def clone(self) -> TaskModule:
         """Return a copy without the hooks of others: they would count its runs."""
-        if not self.calls:  # the task is large
+        if self.twin is None:
             raise Unseen
-        if self.twin is None and self.last_twin is not None:
-            self.twin = self.last_twin
-            refresh(self.twin, self.task)
-        if self.twin is not None:
-            return like(self.twin, self.task)
-        if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
-            raise Unseen
-        self.twin = self.last_twin = twin = without_hooks(self.task)
+        twin = copy.deepcopy(self.twin)
         twin.trainer = self.trainer
-        return like(twin, self.task)
+        return twin
 
-    def again(self, task: TaskModule) -> list[Tensor]:
-        """Run the modules that the step called once more, in place of the step."""
-        made = [tensors(task.get_submodule(call.path)(*call.args, **call.kwargs)) for call in self.calls]
-        return [x for found in made for x in found if x.requires_grad and x.is_floating_point()]
+    def take_twin(self) -> None:
+        """Copy the task as it is now, where its step reaches nothing outside."""
+        if not step_reaches_outside(self.task, "training_step", "validation_step"):
+            with suppress(Exception):  # it holds a graph, or what cannot be copied
+                self.twin = like(without_hooks(self.task), self.task)
 
-    def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
-        return self.calls
+    def drop_twin(self) -> None:
+        self.twin = None
+        self.held.clear()
 
 
 @dataclass
@@ -141,18 +134,15 @@ class Look:
     batch: Any
     loss: Tensor
     watch: StepWatch
-    calls: list[OuterCall]
-    off: dict[str, bool]
     traces: graph.Traces | None
-    activations: list[Any]
 
 
 class FirstLook(Plugin):
     """Look at the first updates of a fit, and warn of mistakes that raise no error.
 
-    No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at, and
-    judged once an update is over. The modules of a small task run a few more times, on a copy without anybody's hooks,
-    with every generator restored. After the first updates, and the first batch of the first validation, nothing is
+    The calls, the graph, the batch and the weights of the fit's own steps are looked at, and judged once an update is
+    over. The steps of a small task run a few more times, on a copy without anybody's hooks, with every generator
+    restored. After the first updates, and the first batch of the first validation, nothing is
     left of it but a thread: it says once where a single process is that has long made no progress, in a step or in its
     data. `forge doctor` looks at more, and takes longer::
 
@@ -180,9 +170,8 @@ class FirstLook(Plugin):
         self._counts: dict[str | None, int] = {}
         self._patient: Observed | None = None
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
-        self._activations: list[Any] = []
+        self._reads = False
         self._graphs: graph.Graphs | None = None
-        self._losses: list[weakref.ref[Tensor]] = []
         self._looks = self._evaluates = False
         self._finite: in_fit.FiniteWatch | None = None
         self._holdings, self._updates = in_fit.Holdings(), 0
@@ -218,20 +207,18 @@ class FirstLook(Plugin):
             graphs = self._graphs = self._graphs or graph.Graphs(task)
             small = is_small(trainer, batch)
             traces = graph.Traces(task, batch, cheaply=True) if is_first else None
-            watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
+            watch = StepWatch(batch_size(batch))
             with ExitStack() as looks:
-                calls = looks.enter_context(outermost_calls(task)) if is_first and small and is_telling(batch) else []
-                off = looks.enter_context(graph.modes_noted(task))
                 looks.enter_context(graphs.watching())
-                for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
-                    looks.enter_context(mode)
+                if is_first:
+                    looks.enter_context(watch)
                 output = yield
             loss = loss_of(output)
             if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
                 attempt(lambda: graphs.add(loss, batch))
                 if traces is not None and not attempt(traces.look_again):
                     traces = None
-                self.waiting.append(Look(step.name, batch, loss, watch, calls, off, traces, active.outputs))
+                self.waiting.append(Look(step.name, batch, loss, watch, traces))
                 if not small:  # its scores may be the largest tensors of the step
                     self.judge(step)
             return output
@@ -300,54 +287,36 @@ class FirstLook(Plugin):
                 self._keep(look, self._patient, small and on_host and is_telling(look.batch), step.epoch)
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
-                self._tell(
-                    step.trainer, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host
-                )
-                self._patient.calls.clear()
-                self._patient.last_twin = None
-                self._activations.clear()
+                self._tell(step.trainer, self._at_last(self._patient, on_host and self._reads), draws=on_host)
 
     def _judged(self, step: Step, look: Look, small: bool) -> Observed:
         """Judge the first step, and return what the next looks add to."""
         with no_trace(step.trainer.env.device):
             patient = observed(step.trainer, look)
             patient.epoch = step.epoch
-            patient.order = self._graphs.order() if self._graphs is not None else []
         own: list[Any] = [look.traces.found] if look.traces is not None else []
-        own.append(lambda: graph.wrong_modes(patient.task, look.off))
-        probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
-        self._tell(step.trainer, [*own, *(functools.partial(probe, patient) for probe in probes)])
+        self._tell(step.trainer, [*own, *(functools.partial(probe, patient) for probe in FIRST_STEP)])
         if small and is_on_host(step.trainer) and is_telling(look.batch):
-            self._tell(step.trainer, self._experiments(step.trainer, STEP_AGAIN, train=patient.batches[0]))
-        patient.twin = None
+            self._tell(step.trainer, self._experiments(patient, STEP_AGAIN))
         look.watch.settle()
         if not small:
             patient.batches.clear()
             look.watch.losses.clear()
         return patient
 
-    def _experiments(self, trainer: Run, experiments: Any, train: Any = None, val: Any = None) -> Iterator[Any]:
+    def _experiments(self, patient: Observed, experiments: Any) -> Iterator[Any]:
         """Experiments on a copy of the task, one after another while there is time."""
-        task = trainer.task
-        if step_reaches_outside(task, "training_step", "validation_step"):
-            return
-        batch = train if train is not None else val
-        try:
-            twin = without_hooks(task)
-        except Exception:  # it holds a graph, or what cannot be copied
-            return
-        twin.trainer = trainer
-        copied = Patient(twin, trainer, None, None, [batch], [] if val is None else [val])
+        patient.take_twin()
         began = time.process_time()
         for experiment in experiments:
-            if time.process_time() - began < SECONDS:
-                yield functools.partial(experiment, copied)
+            if patient.twin is not None and time.process_time() - began < SECONDS:
+                yield functools.partial(experiment, patient)
+        patient.drop_twin()
 
     def _keep(self, look: Look, patient: Observed, reads: bool, epoch: int) -> None:
         """Keep of a look what the last judgement needs."""
-        self._losses.append(weakref.ref(look.loss))
         if reads:
-            self._activations.append([(kind, line, output.detach()) for kind, line, output in look.activations])
+            self._reads = True
             # the next epoch serves the same samples again: they are no copies
             if not patient.in_memory and look.name == patient.names[0] and epoch == patient.epoch:
                 patient.samples.extend(rows(look.batch))
@@ -362,15 +331,16 @@ class FirstLook(Plugin):
         self._evaluates = False
         traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
         with saying(trainer.said):
-            with watch, graph.modes_noted(task, at_any_call=True) as off:
+            with watch, graph.awake_layers(task) as awake:
                 output = yield
             self._add_finite(batch, output)
             seen = [traces.found] if attempt(traces.look_again) else []
-            modes = functools.partial(graph.on_in_validation, task, off)
+            modes = functools.partial(graph.on_in_validation, awake)
             self._tell(step.trainer, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
             if is_small(trainer, batch) and is_on_host(trainer) and is_telling(batch):
                 kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
-                self._tell(step.trainer, self._experiments(trainer, VALIDATION_AGAIN, val=kept))
+                patient = Observed(task, trainer, None, None, [kept], [kept])
+                self._tell(step.trainer, self._experiments(patient, VALIDATION_AGAIN))
         return output
 
     def _add_finite(self, batch: Any, output: Any) -> None:
@@ -402,18 +372,12 @@ class FirstLook(Plugin):
         if graphs is not None:
             yield graphs.unregistered
             yield lambda: graphs.unreached(graph.trained(patient))
-        yield self._kept
         if reads:
-            yield lambda: start.idle_units(self._activations[:3])
+            patient.take_twin()
             for probe in FIRST_UPDATES:
                 yield functools.partial(probe, patient)
             self._weights = (-1, {})
-
-    def _kept(self) -> Iterator[Finding]:
-        """Losses of earlier updates that are alive with their graphs."""
-        alive = sum(1 for found in self._losses if (loss := found()) is not None and loss.grad_fn is not None)
-        if alive >= LOOKS - 1:
-            yield Finding("graphs_kept", f"The losses of {alive} earlier updates are alive with their graphs.")
+            patient.drop_twin()
 
     def _tell(self, trainer: Run, probes: Any, draws: bool = True) -> None:
         """Run probes, and warn of what they find. A probe must not fail. `draws`: they may draw random numbers."""
@@ -426,8 +390,6 @@ class FirstLook(Plugin):
                     continue
                 except Exception as error:
                     logger.debug("A probe of the first steps failed: %s: %s", type(error).__name__, error)
-        if self._patient is not None:
-            self._patient.twin = None
         for finding in found:
             if finding.level != "note":
                 warn_of(type(trainer.task).training_step, as_warning(finding), finding.name)
@@ -467,18 +429,6 @@ def why_not(step: Step) -> str:
     return "" if trainer.env.is_main else "another rank looks"
 
 
-def refresh(twin: nn.Module, task: nn.Module) -> None:
-    """Give a copy the present weights and buffers, without `state_dict`, which the user's hooks would notice."""
-    with torch.no_grad():
-        for mine, own in zip(state(twin), state(task), strict=True):
-            mine.copy_(own)
-
-
-def state(task: nn.Module) -> Iterator[Tensor]:
-    yield from task.parameters()
-    yield from task.buffers()
-
-
 def is_small(trainer: Run, batch: Any) -> bool:
     """Whether copies cost nothing to speak of; on an accelerator memory is short."""
     limit = SMALL if is_on_host(trainer) else SMALL // 10
@@ -502,7 +452,7 @@ def observed(trainer: Run, look: Look) -> Observed:
     kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, look.batch)
     patient = Observed(trainer.task, trainer, train, trainer.given_loaders.get("val"), [kept], [])
     patient.plugins = list(trainer.stack)
-    patient.calls, patient.headroom = [call.settled() for call in look.calls], start.headroom(trainer)
+    patient.headroom = start.headroom(trainer)
     patient.losses.append(float(look.loss.detach()))
     vars(patient)["watched"] = look.watch
     patient.samples = samples(train)

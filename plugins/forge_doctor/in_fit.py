@@ -13,11 +13,12 @@ from forge.data.accumulation_windows import batch_size
 from forge.util.walk import walk
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
-from forge_doctor.probes.motion import LEAK
 from forge_doctor.watch import REGRESSION, origin
 
 BOUNDED = ("Sigmoid", "Softmax")
 """What makes probabilities: their squared error is the Brier score, and meant."""
+LEAK = 2**16
+"""Bytes that an update may leave in any case: states of metrics, what waits to be logged."""
 LOOKS = (2, 5, 8, 11)
 """Updates after which what the task holds is counted."""
 
@@ -35,7 +36,7 @@ def class_targets(patient: Patient) -> Iterator[Finding]:
             or origin(x) in BOUNDED
         ):
             continue
-        what = _two_classes(y, labels) or _rows_of_classes(y, labels)
+        what = _numbers_of_classes(y) or _two_classes(y, labels) or _rows_of_classes(y, labels)
         if what:
             text = f"{call.name} gets {what} as targets: they are labels of classes."
             yield Finding("class_ids_in_regression", text, call.where)
@@ -43,6 +44,14 @@ def class_targets(patient: Patient) -> Iterator[Finding]:
 
 def _is_whole(x: Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex()
+
+
+def _numbers_of_classes(y: Tensor) -> str:
+    """The whole numbers from 0 on, each several times."""
+    values = y.detach().float().unique()
+    count = len(values)
+    several = 3 <= count <= 50 and y.numel() >= 3 * count
+    return f"the whole numbers 0 to {count - 1}" if several and values.tolist() == list(range(count)) else ""
 
 
 def _two_classes(y: Tensor, labels: list[Tensor]) -> str:
@@ -115,7 +124,7 @@ class Holdings:
 
     def found(self, task: nn.Module) -> Iterator[Finding]:
         """Attributes that hold more tensors at every look, with their graphs or in bytes that count."""
-        for where in self.sizes[-1]:
+        for where in self.sizes[-1] if len(self.sizes) == len(LOOKS) else ():
             counts, sizes, graphs = zip(*(look.get(where, (0, 0, False)) for look in self.sizes), strict=True)
             each = (sizes[-1] - sizes[0]) / (LOOKS[-1] - LOOKS[0])
             grows = all(before < after for before, after in itertools.pairwise(counts))

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -19,14 +19,11 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.data.adapt import by_name
 from forge.engine.trainer import Plugins, Trainer
-from forge.rng import reseed
-from forge.torch_internals import pytree
 from forge_doctor.deadline import Deadline
-from forge_doctor.experiments import motion as movement
-from forge_doctor.experiments import scale
+from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, copied, first, loss_of, no_trace
+from forge_doctor.patient import Patient, copied, first, moved, no_trace, parameters
 from forge_doctor.report import DoctorReport
 from forge_doctor.trial import Trial, Variation
 
@@ -41,9 +38,6 @@ FALLING = 0.05
 """The share of what is left that a fifth of the updates must take away to count as falling."""
 SETTLES, FLAT = 120, 60
 """Updates after which a trial may end, and those that must then have been flat."""
-SMALL, AWRY, MOST = 1e-3, 0.2, 12
-"""The share by which a step along its gradient changes a matrix, that by which the loss may then differ, and how many
-matrices are tried."""
 USUAL = 1e-2
 """The share of its size by which an update usually moves a matrix."""
 FEW = 4
@@ -74,9 +68,6 @@ class Curve:
     @property
     def start(self) -> float:
         return self.losses[0] if self.losses else math.nan
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 QUIET = Variation("evaluation mode, without dropout and batch statistics", evaluates=True)
@@ -303,8 +294,7 @@ class TrialLook(Plugin):
             return
         self.looks, self.trainer = False, trainer
         self._before = copied(trainer.task)
-        move = lambda x: x.to(trainer.env.device) if isinstance(x, Tensor) else x  # noqa: E731
-        self.batch = pytree.tree_map(move, self.batch)
+        self.batch = moved(self.batch, trainer.env.device)
         patient = Patient(trainer.task, trainer, None, None, [self.batch], [])
         self.names = patient.names
         groups = [group for entry in trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
@@ -327,49 +317,16 @@ class TrialLook(Plugin):
         return [Variation(f"{factor:.1g} times the learning rate", rate=factor)] if not 0.03 < factor < 30 else []
 
     def descends(self, task: TaskModule) -> bool:
-        """Whether the loss changes along its gradient as the gradient says.
+        """Whether the gradient is the slope of the loss.
 
-        It does not where gradients are reversed or stopped on purpose, or where the loss stands for something else, as
+        It is not where gradients are reversed or stopped on purpose, or where the loss stands for something else, as
         in reinforcement learning; then its level says nothing.
         """
-        task.trainer = self.trainer
-        task.to(self.trainer.env.device if self.trainer is not None else "cpu").train()
-        weights = [p for p in task.parameters() if p.requires_grad and p.ndim > 1]
-        weights = weights[:: -(-len(weights) // MOST) or 1]
-
-        def loss() -> Tensor:
-            reseed(SEED)
-            return loss_of(task.training_step(copy.deepcopy(self.batch)))
-
-        try:
-            here = loss()
-            slopes = torch.autograd.grad(here, weights, allow_unused=True)
-            found = [
-                _as_planned(p, g, loss, float(here.detach()))
-                for p, g in zip(weights, slopes, strict=True)
-                if g is not None
-            ]
-        except Exception:  # a step that runs in a fit alone
-            return True
-        finally:
-            task.trainer = None
-        return all(found)
-
-
-def _as_planned(weight: Tensor, slope: Tensor, loss: Callable[[], Tensor], here: float) -> bool:
-    """Whether a small step of a weight along its gradient changes the loss by what the gradient says, as far as it is
-    a slope at all: near a minimum the loss bends by more."""
-    before, steep = weight.detach().clone(), float(slope.double().norm())
-    step = SMALL * float(before.double().norm()) / max(steep, 1e-30)
-    seen: list[float] = []
-    for way in (step, -step):
-        with torch.no_grad():
-            weight.copy_(before + way * slope)
-        seen.append(float(loss().detach()))
-    with torch.no_grad():
-        weight.copy_(before)
-    planned, came, bend = 2 * step * steep**2, seen[0] - seen[1], abs(sum(seen) - 2 * here)
-    return planned < max(1e-4 * abs(here), 4 * bend) or abs(came / planned - 1) < AWRY
+        assert self.trainer is not None
+        task = task.to(self.trainer.env.device).train()
+        patient = Patient(task, self.trainer, None, None, [self.batch], [])
+        found = influence.slopes(patient, None, set(parameters(task))) if len(self.names) == 1 else None
+        return found is None or all(group.agrees for group in found[0])
 
 
 def levels(patient: Patient, batch: Any) -> tuple[float | None, float | None]:
@@ -422,10 +379,8 @@ def learn(
         found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
         report.findings.append(replace(found, level=curve.level))
     if trials.trained is not None and not curve.is_cut_short:
-        in_modes = list(scale.modes(patient, trials.trained, trials.witness.batch, curve.start))
-        learnt = movement.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
-        report.findings.extend(in_modes or learnt)
-        report.findings.extend(movement.collapsed(patient, trials.trained, trials.witness.batch))
+        learnt = motion.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
+        report.findings.extend(learnt)
     if curve.is_cut_short and not curve.is_learnt:
         report.skipped[what] = NO_TIME
     elif len(report.findings) == before:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.accumulation_windows import batch_size
+from forge.errors import TaskError
 from forge.rng import RNGState, reseed
 from forge.torch_internals import pytree
-from forge_doctor.watch import OuterCall, StepWatch, outermost_calls
+from forge_doctor.watch import StepWatch
 
 SEED = 20
 """With which each step of a probe begins, so that two of them draw the same numbers."""
@@ -48,8 +49,6 @@ class Patient:
     samples: list[tuple[Tensor, ...]] = field(default_factory=list)
     "Training samples one by one, on the CPU, in the order in which they are served; at most 3,000."
     val_samples: list[tuple[Tensor, ...]] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-    "Classes of the modules with parameters, in the order of their calls."
     rebuild: Any = None
     "A function that makes another loader of train; None if there is no such function."
     original: TaskModule | None = None
@@ -66,15 +65,10 @@ class Patient:
     "Each update's size against its weights', by parameter."
     norms: list[float] = field(default_factory=list)
     "Of the gradients of each update, before they are clipped."
-    graphs_kept: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
     "Seconds that each update waited for its batch, and that it took."
-    memory: list[int] = field(default_factory=list)
-    "Bytes of the accelerator in use after each update."
     plugins: list[Any] = field(default_factory=list)
     "Of the planned run, those included that the examination leaves out."
-    hooks: dict[str, list[Any]] = field(default_factory=dict)
-    "Functions that are hooked to the gradients of parameters, by name: copies of a task have none."
     make: Any = None
     "A function that makes another copy of the user's own task."
     buffers_before: dict[str, Tensor] = field(default_factory=dict)
@@ -170,16 +164,6 @@ class Patient:
         """Return the loss of a training step, with its graph; see `run`."""
         return loss_of(self.run(task, batch, "train", name, seed))
 
-    def again(self, task: TaskModule) -> list[Tensor]:
-        """Run the first training step once more, on a copy; return what has a graph."""
-        return [self.loss(task, self.batches[0])]
-
-    def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
-        """The modules that a step calls itself."""
-        with torch.no_grad(), outermost_calls(task) as calls:
-            self.run(task, batch, stage)
-        return calls
-
     @cached_property
     def can_validate(self) -> bool:
         return bool(self.val_batches) and defines(self.task, "validation_step")
@@ -231,19 +215,15 @@ class Patient:
                 return place
         return None
 
-    def inputs(self, batch: Any) -> list[Tensor]:
-        """The floating point tensors of a batch with a sample in each row, without the targets of its losses."""
-        size = batch_size(batch)
-        targets = [call.target for call in self.watched.losses if isinstance(call.target, Tensor)]
-        return [
-            x
-            for x in tensors(batch)
-            if x.is_floating_point() and x.ndim > 1 and len(x) == size and not any(_is_same(x, y) for y in targets)
-        ]
 
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x.numel() == y.numel() and x.data_ptr() == y.data_ptr()
+def copied_task(task: TaskModule) -> TaskModule:
+    try:
+        return copy.deepcopy(task)
+    except Exception as error:
+        raise TaskError(
+            f"{type(task).__name__} cannot be copied ({type(error).__name__}: {error}), and copies are examined. Make "
+            "what cannot be copied in a method, or define __deepcopy__."
+        ) from error
 
 
 def loss_of(output: Any) -> Tensor:
@@ -253,6 +233,11 @@ def loss_of(output: Any) -> Tensor:
 def tensors(tree: Any) -> list[Tensor]:
     """All tensors of a batch, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def moved(tree: Any, device: torch.device | str) -> Any:
+    """The same batch on a device."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
 
 
 def are_samples(batch: Any) -> bool:
@@ -308,11 +293,6 @@ def parameters(task: nn.Module) -> dict[str, nn.Parameter]:
 def copied(task: nn.Module) -> dict[str, Tensor]:
     """Copies of the trainable parameters."""
     return {name: p.detach().clone() for name, p in parameters(task).items()}
-
-
-def gradient_hooks(task: nn.Module) -> dict[str, list[Any]]:
-    """The functions that are hooked to the gradients of parameters, by name."""
-    return {name: list(p._backward_hooks.values()) for name, p in task.named_parameters() if p._backward_hooks}
 
 
 def like(twin: TaskModule, task: nn.Module) -> TaskModule:

@@ -43,17 +43,7 @@ class DoctorReport:
         return [finding for finding in self.findings if finding.level == "warning"]
 
     def as_data(self) -> dict[str, Any]:
-        return {
-            "findings": [asdict(finding) for finding in self.findings],
-            "silenced": [asdict(finding) for finding in self.silenced],
-            "good": self.good,
-            "skipped": self.skipped,
-            "readiness": [asdict(item) for item in self.readiness],
-            "worst": self.worst,
-            "one_batch": self.one_batch.as_data() if self.one_batch is not None else None,
-            "partial": self.partial,
-            "seconds": round(self.seconds, 2),
-        }
+        return {**asdict(self), "seconds": round(self.seconds, 2)}
 
     def __str__(self) -> str:
         lines = [f"{finding.level}: {finding.name}: {finding.message}" for finding in self.findings]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from forge.data.own_generators import data_roots
 from forge.data.tensor import TensorLoader
@@ -32,41 +31,11 @@ def indexed(loader: Any) -> Any:
     return dataset if is_indexed and not isinstance(dataset, (IterableDataset, dict)) and len(dataset) else None
 
 
-def whole(dataset: Any) -> Any:
-    """The dataset that subsets are parts of."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
-
-
 def leaves(item: Any) -> Sample:
     """The numbers of one item of a dataset as tensors, in order."""
     kinds = (Tensor, np.ndarray, np.generic, float, int)
     found = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, kinds)]
     return tuple(leaf.detach().cpu() if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in found)
-
-
-def in_order(loader: Any, like: Sample, most: int = 1500, seconds: float = 1.0) -> list[Sample]:
-    """The first samples in the order of the dataset; nothing if they are not of one kind with `like`."""
-    if isinstance(loader, TensorLoader):
-        rows = [x[:most].detach().cpu().unbind() for x in loader.tensors]
-        served: Iterator[Sample] = zip(*rows, strict=True) if loader.transform is None else iter(())
-    else:
-        served = _items(whole(indexed(loader)), most)
-    found: list[Sample] = []
-    began = time.perf_counter()
-    for sample in served:
-        if len(sample) != len(like) or time.perf_counter() - began > seconds:
-            break
-        found.append(sample)
-    return found
-
-
-def _items(dataset: Any, most: int) -> Iterator[Sample]:
-    for i in range(most):
-        if dataset is None or i >= len(dataset):
-            return
-        yield leaves(dataset[i])
 
 
 def count_of(loader: Any) -> int:

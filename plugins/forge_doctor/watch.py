@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forge.diagnose.checks.user_line import users_frame
@@ -19,27 +18,13 @@ from forge.torch_internals import pytree
 from forge.util.text import short_path
 from forge_plugins.torch_internals import is_functorch_wrapped
 
-LOSSES = {
-    F.cross_entropy: "cross_entropy",
-    F.nll_loss: "nll_loss",
-    F.kl_div: "kl_div",
-    F.binary_cross_entropy: "binary_cross_entropy",
-    F.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
-    F.mse_loss: "mse_loss",
-    F.l1_loss: "l1_loss",
-    F.smooth_l1_loss: "smooth_l1_loss",
-    F.huber_loss: "huber_loss",
-    F.gaussian_nll_loss: "gaussian_nll_loss",
-    F.poisson_nll_loss: "poisson_nll_loss",
-    F.soft_margin_loss: "soft_margin_loss",
-    F.hinge_embedding_loss: "hinge_embedding_loss",
-    F.margin_ranking_loss: "margin_ranking_loss",
-    F.cosine_embedding_loss: "cosine_embedding_loss",
-    F.multi_margin_loss: "multi_margin_loss",
-    F.multilabel_soft_margin_loss: "multilabel_soft_margin_loss",
-    F.triplet_margin_loss: "triplet_margin_loss",
-    F.ctc_loss: "ctc_loss",
-}
+NAMES = (
+    *("cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss", "poisson_nll_loss"),
+    *("soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss", "multi_margin_loss"),
+    *("multilabel_soft_margin_loss", "triplet_margin_loss", "ctc_loss"),
+)
+LOSSES = {getattr(F, name): name for name in NAMES}
 REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 PAIRWISE = {"sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "div"}
 PAIRWISE |= {"__truediv__", "pow", "__pow__", "where", "minimum", "maximum"}
@@ -156,7 +141,7 @@ class StepWatch(CallWatch):
         short, long = sorted((a, b), key=lambda x: x.ndim)
         n = self.batch
         crossed = n is not None and n > 1 and tuple(short.shape) == (n,) and tuple(long.shape) == (n, 1)
-        if crossed and a.requires_grad != b.requires_grad:
+        if crossed and (a.requires_grad != b.requires_grad or not torch.is_grad_enabled()):
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             text = f"{name.strip('_')} of shapes {shapes} gives {n} x {n} numbers: each prediction meets every target"
             self.oddities.append(Oddity("broadcast_loss", text, where()))
@@ -192,52 +177,5 @@ def origins(tensor: Tensor) -> Iterator[str]:
         node = next((child for child, _ in node.next_functions if child is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class OuterCall:
-    """A module that a step called, outside all other modules, with what went in and came out."""
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-    def settled(self) -> OuterCall:
-        """The call without its graph, on copies of what went in."""
-        given = (self.args, self.kwargs)
-        args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
-        return OuterCall(self.path, args, kwargs, _detached(self.output))
-
-
 def _detached(tree: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
-
-
-@contextmanager
-def outermost_calls(task: nn.Module) -> Iterator[list[OuterCall]]:
-    """Note calls of modules that are not made by another module's forward."""
-    calls: list[OuterCall] = []
-    depth = 0
-    handles = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal depth
-        depth += 1
-
-    def leave(path: str) -> Any:
-        def noted(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            nonlocal depth
-            depth -= 1
-            if not depth:
-                calls.append(OuterCall(path, args, kwargs, output))
-
-        return noted
-
-    for path, module in task.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave(path), with_kwargs=True))
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

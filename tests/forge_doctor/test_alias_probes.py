@@ -105,3 +105,15 @@ def test_a_mistake_is_found_and_what_is_right_is_left_in_peace(
 ) -> None:
     assert finding in found(sick(), probe)
     assert found(healthy(), probe) == {}
+
+
+class Layered(Healthy):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+def test_one_module_several_times() -> None:
+    act = nn.ReLU()
+    assert "repeated_module" in found(Layered([nn.Linear(8, 8)] * 3), aliases.repeated)
+    assert found(Layered([nn.Linear(8, 8), act, nn.Linear(8, 8), act]), aliases.repeated) == {}

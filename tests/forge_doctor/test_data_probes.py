@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import forge
-from forge.data import TensorLoader
-from forge_doctor.experiments import pairs
-from forge_doctor.probes import data, serving, splits, start
+from forge_doctor.experiments import pairs, stages
+from forge_doctor.probes import data, serving, start
 from tests.support.patients import Healthy, found, loader, numbers
 
 
@@ -66,58 +65,26 @@ def split(x: Tensor, y: Tensor, order: Tensor, count: int = 100) -> tuple[DataLo
 def test_windows_that_are_split_at_random_overlap() -> None:
     x, y = windows()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    assert set(found(Regression(16), splits.overlaps, data=split(x, y, order))) == {"leakage"}
+    assert set(found(Regression(16), data.overlaps, data=split(x, y, order))) == {"leakage"}
 
 
 def test_windows_of_several_channels_overlap() -> None:
     x, y = windows()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     for two in (torch.stack([x, x + 1], 1), torch.stack([x, x + 1], 2)):
-        assert set(found(Regression(32), splits.overlaps, data=split(two, y, order))) == {"leakage"}
+        assert set(found(Regression(32), data.overlaps, data=split(two, y, order))) == {"leakage"}
 
 
 def test_windows_that_are_split_by_time_touch_at_the_border() -> None:
     x, y = windows()
-    assert found(Regression(16), splits.overlaps, data=split(x, y, torch.arange(len(x)), 30)) == {}
-    assert found(Regression(16), splits.overlaps, data=split(x, y, torch.arange(len(x)).flip(0), 30)) == {}
+    assert found(Regression(16), data.overlaps, data=split(x, y, torch.arange(len(x)), 30)) == {}
+    assert found(Regression(16), data.overlaps, data=split(x, y, torch.arange(len(x)).flip(0), 30)) == {}
 
 
 def test_a_series_that_repeats_itself_may_be_split() -> None:
     x, y = windows(series=random(20).repeat(25))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    assert found(Regression(16), splits.overlaps, data=split(x, y, order)) == {}
-
-
-@pytest.mark.parametrize(("before", "names"), [(True, {"leakage"}), (False, set())])
-def test_samples_that_are_augmented_before_the_split(before: bool, names: set[str]) -> None:
-    x, y = numbers(300)
-    again = torch.arange(300).repeat_interleave(3)
-    x, y = x[again] + 0.03 * random(900, 8, seed=4), y[again]
-    order = torch.randperm(900, generator=torch.Generator().manual_seed(0)) if before else torch.arange(900)
-    assert set(found(Healthy(), splits.near_copies, data=split(x, y, order, 150))) == names
-
-
-def test_points_of_a_curve_are_no_copies() -> None:
-    t = torch.rand(900, 1, generator=torch.Generator().manual_seed(0))
-    x = torch.cat([(k * t).sin() for k in range(1, 9)], 1)
-    assert found(Regression(), splits.near_copies, data=split(x, t.flatten(), torch.arange(900), 150)) == {}
-
-
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_labels_of_the_neighbouring_row(shift: int) -> None:
-    x, y = numbers(400)
-    expected = {"labels_shifted"} if shift else set()
-    assert set(found(Healthy(), splits.shifted, data=(loader(x, y.roll(shift)), None))) == expected
-    ready = TensorLoader(x, y.roll(shift), batch_size=16, shuffle=True)
-    assert set(found(Healthy(), splits.shifted, data=(ready, None))) == expected
-
-
-def test_a_forecast_knows_the_target_before() -> None:
-    x, y = windows(8, random(400))
-    assert found(Regression(), splits.shifted, data=(loader(x, y), None)) == {}
-    others = random(400, 7, seed=3)
-    known = torch.cat([y[:, None].roll(1, 0), others[: len(y)]], 1)
-    assert found(Regression(), splits.shifted, data=(loader(known, y), None)) == {}
+    assert found(Regression(16), data.overlaps, data=split(x, y, order)) == {}
 
 
 # -- how samples are served -------------------------------------------------------------------------------------------
@@ -242,24 +209,9 @@ class Seeds(Healthy):
         return self.loss(self(x + 0.1 * torch.randn_like(x)), y)
 
 
-class SeedsSamples(Dataset[Any]):
-    def __init__(self, by_index: bool):
-        self.x, self.y, self.by_index = *numbers(), by_index
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> Any:
-        np.random.seed(index if self.by_index else 0)
-        return self.x[index] + float(np.random.normal()), self.y[index]
-
-
 def test_seeds_that_are_set_while_training() -> None:
-    assert set(found(Seeds(), serving.reseeded)) == {"reseeded"}
-    for by_index in (False, True):
-        given = DataLoader(SeedsSamples(by_index), 16), None
-        assert set(found(Healthy(), serving.reseeded, data=given)) == (set() if by_index else {"reseeded"})
-    assert found(Healthy(), serving.reseeded) == {}
+    assert set(found(Seeds(), stages.same_draws)) == {"reseeded"}
+    assert found(Healthy(), stages.same_draws) == {}
 
 
 class Drawn(Dataset[Any]):
@@ -305,8 +257,8 @@ def test_batch_norm_of_one_sample(batch: int, names: set[str]) -> None:
 
 
 PROBES = (
-    *(data.copies, splits.overlaps, splits.near_copies, splits.shifted, pairs.follow),
-    *(serving.noise, serving.reseeded, start.normalised_samples),
+    *(data.copies, data.overlaps, pairs.follow),
+    *(serving.noise, start.normalised_samples),
 )
 
 

@@ -26,6 +26,7 @@ from forge_doctor.experiments import (
     values,
 )
 from forge_doctor.patient import Patient
+from forge_doctor.probes import losses
 from tests.support.patients import Healthy, found, loader, numbers
 from tests.support.probes_kit import task_with
 
@@ -453,8 +454,7 @@ def test_weights_that_stand_still() -> None:
 def learnt(patient: Patient) -> Any:
     batch = patient.batches[0]
     task, said = scale.short_fit(patient, [batch] * 80)
-    yield from motion.learnt(patient, task, batch, said[0]["loss"], said[-1]["loss"])
-    yield from motion.collapsed(patient, task, batch)
+    yield from motion.learnt(patient, task, batch, said[0], said[-1])
 
 
 class QuickValidates(Validates, Quick):
@@ -465,15 +465,6 @@ def test_a_batch_that_is_learnt_is_known_in_validation() -> None:
     wrong = QuickValidates(lambda task, x, y: {"loss": F.cross_entropy(-task(x), y)})
     assert set(found(wrong, learnt, last=True)) == {"learnt_not_validated"}
     assert found(Quick(), learnt, last=True) == {}
-
-
-def test_answers_that_have_collapsed() -> None:
-    def collapsed(patient: Patient) -> Any:
-        task = patient.clone()
-        task.get_submodule("net.2").get_parameter("weight").data.zero_()
-        yield from motion.collapsed(patient, task, patient.batches[0])
-
-    assert set(found(Healthy(), collapsed)) == {"collapsed"}
 
 
 # -- scale ------------------------------------------------------------------------------------------------------------
@@ -553,9 +544,7 @@ def test_values_of_the_splits() -> None:
     broken[7, 2] = torch.inf
     assert "bad_values" in found(Healthy(), values.finite, data=(loader(x, y), loader(broken, y)))
     assert "values_unseen" in found(Healthy(), values.unseen, data=(loader(x, y % 3), loader(x, y)))
-    still = torch.cat([x[:, :7], torch.ones(200, 1)], 1)
-    assert "constant_column" in found(Healthy(), values.first_inputs, data=(loader(still, y), loader(still, y)))
-    assert found(Healthy(), values.finite, values.unseen, values.first_inputs) == {}
+    assert found(Healthy(), values.finite, values.unseen) == {}
 
 
 def test_a_step_that_makes_nan() -> None:
@@ -629,8 +618,8 @@ def test_writes_that_are_lost() -> None:
 def test_a_metric_that_meets_each_with_each() -> None:
     wide = Validates(lambda task, x, y: {"error": (task(x)[:, :1] - y).abs().mean()})
     right = Validates(lambda task, x, y: {"error": (task(x)[:, 0] - y).abs().mean()})
-    assert "broadcast_loss" in found(wide, lossy.steps)
-    assert found(right, lossy.steps) == {}
+    assert "broadcast_loss" in found(wide, losses.evaluation_inputs)
+    assert found(right, losses.evaluation_inputs) == {}
 
 
 class Masks(Healthy):

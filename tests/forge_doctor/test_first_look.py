@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forge
 from forge_doctor import first_look
 from forge_doctor.first_look import LOOKS, samples
-from tests.support.patients import Healthy, Keeps, loader, numbers, said
+from tests.support.patients import Healthy, loader, numbers, said
 from tests.support.profiles import some
 
 
@@ -94,7 +94,6 @@ PLANTED: dict[type[forge.TaskModule], str] = {
     Unused: "unused_parameters",
     OverTheBatch: "batch_dependence",
     Changes: "batch_changed",
-    Keeps: "graphs_kept",
     Trains: "mode_changed",
     OverTheBatchInEvaluation: "wrong_dimension",
     Sums: "sum_reduction",

@@ -11,7 +11,7 @@ from torch import nn
 
 import forge
 from forge.config.build import make_plugins
-from forge_doctor.probes import motion
+from forge_doctor.experiments import motion
 from tests.support.patients import Healthy, found, loader, numbers, splits
 from tests.support.profiles import some
 
@@ -132,14 +132,3 @@ def test_a_loader_that_is_slower_than_the_step() -> None:
     patient.times = [(0.5, 0.001), *11 * [(0.004, 0.001)]]
     assert list(motion.waits(patient)) == []
     assert found(Healthy(), motion.waits, after=8).keys() <= {"slow_loader"}  # the times are noted
-
-
-def test_memory_that_grows_with_every_update() -> None:
-    patient: Any = types.SimpleNamespace(device=torch.device("cuda"), task=Healthy())
-    patient.memory = [update * 2**20 for update in range(12)]
-    (growing,) = motion.memory(patient)
-    assert growing.message == "Every update leaves 1 MiB more on the accelerator."
-    patient.memory = [update * 1024 for update in range(12)]  # metrics that wait to be logged
-    assert list(motion.memory(patient)) == []
-    patient.memory = [100, 900, *10 * [950]]
-    assert list(motion.memory(patient)) == []

@@ -9,11 +9,8 @@ import math
 import re
 import signal
 import textwrap
-import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -68,6 +65,7 @@ def run(args: Namespace) -> int:
     from forge_doctor.deadline import Deadline
     from forge_doctor.doctor import doctor
     from forge_doctor.report import DoctorReport
+    from forge_doctor.signals import ended_by_signals
 
     if args.budget <= 0:
         raise ForgeError(f"--budget is {args.budget:g}. Write minutes above 0, as --budget 0.5.")
@@ -77,7 +75,7 @@ def run(args: Namespace) -> int:
     data = recipe.make_data(task)
     deadline = Deadline(QUICK, time.process_time, steps=5) if args.quick else Deadline(60 * args.budget)
     report, code = DoctorReport(), 0
-    with show.console(stderr=True).status("") as status, _ended_by_signals():
+    with show.console(stderr=True).status("") as status, ended_by_signals():
         try:
             doctor(
                 task,
@@ -105,21 +103,6 @@ def run(args: Namespace) -> int:
 
 def _clock(seconds: float) -> str:
     return f"{max(0, int(seconds)) // 60}:{max(0, int(seconds)) % 60:02d}"
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM end the examination as Ctrl-C does: with what it has."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave) if threading.current_thread() is threading.main_thread() else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 def print_page(report: DoctorReport, console: Console, every: bool = False) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.torch_internals import pytree
 from forge_doctor.experiments.intervene import calls_of, parts
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import SEED, Patient, moved
 from forge_doctor.stored import indexed
 
 SAMPLES = 6
@@ -67,8 +66,8 @@ def _serves_the_same(whole: Any, singles: list[Any]) -> bool:
 
 
 def _outputs(patient: Patient, batch: Any, stage: str, seed: int = SEED) -> dict[tuple[str, int], Tensor]:
-    batch = pytree.tree_map(lambda x: x.to(patient.device) if isinstance(x, Tensor) else x, batch)
-    return {key: out[0] for key, out in calls_of(patient, batch, stage, seed=seed)[0].items() if len(out) == 1}
+    calls, _ = calls_of(patient, moved(batch, patient.device), stage, seed=seed)
+    return {key: out[0] for key, out in calls.items() if len(out) == 1}
 
 
 def _same(x: Tensor, y: Tensor | None) -> bool:

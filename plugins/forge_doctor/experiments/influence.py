@@ -30,7 +30,7 @@ from forge_doctor.experiments.intervene import (
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
-from forge_doctor.probes.graph import own_functions, trained
+from forge_doctor.probes.graph import trained
 from forge_doctor.watch import CallWatch, where
 
 MOST_GROUPS = 24
@@ -68,7 +68,7 @@ def weights(patient: Patient) -> Iterator[Finding]:
     """Move each group of trained weights, and compare the slope of the loss with the gradient."""
     known = trained(patient)
     for name in patient.names:
-        found = _slopes(patient, name, known)
+        found = slopes(patient, name, known)
         if found is None:
             continue
         groups, watch = found
@@ -81,13 +81,13 @@ def weights(patient: Patient) -> Iterator[Finding]:
                 f"weights changes the loss (slope {max(g.slope for g in cut):.2g}), and their gradient is 0{at}."
             )
             yield Finding("no_gradient", text, cut[0].name, {"groups": [group.name for group in cut][:8]})
-        elif part and not _has_own_functions(patient):
+        elif part:
             worst = max(part, key=lambda group: group.off)
             yield Finding(
                 "gradient_is_cut",
                 f"The gradient of {listed([group.name for group in part])} is not the slope of the loss: along a "
                 f"direction of {worst.name} autograd says {worst.said:.4g}, and the loss changes by {worst.seen:.4g}. "
-                f"Part of the way from these weights to the loss is cut off{at}.",
+                f"Part of the way from these weights to the loss is cut off, or has a backward of its own{at}.",
                 worst.name,
                 {"gradient": worst.said, "slope": worst.seen, "groups": [group.name for group in part][:8]},
             )
@@ -95,7 +95,7 @@ def weights(patient: Patient) -> Iterator[Finding]:
 
 def flat(patient: Patient) -> Iterator[Finding]:
     """After a few updates: trained weights on which the loss does not depend though they take part in it."""
-    found = _slopes(patient, None, trained(patient)) if len(patient.names) == 1 else None
+    found = slopes(patient, None, trained(patient)) if len(patient.names) == 1 else None
     still = [group for group in found[0] if group.reached and not group.gradient and not group.slope] if found else []
     if found and still and len(still) < len(found[0]):
         yield Finding(
@@ -112,10 +112,6 @@ def flat(patient: Patient) -> Iterator[Finding]:
 def _cuts(watch: CutWatch) -> str:
     some = [f"{what} at {line}" for line, what in list(watch.lines.items())[:3]]
     return f" ({', '.join(some)})" if some else ""
-
-
-def _has_own_functions(patient: Patient) -> bool:
-    return any(True for output in patient.again(patient.clone()) for _ in own_functions(output))
 
 
 class WeightGroup:
@@ -140,7 +136,7 @@ def _grouped(task: nn.Module, known: set[str]) -> list[WeightGroup]:
     return []
 
 
-def _slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[WeightGroup], CutWatch] | None:
+def slopes(patient: Patient, name: str | None, known: set[str]) -> tuple[list[WeightGroup], CutWatch] | None:
     """The slope of the loss along a few directions of each group, beside the gradient, in float64 where that works."""
     known = trained(patient, name) if len(patient.names) > 1 else known
     for double in (True, False):

@@ -1,7 +1,7 @@
 """Lossy: watch operations that silently lose values, while samples are read and while steps run.
 
 Each is done again in a way that loses nothing, and compared: whole numbers that wrap around, fractions that a cast cuts
-off, several values that are written to one place, and pairs of tensors that spread into each with each.
+off, and several values that are written to one place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.data.accumulation_windows import batch_size
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
 from forge_doctor.stored import count_of, read
@@ -21,8 +20,6 @@ from forge_doctor.watch import CallWatch, where
 ARITHMETIC = {"add", "add_", "sub", "sub_", "mul", "mul_", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 ARITHMETIC |= {"__mul__", "__rmul__", "__imul__", "__rsub__", "neg", "__neg__", "pow", "__pow__"}
 CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as", "float", "half", "bfloat16"}
-PAIRS = {"sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "eq", "__eq__", "ne", "__ne__", "div"}
-PAIRS |= {"__truediv__", "logical_and", "__and__"}
 SAMPLES = 6
 ROUNDED = 1e-4
 """What rounding may take away, as a share of the deviation."""
@@ -31,11 +28,10 @@ FRACTION = 0.02
 
 
 class LossyWatch(CallWatch):
-    """Notes lines at which values are lost. `rows` is the number of samples of a batch."""
+    """Notes lines at which values are lost."""
 
-    def __init__(self, rows: int | None = None):
+    def __init__(self) -> None:
         super().__init__()
-        self.rows = rows
         self.found: dict[tuple[str, str], str] = {}
 
     def before(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -76,8 +72,6 @@ class LossyWatch(CallWatch):
             and isinstance(args[3], Tensor)
         ):
             self._repeated(args[2].movedim(args[1], 0).flatten(1)[:, 0], name)
-        elif name in PAIRS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
-            self._look_at_pair(name, args[0], args[1])
 
     def _look_at_rounding(self, x: Tensor, result: Tensor, name: str) -> None:
         """Numbers that are large beside what they differ by, such as times, lose that difference."""
@@ -111,16 +105,6 @@ class LossyWatch(CallWatch):
                 "nothing adds them up",
             )
 
-    def _look_at_pair(self, name: str, a: Tensor, b: Tensor) -> None:
-        n = self.rows
-        shapes = {tuple(a.shape), tuple(b.shape)}
-        if n is not None and n > 2 and shapes == {(n,), (n, 1)}:
-            self._note(
-                "broadcast",
-                f"{name.strip('_')} of shapes {tuple(a.shape)} and {tuple(b.shape)} gives {n} x {n} numbers: each "
-                "sample meets every other",
-            )
-
     def _note(self, kind: str, text: str) -> None:
         self.found.setdefault((kind, where()), text)
 
@@ -150,29 +134,21 @@ def steps(patient: Patient) -> Iterator[Finding]:
     """What is lost in a training step and in a validation step."""
     for stage, (batch, *_) in patient.stages:
         task = patient.clone() if stage == "train" else patient.clone().eval()
-        with LossyWatch(batch_size(batch)) as watch:
+        with LossyWatch() as watch:
             for name in patient.names if stage == "train" else [None]:
                 patient.run(task, batch, stage, name)
         yield from _told(watch, patient.place(stage))
 
 
-LEVEL = {
-    "rounding": "warning",
-    "overflow": "warning",
-    "truncation": "note",
-    "lost_writes": "warning",
-    "broadcast": "warning",
-}
 CURES = {
     "rounding": "Subtract the smallest one first, in int64 or float64, and convert the differences.",
     "overflow": "Convert to a wider type first: x.int(), or x.float().",
     "truncation": "Round first, or keep the numbers as they are: torch.round(x).long(); mode='nearest' for masks.",
     "lost_writes": "Add up what belongs to one index: index_add_, or scatter_add_.",
-    "broadcast": "Give both one shape: prediction.squeeze(1), or y.unsqueeze(1).",
 }
 
 
 def _told(watch: LossyWatch, place: str) -> Iterator[Finding]:
     for (kind, line), text in list(watch.found.items())[:4]:
-        name = "broadcast_loss" if kind == "broadcast" else "values_lost"
-        yield Finding(name, f"{text}.", line or place, {"kind": kind}, cure=CURES[kind], level=LEVEL[kind])
+        level = "note" if kind == "truncation" else "warning"
+        yield Finding("values_lost", f"{text}.", line or place, {"kind": kind}, cure=CURES[kind], level=level)

@@ -17,7 +17,7 @@ from forge.runs.directions import mode_of
 from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random, numbers, says, with_rows_changed
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, are_samples
-from forge_doctor.probes.graph import modes_noted, on_in_validation
+from forge_doctor.probes.graph import awake_layers
 from forge_doctor.watch import CallWatch, where
 
 OFF = 0.02
@@ -101,9 +101,9 @@ def drawn(patient: Patient) -> Iterator[Finding]:
         return
     task, results, line = patient.clone().eval(), [], ""
     for seed in (SEED, SEED + 1):
-        with torch.no_grad(), DropoutWatch() as watch, modes_noted(task, at_any_call=True) as off:
+        with torch.no_grad(), DropoutWatch() as watch, awake_layers(task) as awake:
             results.append(numbers(patient.run(task, patient.val_batches[0], "val", seed=seed)))
-        if any(on_in_validation(task, off)):  # which is a finding of its own
+        if awake:  # which is a finding of its own
             return
         line = line or watch.line
     first, second = results

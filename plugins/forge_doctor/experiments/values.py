@@ -164,19 +164,3 @@ def coverage(patient: Patient) -> Iterator[Finding]:
             cure="Give a weighted sampler one weight for each sample, and as many draws as samples.",
             level="warning" if share < 0.1 else "note",
         )
-
-
-def first_inputs(patient: Patient) -> Iterator[Finding]:
-    """Columns that reach the first layer with one value for all samples of all batches, where others vary."""
-    seen = inputs_of_layers(patient)[:1]
-    for path, x in seen:
-        if x.ndim != 2 or not 2 <= x.shape[1] <= 512 or len(x) < 16:
-            continue
-        still = (x == x[:1]).all(0)
-        if bool(still.any()) and not bool(still.all()):
-            columns = still.nonzero().flatten().tolist()
-            text = (
-                f"{path}, the first layer, gets one value ({float(x[0, columns[0]]):.4g}) in column {columns[0]} of "
-                f"{x.shape[1]} for all {len(x)} samples of a batch ({len(columns)} such columns)."
-            )
-            yield Finding("constant_column", text, path, {"columns": columns[:20]})

@@ -1,9 +1,12 @@
-"""Probes of names and shared memory: misspelt attributes, and weights that share storage."""
+"""Probes of names and shared weights: misspelt attributes, one memory of two weights, one module several times."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
+
+from torch import nn
 
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
@@ -36,3 +39,17 @@ def shared_storage(patient: Patient) -> Iterator[Finding]:
             yield Finding("shared_storage", text, name)
             return
         seen[place] = name
+
+
+def repeated(patient: Patient) -> Iterator[Finding]:
+    """Lists of modules that hold one module several times."""
+    for path, module in patient.task.named_modules():
+        if type(module) not in (nn.ModuleList, nn.Sequential):
+            continue
+        inner = [child for child in module._modules.values() if child is not None]
+        counts = Counter(id(child) for child in inner if any(p.requires_grad for p in child.parameters()))
+        if counts and max(counts.values()) > 1:
+            times = max(counts.values())
+            text = f"{path} holds one module {times} times: its {len(inner)} layers share one set of weights."
+            yield Finding("repeated_module", text, path, {"times": times})
+            return

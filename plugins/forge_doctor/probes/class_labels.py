@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
-from forge_doctor.probes.data import is_target, sampler_of, stacked
+from forge_doctor.probes.data import sampler_of
 
 
 def labels(patient: Patient) -> Iterator[Finding]:
@@ -51,17 +51,3 @@ def _order(labels: Tensor, counts: Tensor) -> Iterator[Finding]:
             f"shuffled order has about {expected:.0f}."
         )
         yield Finding("not_shuffled", text, "train", {"changes": changes, "expected": expected})
-
-
-def order(patient: Patient) -> Iterator[Finding]:
-    """Regression targets that come sorted."""
-    if patient.labels is not None:
-        return
-    for place, y in stacked(patient, patient.samples).items():
-        if is_target(patient, place) and y.is_floating_point() and y[0].numel() == 1 and len(y) > 60:
-            steps = y.flatten()[1:] - y.flatten()[:-1]
-            if len(y.unique()) > 20 and bool(
-                ((steps >= 0).float().mean() > 0.97) | ((steps <= 0).float().mean() > 0.97)
-            ):
-                yield Finding("not_shuffled", "The targets of train come sorted.", "train")
-            return

@@ -18,6 +18,9 @@ from forge_doctor.watch import REGRESSION
 
 Sample = tuple[Tensor, ...]
 
+STEPS, MOST_LENGTH = 8, 2000
+"""Steps of a stretch of a series that is looked up, and those of a window at most."""
+
 
 def copies(patient: Patient) -> Iterator[Finding]:
     """Samples that occur more than once, within train and across the splits."""
@@ -104,35 +107,42 @@ def _bytes(x: Tensor) -> bytes:
 
 
 def scales(patient: Patient) -> Iterator[Finding]:
-    """The values of inputs and targets."""
+    """The values of inputs, in the samples and where they reach the first layer."""
+    path, reaches = next(iter(inputs_of_layers(patient)), ("", None))
     for place, x in stacked(patient, patient.samples).items():
-        if is_target(patient, place) or not x.is_floating_point() or x.ndim < 2:
+        if is_target(patient, place) or x.ndim < 2 or x.dtype == torch.bool or reaches is None:
             continue
-        x = x.float()
-        deviation, centre = float(x.std()), float(x.mean())
         where = f"train, tensor {place} of a sample"
-        if float(x.max()) == float(x.min()):
+        if x.is_floating_point() and float(x.max()) == float(x.min()):
             yield Finding("constant_input", f"All inputs are {float(x.max()):g}.", where, {"value": float(x.max())})
-            continue
-        is_far = deviation > 15 or abs(centre) > 30 * max(deviation, 1e-6)
-        if is_far and not _normalises(patient) and not _is_scaled_inside(patient):
+        elif _is_far(x) and _is_far(reaches):
+            centre, deviation = float(reaches.float().mean()), float(reaches.float().std())
             yield Finding(
                 "unscaled_inputs",
-                f"Inputs have mean {centre:.4g} and deviation {deviation:.4g}; networks want about 0 and 1.",
+                f"{path}, the first layer, gets inputs of mean {centre:.4g} and deviation {deviation:.4g}; networks "
+                "want about 0 and 1.",
                 where,
                 {"mean": centre, "deviation": deviation, "lowest": float(x.min()), "highest": float(x.max())},
             )
-        elif not is_far and x.ndim == 2 and 1 < x.shape[1] <= 4096 and not _normalises(patient):
-            columns = x.std(0)
-            moving = columns[columns > 0]
-            if len(moving) > 1 and float(moving.max() / moving.median()) > 300:
-                yield Finding(
-                    "feature_scales",
-                    f"Columns of the inputs have deviations from {float(moving.min()):.3g} to "
-                    f"{float(moving.max()):.3g}: the largest drown the others.",
-                    where,
-                    {"smallest": float(moving.min()), "largest": float(moving.max())},
-                )
+        elif (spread := _columns(x)) is not None and _columns(reaches) is not None:
+            text = (
+                f"Columns of the inputs have deviations from {spread[0]:.3g} to {spread[1]:.3g}: the largest drown the "
+                "others."
+            )
+            yield Finding("feature_scales", text, where, {"smallest": spread[0], "largest": spread[1]})
+
+
+def _is_far(x: Tensor) -> bool:
+    deviation, centre = float(x.float().std()), float(x.float().mean())
+    return deviation > 15 or abs(centre) > 30 * max(deviation, 1e-6)
+
+
+def _columns(x: Tensor) -> tuple[float, float] | None:
+    """The least and the largest deviation of columns, where that is far above the others'."""
+    moving = x.float().std(0) if x.ndim == 2 and x.is_floating_point() and 1 < x.shape[1] <= 4096 else x.new_zeros(0)
+    moving = moving[moving > 0]
+    far = len(moving) > 1 and float(moving.max() / moving.median()) > 300
+    return (float(moving.min()), float(moving.max())) if far else None
 
 
 def targets(patient: Patient) -> Iterator[Finding]:
@@ -160,37 +170,10 @@ def inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
     ]
     with torch.no_grad():
-        patient.again(task)
+        patient.loss(task, patient.batches[0])
     for handle in handles:
         handle.remove()
     return seen
-
-
-def _is_scaled_inside(patient: Patient) -> bool:
-    """Whether the model scales its inputs before its first layer."""
-    seen = inputs_of_layers(patient)
-    return bool(seen) and float(seen[0][1].float().std()) < 5 and abs(float(seen[0][1].float().mean())) < 20
-
-
-def first_layer(patient: Patient) -> Iterator[Finding]:
-    """Whole numbers that reach the first layer as they are."""
-    seen = inputs_of_layers(patient)
-    if not seen or not patient.samples or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
-        return
-    path, x = seen[0]
-    if float(x.float().std()) > 15 and not _normalises(patient):
-        yield Finding(
-            "unscaled_inputs",
-            f"{path}, the first layer, gets inputs of mean {float(x.float().mean()):.4g} and deviation "
-            f"{float(x.float().std()):.4g}; networks want about 0 and 1.",
-            path,
-            {"mean": float(x.float().mean()), "deviation": float(x.float().std())},
-        )
-
-
-def _normalises(patient: Patient) -> bool:
-    """Whether the first layer that is called with inputs normalises them."""
-    return "Norm" in next((name for name in patient.order if name), "")
 
 
 def stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
@@ -275,3 +258,42 @@ def generator(patient: Patient) -> Iterator[Finding]:
             "that nothing seeds."
         )
         yield Finding("unseeded", text, "train")
+
+
+def overlaps(patient: Patient) -> Iterator[Finding]:
+    """Windows of one series, cut before the split: those of val begin and end inside those of train.
+
+    Neither is possible for all windows of a later time. A series that repeats itself is left out.
+    """
+    val = stacked(patient, patient.val_samples)
+    for place, x in stacked(patient, patient.samples).items():
+        y = val.get(place, x[:0])
+        if not x.is_floating_point() or x.ndim not in (2, 3) or x.shape[1:] != y.shape[1:] or len(y) < 20:
+            continue
+        for dim in range(1, x.ndim):  # time may be either
+            if not STEPS + 2 <= x.shape[dim] <= MOST_LENGTH or float((x != x.round()).float().mean()) < 0.5:
+                continue
+            a, b = (_stretches(z.movedim(dim, 1).double()) for z in (x, y))
+            begin, end = (
+                float(torch.isin(*pair).float().mean()) for pair in ((b[:, 0], a[:, 1:]), (b[:, -1], a[:, :-1]))
+            )
+            if begin >= 0.5 and end >= 0.5 and len(a[:400, 0].unique()) >= 0.95 * len(a[:400]):
+                text = (
+                    f"Windows of val and of train overlap: {begin:.0%} of {len(b)} validation windows begin, and "
+                    f"{end:.0%} end, with {STEPS} steps that a training window holds at another offset."
+                )
+                cure = "Split the series by time first, and cut each part into windows."
+                yield Finding("leakage", text, "val", {"begin": begin, "end": end, "windows": len(b)}, cure=cure)
+                return
+
+
+def _stretches(x: Tensor) -> Tensor:
+    """One number for each stretch of steps, the same for the same numbers; NaN where hardly anything moves."""
+    drawn = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
+    zero = torch.zeros((), dtype=torch.float64)
+    channels = x.flatten(2).unbind(2) if x.ndim > 2 else [x]
+    steps = sum((w * c for w, c in zip(drawn, channels, strict=False)), zero)
+    count = x.shape[1] - STEPS + 1
+    keys = sum((w * steps[:, i : i + count] for i, w in enumerate(drawn[:STEPS])), zero)
+    moves = (steps[:, 1:] != steps[:, :-1]).unfold(1, STEPS - 1, 1).sum(-1)
+    return keys.where(moves > STEPS // 2, torch.nan)

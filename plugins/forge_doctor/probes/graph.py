@@ -1,9 +1,8 @@
-"""Probes of the graph of the first losses: what it reaches, what a step changes, and hand-written gradients."""
+"""Probes of the graph of the first losses: what it reaches, and what a step changes."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,11 +70,6 @@ class Graphs:
             self.reached.add(id(leaf))
             if id(leaf) not in known and isinstance(leaf, nn.Parameter):
                 self.hidden[id(leaf)] = leaf
-
-    def order(self) -> list[str]:
-        """The classes of the modules with parameters of their own, in the order of their first runs."""
-        ran = [self.task.get_submodule(path) for path in self.called if path]
-        return [type(module).__name__ for module in ran if any(True for _ in module.parameters(recurse=False))]
 
     def unregistered(self) -> Iterator[Finding]:
         if self.hidden:
@@ -238,70 +232,41 @@ def _equal(x: Tensor, y: Tensor | int) -> bool:
     return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
 
 
-def modes(patient: Patient) -> Iterator[Finding]:
-    """Modules that are trained in evaluation mode."""
-    task = patient.clone()
-    with modes_noted(task) as off:
-        patient.run(task, patient.batches[0])
-    yield from wrong_modes(task, off)
-
-
 def validation_modes(patient: Patient) -> Iterator[Finding]:
     """Modules that validate in training mode."""
     if not patient.can_validate:
         raise NotApplicable
     task = patient.clone().eval()
-    with modes_noted(task, at_any_call=True) as off, torch.no_grad():
+    with awake_layers(task) as awake, torch.no_grad():
         patient.run(task, patient.val_batches[0], "val")
-    yield from on_in_validation(task, off)
+    yield from on_in_validation(awake)
 
 
 @contextmanager
-def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str, bool]]:
-    """Note which layers that behave differently in evaluation run in evaluation mode, at their last call.
-
-    `at_any_call`: one that runs in training mode once is not in evaluation mode.
-    """
-    off: dict[str, bool] = {}
+def awake_layers(task: nn.Module) -> Iterator[dict[str, None]]:
+    """Note the layers that run in training mode and do something else there: dropout, normalisation by batches."""
+    awake: dict[str, None] = {}
 
     def hook(path: str) -> Any:
-        def note(module: nn.Module, args: Any) -> None:
-            off[path] = not module.training and (off.get(path, True) or not at_any_call)
+        def note(module: Any, args: Any) -> None:
+            if module.training and (module.p > 0 if isinstance(module, DROPOUTS) else module.running_mean is not None):
+                awake[path] = None
 
         return note
 
-    handles = [
-        module.register_forward_pre_hook(hook(path))
-        for path, module in task.named_modules()
-        if isinstance(module, (BatchNorm, *DROPOUTS))
-    ]
+    layers = [(path, m) for path, m in task.named_modules() if isinstance(m, (BatchNorm, *DROPOUTS))]
+    handles = [module.register_forward_pre_hook(hook(path)) for path, module in layers]
     try:
-        yield off
+        yield awake
     finally:
         for handle in handles:
             handle.remove()
 
 
-def wrong_modes(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
-    wrong = [path for path, is_off in off.items() if is_off and _is_trained(task, path)]
-    if wrong:
-        text = f"{len(wrong)} modules run in evaluation mode while training: {named(wrong)}."
-        yield Finding("trained_in_eval_mode", text, wrong[0], {"modules": wrong[:8]})
-
-
-def on_in_validation(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
-    """Layers that ran in training mode, and do something else there."""
-    wrong = [path for path, is_off in off.items() if not is_off and _has_two_modes(task.get_submodule(path))]
-    if wrong:
+def on_in_validation(awake: dict[str, None]) -> Iterator[Finding]:
+    if wrong := list(awake):
         text = f"{len(wrong)} modules run in training mode while validating: {named(wrong)}."
         yield Finding("validated_in_train_mode", text, wrong[0], {"modules": wrong[:8]})
-
-
-def _has_two_modes(module: nn.Module) -> bool:
-    """Whether a layer of dropout drops anything, or one of normalisation has statistics of its own."""
-    if isinstance(module, DROPOUTS):
-        return module.p > 0
-    return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
 def _is_trained(task: nn.Module, path: str) -> bool:
@@ -311,82 +276,3 @@ def _is_trained(task: nn.Module, path: str) -> bool:
         path = path.rpartition(".")[0]
         module = task.get_submodule(path)
     return any(p.requires_grad for p in module.parameters(recurse=True))
-
-
-def finite_differences(patient: Patient) -> Iterator[Finding]:
-    """Hand-written backwards against differences of their own forwards, in float64.
-
-    A function whose forward does nothing, or is flat, was written for its backward: a reversed gradient, or one that
-    goes straight through.
-    """
-    made = patient.again(patient.clone())
-    functions = {type(node)._forward_cls for output in made for node in own_functions(output)}
-    for kind in functions:
-        given = _arguments_of(kind, patient)
-        if given is None:
-            continue
-        place = next((i for i, x in enumerate(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        result = _compare(kind, given, place) if place is not None else None
-        if result is not None:
-            expected, found = result
-            text = (
-                f"{kind.__name__}.backward gives {expected:.4g} in a random direction, and differences of its forward "
-                f"give {found:.4g}."
-            )
-            yield Finding("wrong_gradient", text, kind.__name__, {"backward": expected, "differences": found})
-
-
-def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
-    """The arguments of a function's first call in a step, in float64."""
-    seen: list[list[Any]] = []
-    forward = inspect.getattr_static(kind, "forward")
-    plain = forward.__func__ if isinstance(forward, staticmethod) else forward
-    has_context = kind.setup_context.__qualname__ != f"{kind.__qualname__}.setup_context"
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        seen.append(list(args[1:] if has_context else args))
-        return plain(*args, **kwargs)
-
-    inherits = "forward" not in vars(kind)
-    kind.forward = staticmethod(noting)
-    try:
-        patient.again(patient.clone())
-    finally:
-        if inherits:
-            del kind.forward
-        else:
-            kind.forward = forward
-    if not seen:
-        return None
-    return [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in seen[0]]
-
-
-def _compare(kind: Any, given: list[Any], place: int) -> tuple[float, float] | None:
-    """What backward and differences give in a random direction; None where they agree, or are not meant to."""
-    generator = torch.Generator().manual_seed(0)
-    x = given[place].clone().requires_grad_()
-    call = lambda x: kind.apply(*given[:place], x, *given[place + 1 :])  # noqa: E731
-    out = call(x)
-    if not isinstance(out, Tensor) or not out.requires_grad:
-        return None
-    direction = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(x.device)
-    if out.shape == x.shape and torch.allclose(out, x):
-        return None
-    (gradient,) = torch.autograd.grad((out * weight).sum(), x)
-    expected = float((gradient * direction).sum())
-    steps = []
-    with torch.no_grad():
-        for step in (1e-5, 1e-6):
-            steps.append(float(((call(x + step * direction) - call(x - step * direction)) * weight).sum() / (2 * step)))
-    found = steps[0]
-    scale = max(abs(found), abs(expected), 1e-12)
-    is_rough = abs(steps[0] - steps[1]) > 0.01 * max(abs(steps[0]), 1e-12)  # computed in float32, or at a kink
-    if abs(found) < 1e-9 * scale or is_rough or abs(expected - found) <= 0.02 * scale:
-        return None
-    return expected, found
-
-
-def own_functions(loss: Tensor) -> Iterator[Any]:
-    """The nodes of a graph that are torch.autograd.Functions of the user's."""
-    return (node for node in nodes(loss) if isinstance(node, torch.autograd.function.BackwardCFunction))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
@@ -20,7 +18,6 @@ from forge_doctor.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, 
 
 LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
 LOGARITHMS = ("nll_loss", "kl_div")
-PLUS_MINUS = ("soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss")
 RANGES = {"Relu": (0.0, float("inf")), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Softplus": (0.0, float("inf"))}
 RANGES["Softmax"] = (0.0, 1.0)
 ASYMMETRIC = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
@@ -53,22 +50,6 @@ def options(patient: Patient) -> Iterator[Finding]:
             )
             yield Finding("label_smoothing", text, call.where, {"label_smoothing": smoothing})
             return
-        yield from _competing(call)
-
-
-def _competing(call: LossCall) -> Iterator[Finding]:
-    """Several labels of one sample, whose probabilities must sum to 1."""
-    x, y = call.input, call.target
-    if call.name != "binary_cross_entropy" or not isinstance(x, Tensor) or not isinstance(y, Tensor) or y.ndim < 2:
-        return
-    several = float((y.float().sum(1) > 1.5).float().mean())
-    is_shared = x.shape == y.shape and bool(((x.detach().float().sum(1) - 1).abs() < 1e-3).all())
-    if is_shared and several > 0.2:
-        text = (
-            f"{several:.0%} of the samples have more than one label, but a softmax makes their probabilities sum to 1: "
-            "the labels compete."
-        )
-        yield Finding("competing_labels", text, call.where, {"several": several})
 
 
 def _of_half(patient: Patient) -> list[Oddity]:
@@ -93,11 +74,9 @@ def evaluation_inputs(patient: Patient) -> Iterator[Finding]:
 
 
 def mixed_up(watch: StepWatch) -> Iterator[Finding]:
-    """The first dimension that a watched evaluation mixes up."""
-    for odd in watch.oddities:
-        if odd.kind == "wrong_dimension":
-            yield Finding(odd.kind, f"{odd.text}.", odd.where)
-            return
+    """The first call of a watched evaluation that mixes up dimensions."""
+    for odd in watch.oddities[:1]:
+        yield Finding(odd.kind, f"{odd.text}.", odd.where, level="warning")
 
 
 def _look(call: LossCall) -> Iterator[Finding]:
@@ -116,35 +95,8 @@ def _look(call: LossCall) -> Iterator[Finding]:
         yield Finding("activation_before_loss", f"{call.name} gets the sigmoid of a sigmoid.", call.where)
     elif call.name in (*LOGITS, "nll_loss") and made == "Relu":
         yield Finding("relu_before_loss", f"{call.name} gets the output of a ReLU: no logit is negative.", call.where)
-    if call.name in (*LOGITS, *LOGARITHMS) and made == "LogSoftmax" and x.ndim == 2:
-        yield from _wrong_log_softmax(call, x)
-    yield from _mixed_by_a_view(call, x)
     if isinstance(y, Tensor):
         yield from _look_at_target(call, x, y, made)
-
-
-def _mixed_by_a_view(call: LossCall, x: Tensor) -> Iterator[Finding]:
-    """Scores of shape (N, C, ...) that are viewed as (-1, C): rows then mix classes and places."""
-    node = x.grad_fn
-    sizes = tuple(getattr(node, "_saved_self_sym_sizes", ()) or ())
-    if call.name not in ("cross_entropy", "nll_loss") or x.ndim != 2 or len(sizes) < 3:
-        return
-    classes = x.shape[1]
-    if sizes[1] == classes and sizes[-1] != classes and math.prod(sizes[2:]) > 1 and "View" in type(node).__name__:
-        yield Finding(
-            "wrong_dimension",
-            f"{call.name} gets scores of shape {sizes} viewed as {tuple(x.shape)}: a row holds {classes} numbers of "
-            "neighbouring places, not of the classes of one place.",
-            call.where,
-            {"from": list(sizes), "to": list(x.shape)},
-            cure="Move the classes to the end first: scores.movedim(1, -1).reshape(-1, classes).",
-        )
-
-
-def _wrong_log_softmax(call: LossCall, x: Tensor) -> Iterator[Finding]:
-    if len(x) > 1 and x.shape[1] > 1 and bool(((x.detach().float().exp().sum(0) - 1).abs() < 1e-3).all()):
-        text = f"{call.name} gets log_softmax over dimension 0, the batch: columns sum to 1, rows do not."
-        yield Finding("wrong_dimension", text, call.where)
 
 
 def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator[Finding]:
@@ -160,8 +112,6 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
                 "softmax."
             )
             yield Finding("competing_labels", text, call.where, {"share": off})
-    if call.name in PLUS_MINUS and y.numel() and bool(((y == 0) | (y == 1)).all()) and bool((y == 0).any()):
-        yield Finding("label_values", f"{call.name} gets labels of 0 and 1; it wants -1 and 1.", call.where)
     if call.name in REGRESSION and made in RANGES and y.numel():
         low, high = RANGES[made]
         outside = float(((y < low - 1e-3) | (y > high + 1e-3)).float().mean())
@@ -173,23 +123,11 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
                 call.where,
                 {"outside": round(outside, 4), "lowest": float(y.min()), "highest": float(y.max())},
             )
-    if call.name in REGRESSION and _are_class_ids(y):
-        text = (
-            f"{call.name} gets the whole numbers 0 to {int(y.max())} as targets: these look like class labels, whose "
-            "distances mean nothing."
-        )
-        yield Finding("class_ids_in_regression", text, call.where, {"values": int(y.max()) + 1})
 
 
 def _is_of_the_same(x: Tensor, y: Tensor) -> bool:
     """Whether a target comes from the parameters that the prediction comes from, as two passes that are to agree."""
     return {id(leaf) for leaf in leaves(y)} <= {id(leaf) for leaf in leaves(x)}
-
-
-def _are_class_ids(y: Tensor) -> bool:
-    values = y.detach().float().unique()
-    count = len(values)
-    return 3 <= count <= 50 and y.numel() >= 3 * count and bool((values == torch.arange(count).to(values)).all())
 
 
 def weights(patient: Patient) -> Iterator[Finding]:
@@ -260,18 +198,6 @@ def reduction(patient: Patient) -> Iterator[Finding]:
                 line,
                 {"terms": [round(x, 6) for x, _ in terms_a], "same samples twice": [round(y, 6) for y, _ in terms_b]},
             )
-
-
-def summed(patient: Patient) -> Iterator[Finding]:
-    """A loss of torch's that is told to sum over the batch, where the step returns it as it is."""
-    size = batch_size(patient.batches[0])
-    for call in patient.watched.losses:
-        is_whole = isinstance(call.input, Tensor) and call.input.ndim and len(call.input) == size
-        if call.given.get("reduction") == "sum" and is_whole and size and len(patient.watched.losses) == 1:
-            made = float(getattr(F, call.name)(**call.given).detach())
-            if patient.losses and abs(made - patient.losses[0]) <= 1e-5 * abs(made):
-                text = f"{call.name} sums over the batch, so the learning rate grows with the batch size."
-                yield Finding("sum_reduction", text, call.where, {"loss": made}, level=_level_of_sum(patient, size))
 
 
 def _level_of_sum(patient: Patient, size: int) -> str:

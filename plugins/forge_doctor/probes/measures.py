@@ -13,8 +13,6 @@ from forge.runs.directions import mode_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 
-MOST_BATCHES = 24
-
 
 def modes(patient: Patient) -> Iterator[Finding]:
     """Schedules and plugins that take a larger loss, or a smaller accuracy, for the better one."""

@@ -49,11 +49,6 @@ def activations(patient: Patient) -> Iterator[Finding]:
         with torch.no_grad(), ActivationWatch() as watch:
             patient.run(task, batch)
         rounds.append(watch.outputs)
-    yield from idle_units(rounds)
-
-
-def idle_units(rounds: list[list[tuple[str, str, Tensor]]]) -> Iterator[Finding]:
-    """Judge the outputs of activations, of several batches."""
     if len({len(outputs) for outputs in rounds}) != 1:
         return
     dead: list[Tensor] = []
@@ -93,8 +88,7 @@ def _ends(kind: str, output: Tensor) -> Tensor:
 
 def layers(patient: Patient) -> Iterator[Finding]:
     """Options of layers that are nearly always mistakes."""
-    task = patient.clone()
-    for path, module in task.named_modules():
+    for path, module in patient.task.named_modules():
         if isinstance(module, DROPOUTS) and module.p > 0.8:
             yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
         if isinstance(module, BatchNorm) and _is_fixed(module):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -23,12 +19,13 @@ from forge.contract.step import Step
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.env import pick_device
-from forge.errors import ForgeError, TaskError
+from forge.errors import ForgeError
 from forge.snapshot.left_out import SCHEDULE, is_left_out
 from forge.tuning.trial import TuningTrial
 from forge.util import peak_memory
-from forge_doctor.patient import first
+from forge_doctor.patient import copied_task, first
 from forge_doctor.readiness import planned
+from forge_doctor.signals import take_signals
 from forge_plugins.progress.host_limit import LONGER, PAUSES, Gpu
 
 HELD = 8
@@ -92,13 +89,7 @@ class PlannedRun:
         return list(self._make({}).stack)
 
     def copy(self) -> TaskModule:
-        try:
-            return copy.deepcopy(self.task)
-        except Exception as error:
-            raise TaskError(
-                f"{type(self.task).__name__} cannot be copied ({type(error).__name__}: {error}), and forge ready works "
-                "on copies. Make what cannot be copied in a method, or define __deepcopy__."
-            ) from error
+        return copied_task(self.task)
 
     def begin(self, seconds: float) -> None:
         """Begin a step that has so much time."""
@@ -257,15 +248,3 @@ class LeavesAtOnce(Plugin):
     @hookimpl
     def forge_start(self) -> None:
         take_signals()  # the fit puts the handlers before it back at its end
-
-
-def take_signals() -> dict[int, Any]:
-    """Raise at once when a signal asks to leave; return the handlers that were there."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    asked = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-    return {number: signal.signal(number, _leave) for number in asked}
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

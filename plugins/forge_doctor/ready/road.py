@@ -30,8 +30,9 @@ from forge.util.time_limit import time_limit
 from forge_doctor.patient import no_trace
 from forge_doctor.ready import measured, tried
 from forge_doctor.ready.look import look
-from forge_doctor.ready.planned_run import NotAffordable, PlannedRun, take_signals
+from forge_doctor.ready.planned_run import NotAffordable, PlannedRun
 from forge_doctor.ready.report import ReadyReport, RoadStep
+from forge_doctor.signals import ended_by_signals
 from forge_doctor.stored import kept
 
 BUDGET = 10.0
@@ -120,16 +121,11 @@ def walk(
         name = group_of(recipe if not isinstance(recipe, (str, Path)) else None, name_of(task))
         report = ReadyReport(name, budget=budget)
         began = time.monotonic()
-        before = take_signals()
         every = [
             each for given in loaders.values() for each in (given.values() if isinstance(given, dict) else [given])
         ]
-        try:
-            with no_trace(torch.device("cpu")), kept(*every), quiet():
-                _steps(run, report, began + 60 * budget, keep_going, tell)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with ended_by_signals(), no_trace(torch.device("cpu")), kept(*every), quiet():
+            _steps(run, report, began + 60 * budget, keep_going, tell)
         report.seconds = time.monotonic() - began
     if out is not False:
         report.save(PLACE / name if out is None or out is True else Path(out))
