@@ -9,12 +9,12 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge.cli import target
 from forge.errors import ForgeError, StackError
 from forge.util import show
-from forge.util.files import absolute, atomic_write
+from forge.util.files import absolute, atomic_write, check_name
 
 if TYPE_CHECKING:
     from forge.config import Recipe
@@ -57,34 +57,60 @@ def parser() -> ArgumentParser:
         "--grace", type=int, default=120, metavar="S", help="seconds to save in before the end (default: 120)"
     )
     size.add_argument(
-        "--restarts", type=int, default=3, metavar="K", help="restarts after a crash, not on SLURM (default: 3)"
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="K",
+        help="restarts after a crash; on SLURM only after a task was killed, on other nodes (default: 3)",
     )
     size.add_argument("--python", metavar="PATH", help="the Python of the nodes (slurm, ssh: this one; else: python)")
-    one = parser.add_argument_group("of one system")
-    one.add_argument("--time", metavar="LIMIT", help="slurm: time limit, after which the job is requeued: 24:00:00")
-    one.add_argument("--partition", metavar="NAME", help="slurm: partition")
-    one.add_argument(
-        "--option",
+    size.add_argument(
+        "--env",
         action="append",
         default=[],
-        metavar="TEXT",
-        help="slurm: an option of sbatch, --option=--account=me",
+        metavar="NAME=VALUE",
+        help="a variable of every rank: NCCL_DEBUG=INFO; may be repeated",
     )
-    one.add_argument(
-        "--array", action="append", default=[], metavar="KEY=A,B", help="slurm: one job for each value; may be repeated"
-    )
-    one.add_argument("--kind", default="pytorchjob", metavar="KIND", help="kubernetes: pytorchjob, trainjob or jobset")
-    one.add_argument("--image", metavar="IMAGE", help="kubernetes: container image with forge and your code")
-    one.add_argument("--claim", metavar="PVC", help="kubernetes: volume claim for the run folder")
-    one.add_argument(
-        "--mount", default="/runs", metavar="DIR", help="kubernetes: where the claim is mounted (default: /runs)"
-    )
-    one.add_argument("--address", metavar="URL", help="ray: address of the cluster, to submit to")
-    one.add_argument("--hosts", metavar="A,B", help="ssh: hosts, the first for the rendezvous")
+    _add_of_one_system(parser)
     return parser
 
 
+def _add_of_one_system(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("of one system")
+    belongs: dict[str, tuple[str, Any]] = {}
+
+    def add(systems: str, name: str, metavar: str, help: str, default: Any = None) -> None:
+        more = {"action": "append"} if default == [] else {}
+        made = group.add_argument(name, metavar=metavar, default=default, help=f"{systems}: {help}", **more)
+        belongs[made.dest] = (systems, default)
+
+    add("slurm", "--time", "LIMIT", "time limit, after which the job is requeued: 24:00:00")
+    add("slurm", "--partition", "NAME", "partition")
+    add("slurm", "--option", "TEXT", "an option of sbatch, --option=--account=me; may be repeated", [])
+    add("slurm", "--gpu-option", "TEXT", "how to ask for GPUs (default: --gpus-per-node={}); --gpus-per-task=1, say")
+    add("slurm", "--array", "KEY=A,B", "one job for each value; may be repeated", [])
+    add("slurm", "--container", "KIND", "run in --image, by pyxis (enroot) or apptainer")
+    add("slurm", "--bind", "SOURCE[:TARGET]", "one more folder that the container sees; may be repeated", [])
+    add("kubernetes, slurm", "--image", "IMAGE", "container image with forge and your code")
+    add("kubernetes", "--kind", "KIND", "pytorchjob (default), trainjob or jobset")
+    add("kubernetes", "--claim", "PVC", "volume claim for the run folder")
+    add("kubernetes", "--mount", "DIR", "where the claim is mounted (default: /runs)", "/runs")
+    add("kubernetes", "--shm", "SIZE", "the most that /dev/shm may hold (default: half of the node's memory)")
+    add("kubernetes", "--queue", "NAME", "queue of Kueue")
+    add("kubernetes", "--priority", "CLASS", "PriorityClass")
+    add("kubernetes", "--toleration", "TAINT", "run on nodes with KEY[=VALUE][:EFFECT]; may be repeated", [])
+    add("kubernetes", "--resource", "NAME=N", "more of each pod: rdma/hca=1; may be repeated", [])
+    add("kubernetes", "--capability", "NAME", "a Linux capability: IPC_LOCK, for RDMA; may be repeated", [])
+    add("kubernetes", "--secret", "NAME", "a Secret whose keys become variables; may be repeated", [])
+    add("ray", "--address", "URL", "address of the cluster, to submit to")
+    add("ssh", "--hosts", "A,B", "hosts, the first for the rendezvous")
+    parser.set_defaults(belongs=belongs)
+
+
 def run(args: Namespace) -> int:
+    for name, (systems, default) in args.belongs.items():
+        if getattr(args, name) != default and args.system not in systems:
+            raise ForgeError(f"--{name.replace('_', '-')} is for {systems}, not for {args.system}: leave it out.")
     job = _job(args)
     file = Path(args.out if args.out and args.out != "-" else f"{job.name}{SYSTEMS[args.system]}")
     words = _submit_words(args, file)
@@ -105,18 +131,17 @@ def _job(args: Namespace) -> LaunchJob:
     from forge_cluster.launching.job import parse_sweep
 
     hosts = args.hosts.split(",") if args.hosts else []
-    if (args.system == "ssh") != bool(hosts):
-        raise ForgeError(
-            "Name the hosts with --hosts A,B." if not hosts else f"--hosts is for ssh, not for {args.system}."
-        )
+    if args.system == "ssh" and not hosts:
+        raise ForgeError("Name the hosts with --hosts A,B.")
     sweep = parse_sweep(args.array)
     recipe = target.load(Namespace(**{**vars(args), "overrides": [*args.overrides, *(sweep[0] if sweep else ())]}))
-    shared = args.system in ("slurm", "ssh")
+    shared = args.system in ("slurm", "ssh") and args.container is None
     plain = re.sub(r"[^a-z0-9]+", "-", target.name_of(recipe).lower()).strip("-")
     name = args.name or plain[:42].strip("-") or "forge"
     folder = args.run_dir or f"runs/{name}"
     if args.system == "kubernetes" and args.run_dir is None:
         folder = f"{args.mount.rstrip('/')}/{name}"
+    check_name(folder)
     job = LaunchJob(
         name=name,
         words=tuple(target.same_target(args)),
@@ -130,6 +155,7 @@ def _job(args: Namespace) -> LaunchJob:
         folder=str(absolute(".")),
         grace=args.grace,
         restarts=args.restarts,
+        env=tuple(args.env),
         sweep=sweep,
     )
     _refuse_unconnected(recipe, job.ranks)
@@ -149,19 +175,46 @@ def _refuse_unconnected(recipe: Recipe, ranks: int) -> None:
 
 
 def _text(args: Namespace, job: LaunchJob, words: list[str]) -> str:
-    from forge_cluster.launching import KINDS, manifest, ray_driver, sbatch_script, ssh_script
+    from forge_cluster.launching import ray_driver, ssh_script
 
-    if args.system == "slurm":
-        return sbatch_script(job, args.time, args.partition, args.option)
     if args.system == "ssh":
         return ssh_script(job, args.hosts.split(","))
     if args.system == "ray":
         return ray_driver(job, submit=shlex.join(words))
-    if args.kind not in KINDS:
-        raise ForgeError(f"--kind {args.kind}: it is one of {', '.join(KINDS)}.")
+    return _sbatch(args, job) if args.system == "slurm" else _manifest(args, job)
+
+
+def _sbatch(args: Namespace, job: LaunchJob) -> str:
+    from forge_cluster.launching import CONTAINERS, GPUS, Container, sbatch_script
+
+    if args.container not in (None, *CONTAINERS):
+        raise ForgeError(f"--container {args.container}: it is one of {', '.join(CONTAINERS)}.")
+    if bool(args.container) != bool(args.image) or (args.bind and not args.container):
+        raise ForgeError("A job in a container needs both --container KIND and --image IMAGE.")
+    box = Container(args.container, args.image, tuple(args.bind)) if args.container else None
+    return sbatch_script(job, args.time, args.partition, args.option, args.gpu_option or GPUS, box)
+
+
+def _manifest(args: Namespace, job: LaunchJob) -> str:
+    from forge_cluster.launching import KINDS, Pods, manifest
+
+    kind = args.kind or KINDS[0]
+    if kind not in KINDS:
+        raise ForgeError(f"--kind {kind}: it is one of {', '.join(KINDS)}.")
     if not args.image:
         raise ForgeError("Name a container image that has forge and your code: --image NAME:TAG.")
-    return manifest(job, args.kind, args.image, args.claim, args.mount)
+    pods = Pods(
+        claim=args.claim,
+        mount=args.mount,
+        shm=args.shm,
+        queue=args.queue,
+        priority=args.priority,
+        tolerations=tuple(args.toleration),
+        resources=tuple(args.resource),
+        capabilities=tuple(args.capability),
+        secrets=tuple(args.secret),
+    )
+    return manifest(job, kind, args.image, pods)
 
 
 def _submit_words(args: Namespace, file: Path) -> list[str]:

@@ -7,9 +7,20 @@ where it was. These files write text and run nothing.
 from __future__ import annotations
 
 from forge_cluster.launching.job import LaunchJob
-from forge_cluster.launching.kubernetes import KINDS, manifest
+from forge_cluster.launching.kubernetes import KINDS, Pods, manifest
 from forge_cluster.launching.ray import ray_driver
-from forge_cluster.launching.slurm import sbatch_script
+from forge_cluster.launching.slurm import CONTAINERS, GPUS, Container, sbatch_script
 from forge_cluster.launching.ssh import ssh_script
 
-__all__ = ["KINDS", "LaunchJob", "manifest", "ray_driver", "sbatch_script", "ssh_script"]
+__all__ = [
+    "CONTAINERS",
+    "GPUS",
+    "KINDS",
+    "Container",
+    "LaunchJob",
+    "Pods",
+    "manifest",
+    "ray_driver",
+    "sbatch_script",
+    "ssh_script",
+]
