@@ -67,6 +67,7 @@ GROUPS = {
         "mlflow": "MLflow logging",
         "monitor": "gradient, weight and activation statistics",
         "throughput": "throughput, MFU and memory",
+        "goodput": "where the time goes",
         "system": "GPU, CPU, memory and disk",
         "profiler": "profiling",
         "ledger": "cost of each plugin",

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from forge.contract.plugin import snake_case
 from forge.errors import Interrupted
 from forge.options import plain
-from forge.runs import attempts, wording
+from forge.runs import attempts, goodput, wording
 from forge.runs.folder import RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
 from forge.snapshot.frozen_modules import described
@@ -95,7 +95,13 @@ def amend_card(folder: Path, resume: str) -> None:
     """Write into the card of a run what is known of resuming it."""
     run = RunFolder(folder)
     if run.card:
-        _write(run.card | {"resume": resume}, folder, attempts.as_markdown(attempts.attempts_of(run)))
+        _write(run.card | {"resume": resume}, folder, _history(run))
+
+
+def _history(run: RunFolder) -> str:
+    """Return the sections of the card about attempts and where their time went."""
+    spent = goodput.read(run.path)
+    return attempts.as_markdown(attempts.attempts_of(run)) + ("" if spent is None else f"\n{spent.markdown()}")
 
 
 def _write(card: dict[str, Any], folder: Path, more: str, files: dict[str, str] | None = None) -> None:
@@ -139,6 +145,10 @@ def write_end(trainer: Run, started: str, error: BaseException | None, seconds: 
     }
     with atomic_write(trainer.run_dir / END) as beside:
         beside.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    if (trainer.run_dir / goodput.FILE).exists():
+        run = RunFolder(trainer.run_dir)
+        with atomic_write(trainer.run_dir / "card.md") as beside:
+            beside.write_text(card_as_markdown(run.card) + _history(run))
 
 
 def ending(trainer: Run, error: BaseException | None) -> tuple[str, str]:

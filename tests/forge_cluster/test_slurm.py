@@ -138,7 +138,7 @@ def test_tasks_get_their_cores(cluster: SlurmCluster, folder: Path) -> None:
     cluster.wait(job)
     script = (folder / "cores.sbatch").read_text()
     asked = "echo $SLURM_CPUS_PER_TASK > "
-    fit = re.search(r"srun --kill-on-bad-exit=0 (.*) --resume", script)[1]
+    [fit] = re.findall(r"srun --kill-on-bad-exit=0 (.*) --resume", script)
     (folder / "cores.sbatch").write_text(script.replace(fit, f"sh -c '{asked} cores' -"))
     cluster.wait(re.findall(r"\d+", cluster.run("sbatch", "cores.sbatch").stdout)[-1])
     assert (folder / "cores").read_text() == "3\n"

@@ -80,8 +80,9 @@ def _add_of_one_system(parser: ArgumentParser) -> None:
     belongs: dict[str, tuple[str, Any]] = {}
 
     def add(systems: str, name: str, metavar: str, help: str, default: Any = None) -> None:
-        more = {"action": "append"} if default == [] else {}
-        made = group.add_argument(name, metavar=metavar, default=default, help=f"{systems}: {help}", **more)
+        action = "append" if default == [] else "store"
+        text = f"{systems}: {help}"
+        made = group.add_argument(name, metavar=metavar, default=default, help=text, action=action)
         belongs[made.dest] = (systems, default)
 
     add("slurm", "--time", "LIMIT", "time limit, after which the job is requeued: 24:00:00")

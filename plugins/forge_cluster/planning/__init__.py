@@ -5,7 +5,7 @@ compares all of them. Nothing here needs a GPU or joins a process group.
 """
 
 from forge_cluster.planning.calibration import calibrated_cluster
-from forge_cluster.planning.failures import Goodput, goodput
+from forge_cluster.planning.failures import ExpectedGoodput, goodput
 from forge_cluster.planning.hardware import Cluster, Link, MeasuredStep, load_cluster, read_cluster
 from forge_cluster.planning.layouts import Layout, layouts
 from forge_cluster.planning.memory import memory_of, reserved_of
@@ -16,7 +16,7 @@ from forge_cluster.planning.workload import Variant, Workload, count_workload
 __all__ = [
     "Cluster",
     "ClusterPlan",
-    "Goodput",
+    "ExpectedGoodput",
     "Layout",
     "Link",
     "MeasuredStep",

@@ -413,6 +413,7 @@ def test_plan_as_json_holds_every_hook_and_value(forge):
         "progress",
         "jsonl",
         "tensorboard",
+        "goodput",
         "guard",
         "checkpoint",
         "clip",
