@@ -201,6 +201,7 @@ def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
         "note": run.note,
         "device": card.get("device"),
         "ranks": card.get("world"),
+        "job": card.get("job"),
         "kept as saved": wording.kept_options(card.get("kept_options")),
         "resume": card.get("resume"),
         "machine": card.get("machine"),

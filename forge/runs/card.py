@@ -21,7 +21,7 @@ from forge.contract.plugin import snake_case
 from forge.errors import Interrupted
 from forge.options import plain
 from forge.runs import attempts, goodput, wording
-from forge.runs.folder import RunFolder, current_metrics
+from forge.runs.folder import JOB, RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
 from forge.snapshot.frozen_modules import described
 from forge.util.files import atomic_write, make_folder
@@ -67,6 +67,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
         "planned_updates": trainer.planned_updates,
         "resumed_from": resumed_from,
         "resume": None,
+        **({"job": os.environ[JOB]} if os.environ.get(JOB) else {}),
         "kept_options": [plain(option._asdict()) for option in trainer.optimizers.kept],
         "seed": trainer.seed,
         "device": device_name(trainer.env.device),
@@ -175,6 +176,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "planned updates": card["planned_updates"],
         **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
         **({} if card.get("resume") is None else {"resume": card["resume"]}),
+        **({"job": card["job"]} if "job" in card else {}),
         **({"kept as saved": wording.kept_options(card["kept_options"])} if card["kept_options"] else {}),
         "seed": card["seed"],
         "device": card["device"],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.cli import target
 from forge.errors import ForgeError, StackError
+from forge.runs.folder import JOB
 from forge.util import show
 from forge.util.files import absolute, atomic_write, check_name
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from forge.config import Recipe
     from forge_cluster.launching import LaunchJob
 
-SYSTEMS = {"slurm": ".sbatch", "kubernetes": ".yaml", "ray": ".py", "ssh": ".sh"}
+SYSTEMS = {"slurm": ".sbatch", "kubernetes": ".yaml", "ray": ".py", "ssh": ".sh", "here": ".sh"}
+REMEMBERED = ("slurm", "kubernetes")
+"""Systems whose jobs go on alone once they are submitted: `forge jobs` looks after them."""
 GROUP = "scale"
 EXAMPLES = """\
 The job is `forge fit RECIPE … --run-dir DIR --resume`: preempted and started again, it goes on where it was. DIR must
@@ -37,13 +40,15 @@ examples:
 
 def parser() -> ArgumentParser:
     parser = show.new_parser("launch", "Write a job for a cluster, and submit it.", EXAMPLES)
-    parser.add_argument("system", metavar="SYSTEM", choices=SYSTEMS, help="slurm, kubernetes, ray or ssh")
+    parser.add_argument(
+        "system", metavar="SYSTEM", choices=SYSTEMS, help="slurm, kubernetes, ray, ssh, or here: this machine"
+    )
     target.add_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="folder of the run, shared by all nodes (default: runs/NAME)")
     parser.add_argument("--name", metavar="NAME", help="name of the job (default: the recipe's or task's)")
     parser.add_argument("--out", metavar="FILE", help="file to write, or - to print it (default: NAME and an ending)")
     parser.add_argument(
-        "--submit", action="store_true", help="submit it too: sbatch, kubectl, ray, or run the ssh script"
+        "--submit", action="store_true", help="submit it too: sbatch, kubectl, ray; ssh and here run in the foreground"
     )
     size = parser.add_argument_group("size")
     size.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: 1; ssh: the number of hosts)")
@@ -63,7 +68,9 @@ def parser() -> ArgumentParser:
         metavar="K",
         help="restarts after a crash; on SLURM only after a task was killed, on other nodes (default: 3)",
     )
-    size.add_argument("--python", metavar="PATH", help="the Python of the nodes (slurm, ssh: this one; else: python)")
+    size.add_argument(
+        "--python", metavar="PATH", help="the Python of the nodes (slurm, ssh, here: this one; else: python)"
+    )
     size.add_argument(
         "--env",
         action="append",
@@ -105,7 +112,7 @@ def _add_of_one_system(parser: ArgumentParser) -> None:
     add("kubernetes", "--secret", "NAME", "a Secret whose keys become variables; may be repeated", [])
     add("ray", "--address", "URL", "address of the cluster, to submit to")
     add("ssh", "--hosts", "A,B", "hosts, the first for the rendezvous")
-    parser.set_defaults(belongs=belongs)
+    parser.set_defaults(belongs=belongs, remember=False)
 
 
 def run(args: Namespace) -> int:
@@ -121,10 +128,31 @@ def run(args: Namespace) -> int:
             raise ForgeError("--out - prints the job, and --submit needs it in a file: leave one of them out.")
         print(text, end="")
         return 0
+    remember = args.submit and (args.remember or args.system in REMEMBERED)
+    if remember:
+        _refuse_in_use(args.system, job.name)
     with atomic_write(absolute(file)) as beside:
         beside.write_text(text)
     show.message(f"Wrote {file}. To submit it: {shlex.join(words)}" if not args.submit else f"Wrote {file}.")
+    if remember:
+        return _remember(args, job, file)
     return _submit(words) if args.submit else 0
+
+
+def _refuse_in_use(system: str, name: str) -> None:
+    from forge_cluster.commands.jobs import refuse_in_use
+    from forge_cluster.jobs import scheduler_of
+
+    scheduler_of(system)  # refuses one that it does not know
+    refuse_in_use(name)
+
+
+def _remember(args: Namespace, job: LaunchJob, file: Path) -> int:
+    from forge_cluster.commands.jobs import submit
+    from forge_cluster.jobs import JobRecord
+
+    where = {"file": str(absolute(file)), "folder": job.folder, "run_dir": job.run_dir}
+    return submit(JobRecord(name=job.name, system=args.system, **where))
 
 
 def _job(args: Namespace) -> LaunchJob:
@@ -136,7 +164,7 @@ def _job(args: Namespace) -> LaunchJob:
         raise ForgeError("Name the hosts with --hosts A,B.")
     sweep = parse_sweep(args.array)
     recipe = target.load(Namespace(**{**vars(args), "overrides": [*args.overrides, *(sweep[0] if sweep else ())]}))
-    shared = args.system in ("slurm", "ssh") and args.container is None
+    shared = args.system in ("slurm", "ssh", "here") and args.container is None
     plain = re.sub(r"[^a-z0-9]+", "-", target.name_of(recipe).lower()).strip("-")
     name = args.name or plain[:42].strip("-") or "forge"
     folder = args.run_dir or f"runs/{name}"
@@ -156,7 +184,7 @@ def _job(args: Namespace) -> LaunchJob:
         folder=str(absolute(".")),
         grace=args.grace,
         restarts=args.restarts,
-        env=tuple(args.env),
+        env=(*(() if args.system == "slurm" else (f"{JOB}={args.system}:{name}",)), *args.env),
         sweep=sweep,
     )
     _refuse_unconnected(recipe, job.ranks)
@@ -176,8 +204,10 @@ def _refuse_unconnected(recipe: Recipe, ranks: int) -> None:
 
 
 def _text(args: Namespace, job: LaunchJob, words: list[str]) -> str:
-    from forge_cluster.launching import ray_driver, ssh_script
+    from forge_cluster.launching import here_script, ray_driver, ssh_script
 
+    if args.system == "here":
+        return here_script(job)
     if args.system == "ssh":
         return ssh_script(job, args.hosts.split(","))
     if args.system == "ray":
@@ -226,6 +256,7 @@ def _submit_words(args: Namespace, file: Path) -> list[str]:
         "kubernetes": ["kubectl", "apply", "-f", named],
         "ray": ["ray", "job", "submit", *address, "--", "python", str(absolute(file))],
         "ssh": ["bash", named],
+        "here": ["bash", named],
     }[args.system]
 
 

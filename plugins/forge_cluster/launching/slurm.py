@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.errors import ForgeError, Interrupted
+from forge.runs.folder import JOB
 from forge_cluster.launching.job import LaunchJob, of_printable_lines
 
 GPUS = "--gpus-per-node={}"
@@ -79,6 +80,7 @@ def _body(job: LaunchJob, container: Container | None) -> list[str]:
     fit = shlex.join([*_inside(job, container), job.python, "-m", "forge", "fit", *job.words])
     lines = AFTER.format(code=Interrupted.EXIT_CODE, restarts=job.restarts, run_dir=run_dir)
     return [
+        f"export {JOB}=slurm:$SLURM_JOB_ID",
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()),
         *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # not inherited since SLURM 22.05"] if job.cpus else []),
         *trials,

@@ -437,6 +437,7 @@ def test_plan_shows_the_hooks_of_the_task(forge, ring):
     assert {"plugin": "task", "role": "event"} in plan["hooks"]["forge_step_end"]
     assert json.loads(forge("plan", "quickstart", "--json"))["hooks"]["forge_step_end"] == [
         {"plugin": "first_look", "role": "event"},
+        {"plugin": "goodput", "role": "event"},
         {"plugin": "guard", "role": "event"},
     ]
 
