@@ -131,6 +131,15 @@ def test_a_killed_task_is_tried_again_without_its_node_where_there_is_another(
     assert asked == [again, again, [], []]  # bounded
 
 
+def test_a_host_that_the_check_found_unfit_is_left_out(programs: Path) -> None:
+    (programs / "bin/srun").write_text("#!/bin/sh\nprintf 'error: rank 9\\nunfit host: n4\\n' >&2\nexit 1\n")
+    for name, said in {"sinfo": "9", "squeue": ""}.items():
+        (programs / "bin" / name).write_text(f"#!/bin/sh\necho {said}\n")
+        (programs / "bin" / name).chmod(0o755)
+    assert run_text(sbatch_script(replace(JOB, run_dir=f"{programs}/run")), programs, **SLURM) == 1
+    assert (programs / "scontrol.calls").read_text().split()[2:] == ["update", "JobId=77", "ExcNodeList=n4"]
+
+
 def test_tasks_get_their_cores_their_variables_and_a_sites_way_to_ask_for_gpus(programs: Path) -> None:
     job = replace(JOB, env=("NCCL_DEBUG=it's $HOME", "NCCL_IB_HCA=mlx5"))
     seen = 'echo "$SRUN_CPUS_PER_TASK|$NCCL_DEBUG|$NCCL_IB_HCA" > seen\n'

@@ -94,10 +94,13 @@ def _body(job: LaunchJob, container: Container | None) -> list[str]:
 
 AFTER = """\
 code=$?
+host=$(sed -n 's/^unfit host: *//p' "$said" | head -n 1)  # which --check has found
 if [ "$code" -eq {code} ]; then
   scontrol requeue "$SLURM_JOB_ID"
-elif [ "$code" -gt 128 ]; then  # a task was killed: try again, at most {restarts} times, without its node
-  host=$(sed -En '/Exited with exit code/!s/^srun: error: ([^][, :]+): task [0-9]+: .*/\\1/p' "$said" | head -n 1)
+elif [ "$code" -gt 128 ] || [ -n "$host" ]; then  # or a task was killed: try again without its node, {restarts} times
+  if [ -z "$host" ]; then
+    host=$(sed -En '/Exited with exit code/!s/^srun: error: ([^][, :]+): task [0-9]+: .*/\\1/p' "$said" | head -n 1)
+  fi
   lost={run_dir}/.slurm-launch/$SLURM_JOB_ID  # a line for each time
   mkdir -p "${{lost%/*}}" && echo "${{host:-unknown}}" >> "$lost"
   if [ "$(wc -l < "$lost")" -le {restarts} ]; then
