@@ -35,7 +35,7 @@ WEIGHT = 0.05
 class Goodput(forge.Plugin):
     """Account for the time of a run: the share in updates that count, and where the rest went.
 
-    When to use it: always; it is part of the recipe `default`, and costs less than a µs per update.
+    When to use it: always; it is part of the recipe `default`, and costs two µs per update.
 
     What you see: the card of the run, `forge runs`, reports and loggers (a text at a checkpoint, once a minute at most)
     have the share of the wall time that was spent in updates that count, over all attempts of the run: goodput. The
@@ -124,7 +124,7 @@ class Goodput(forge.Plugin):
             self._parts = records.since(self._parts, self._marks, step.index)
             self._marks = [mark for mark in self._marks if mark[0] <= step.index]
         elif saved != self._saved and self._step is not None:
-            self._part = "checkpoint"  # since the boundary
+            self._part = "checkpoint"  # since the update or its validation ended
         is_saved, before = self._part == "checkpoint", self._part
         passed = self._switch("update")
         waited = min(step.data_wait, passed)
@@ -168,10 +168,6 @@ class Goodput(forge.Plugin):
             return (yield)
         finally:
             self._switch(before)
-
-    @forge.hookimpl
-    def forge_boundary(self) -> None:
-        self._switch(self._part)
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
