@@ -37,6 +37,7 @@ GROUPS = {
         "torchft": "replicas that survive each other (torchft)",
         "staged": "states on the nodes, in two copies, between checkpoints",
         "context_parallel": "context parallelism (long sequences)",
+        "health": "ranks examined before the first update",
     },
     "Training": {
         "accumulate": "gradient accumulation",
@@ -67,6 +68,7 @@ GROUPS = {
         "mlflow": "MLflow logging",
         "monitor": "gradient, weight and activation statistics",
         "throughput": "throughput, MFU and memory",
+        "goodput": "where the time goes",
         "system": "GPU, CPU, memory and disk",
         "profiler": "profiling",
         "ledger": "cost of each plugin",

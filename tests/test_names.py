@@ -21,6 +21,7 @@ WORDS = {
     "csv": "a format of files",
     "duration": "of a run",
     "freeze": "what happens to parameters, and to a stack",
+    "goodput": "RUN/goodput.json, and a share of the time",
     "guard": "what some plugins do",
     "kernels": "functions of a device",
     "ledger": "RUN/ledger.json",

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.errors import ForgeError, did_you_mean
-from forge.runs import compare, notes, wording
+from forge.runs import compare, goodput, notes, wording
 from forge.runs.directions import mode_of
 from forge.runs.find import RUNS, label, locate, rows_in
 from forge.runs.folder import RunFolder, is_group
@@ -45,7 +45,7 @@ examples:
 """
 STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
 SHORTER = "shorter"
-DISPENSABLE = ("resume", "tags", "recipe", "task", "duration", "started", SHORTER, "updates")
+DISPENSABLE = ("goodput", "resume", "tags", "recipe", "task", "duration", "started", SHORTER, "updates")
 """Columns dropped on a narrow terminal, in this order; at `SHORTER` runs lose the name of their group."""
 MOST_METRICS = 6
 
@@ -155,6 +155,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
     metrics = [name for name, _ in counts.most_common(MOST_METRICS)]
     if metric and metric not in metrics:
         metrics.insert(0, metric)
+    spent = {run.path: found for run in runs if (found := goodput.read(run.path)) is not None}
     columns: dict[str, Callable[[RunFolder], str | Text]] = {
         "run": label,
         "recipe": lambda run: run.recipe,
@@ -166,6 +167,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
         **({"tags": lambda run: ", ".join(run.tags)} if any(run.tags for run in runs) else {}),
+        **({"goodput": lambda run: f"{spent[run.path].share:.0%}" if run.path in spent else ""} if spent else {}),
         **({"resume": lambda run: (run.resume or "").partition(":")[0]} if any(run.resume for run in runs) else {}),
         **{
             name: lambda run, name=name: wording.number(run.final[name]) if name in run.final else ""
@@ -193,7 +195,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
 def _filled(runs: Sequence[RunFolder], columns: dict[str, Callable[[RunFolder], str | Text]]) -> Table:
     grid = show.table(*columns)
     for column in grid.columns:
-        if "/" in str(column.header) or column.header in ("updates", "duration"):
+        if "/" in str(column.header) or column.header in ("updates", "duration", "goodput"):
             column.justify = "right"
     for run in runs:
         cells = (cell(run) for cell in columns.values())
@@ -211,6 +213,7 @@ def _best(run: RunFolder) -> str:
 
 
 def run_as_json(run: RunFolder) -> dict[str, Any]:
+    spent = goodput.read(run.path)
     found = {
         "path": str(run.path),
         "name": run.name,
@@ -223,6 +226,7 @@ def run_as_json(run: RunFolder) -> dict[str, Any]:
         "epochs": run.epochs,
         "started": run.card.get("started"),
         "seconds": round(run.seconds, 3),
+        "goodput": None if spent is None else spent.as_json(),
         "metrics": {name: _number(value) for name, value in run.final.items()},
         "best": vars(run.best) if run.best else None,
         "resume": run.resume,

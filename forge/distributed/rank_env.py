@@ -139,6 +139,7 @@ class DistributedEnv(Env):
 def _own_device(device: str, info: RankInfo) -> torch.device:
     """Return the device of this process: the GPU of its local rank, or the given device."""
     picked = pick_device(device)
-    if picked.type == "cuda" and info.world > 1 and device in ("auto", "cuda"):
+    bound = info.by_task and torch.cuda.device_count() == 1  # srun --gpus-per-task=1: each task sees its own GPU
+    if picked.type == "cuda" and info.world > 1 and device in ("auto", "cuda") and not bound:
         return pick_device(f"cuda:{info.local_rank}")
     return picked

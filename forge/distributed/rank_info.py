@@ -28,6 +28,8 @@ class RankInfo:
     port: int = 0
     restarts: int = 0
     "How often the launcher has restarted this job."
+    by_task: bool = False
+    "Whether SLURM started this process as a task, so that it may have bound a GPU to it."
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
@@ -69,6 +71,7 @@ class RankInfo:
             environment.get("MASTER_ADDR") or first_host(nodes),
             _number(environment, "MASTER_PORT", PORTS[job % len(PORTS)]),
             _number(environment, "SLURM_RESTART_COUNT", 0),
+            by_task=True,
         )
 
 

@@ -18,7 +18,7 @@ from forge.report import images
 from forge.report.charts import MOST_CHARTS, Panel, panels
 from forge.report.markdown import as_html
 from forge.report.svg import COLORS, DASHES, STYLE
-from forge.runs import compare, wording
+from forge.runs import compare, goodput, wording
 from forge.runs.attempts import attempts_of, omitted, shown
 from forge.runs.folder import RunFolder, as_dict
 from forge.runs.group import RunGroup
@@ -99,6 +99,7 @@ def describe(run: RunFolder, label: str) -> dict[str, Any]:
         "card": card_rows(run, is_only_attempt=len(every) < 2),
         "stack": [[plugin.get("name"), _options(plugin.get("options"))] for plugin in run.stack],
         "costs": cost_rows(run),
+        "time": [] if (spent := goodput.read(run.path)) is None else spent.rows(),
         "checkpoints": [[c.name, ", ".join(c.marks), format_bytes(c.bytes)] for c in run.checkpoints],
         "recipe": run.recipe_text,
     }
@@ -132,6 +133,7 @@ def tiles(run: RunFolder) -> dict[str, str]:
         "updates": f"{run.updates:,}",
         "epochs": f"{run.epochs:,}",
         "time": wording.duration(run.seconds),
+        "goodput": "" if (spent := goodput.read(run.path)) is None else f"{spent.share:.1%}",
         "samples per second, overall": wording.number(round(run.rate)) if run.rate else "",
         "parameters": wording.count(as_dict(run.card.get("task")).get("parameters")),
         "device": str(run.card.get("device") or ""),
@@ -199,6 +201,7 @@ def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
         "note": run.note,
         "device": card.get("device"),
         "ranks": card.get("world"),
+        "job": card.get("job"),
         "kept as saved": wording.kept_options(card.get("kept_options")),
         "resume": card.get("resume"),
         "machine": card.get("machine"),

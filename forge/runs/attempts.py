@@ -37,7 +37,7 @@ class Attempt:
         versions = card.get("versions")
         setup = {**(versions if isinstance(versions, dict) else {}), "device": card.get("device")}
         record = {"started": card.get("started"), "command": card.get("command"), "update": card.get("resumed_from")}
-        return cls.from_record({**record, "setup": {**setup, "ranks": card.get("world")}})
+        return cls.from_record({**record, "setup": {**setup, "ranks": card.get("world"), "job": card.get("job")}})
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Attempt:

@@ -21,8 +21,8 @@ from forge.contract.plugin import snake_case
 from forge.contract.run import AnyRecipe, Run
 from forge.errors import Interrupted
 from forge.options import plain
-from forge.runs import attempts, wording
-from forge.runs.folder import RunFolder, current_metrics
+from forge.runs import attempts, goodput, wording
+from forge.runs.folder import JOB, RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
 from forge.snapshot.frozen_modules import described
 from forge.util.files import atomic_write, make_folder
@@ -65,6 +65,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
         "planned_updates": trainer.planned_updates,
         "resumed_from": resumed_from,
         "resume": None,
+        **({"job": os.environ[JOB]} if os.environ.get(JOB) else {}),
         "kept_options": [plain(option._asdict()) for option in trainer.optimizers.kept],
         "seed": trainer.seed,
         "device": device_name(trainer.env.device),
@@ -93,7 +94,13 @@ def amend_card(folder: Path, resume: str) -> None:
     """Write into the card of a run what is known of resuming it."""
     run = RunFolder(folder)
     if run.card:
-        _write(run.card | {"resume": resume}, folder, attempts.as_markdown(attempts.attempts_of(run)))
+        _write(run.card | {"resume": resume}, folder, _history(run))
+
+
+def _history(run: RunFolder) -> str:
+    """Return the sections of the card about attempts and where their time went."""
+    spent = goodput.read(run.path)
+    return attempts.as_markdown(attempts.attempts_of(run)) + ("" if spent is None else f"\n{spent.markdown()}")
 
 
 def _write(card: dict[str, Any], folder: Path, more: str, files: dict[str, str] | None = None) -> None:
@@ -137,6 +144,10 @@ def write_end(trainer: Run, started: str, error: BaseException | None, seconds: 
     }
     with atomic_write(trainer.run_dir / END) as beside:
         beside.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    if (trainer.run_dir / goodput.FILE).exists():
+        run = RunFolder(trainer.run_dir)
+        with atomic_write(trainer.run_dir / "card.md") as beside:
+            beside.write_text(card_as_markdown(run.card) + _history(run))
 
 
 def ending(trainer: Run, error: BaseException | None) -> tuple[str, str]:
@@ -163,6 +174,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "planned updates": card["planned_updates"],
         **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
         **({} if card.get("resume") is None else {"resume": card["resume"]}),
+        **({"job": card["job"]} if "job" in card else {}),
         **({"kept as saved": wording.kept_options(card["kept_options"])} if card["kept_options"] else {}),
         "seed": card["seed"],
         "device": card["device"],

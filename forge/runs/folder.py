@@ -26,6 +26,8 @@ from forge.util.files import is_regular, read_regular, regular_only
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
 ATTEMPTS = "lives.json"
 """Exists once a run has been resumed: see forge/runs/attempts.py."""
+JOB = "FORGE_JOB"
+"""The variable in which a launcher names the job that a run is part of: slurm:1234."""
 GROUP = "group.json"
 """In a folder of runs that belong together: see forge/runs/group.py."""
 NOTES = "notes.json"

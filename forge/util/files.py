@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
+from forge import registry
 from forge.errors import ForgeError
 
 
@@ -54,6 +55,9 @@ def access(path: Path, bits: int) -> int:
 
 def check_name(path: str | Path) -> None:
     """Raise a ForgeError for a path that no file system can hold."""
+    if "://" in str(path):
+        remote = registry.advice("remote", " To keep checkpoints there: {}.", url=path)
+        raise ForgeError(f"{str(path)[:200]!r} is a URL, where a file system is needed: name a folder.{remote}")
     parts = [os.fsencode(part) for part in Path(path).parts]
     if any(len(part) > 255 or b"\0" in part for part in parts) or sum(map(len, parts)) > 4000:
         raise ForgeError(f"{str(path)[:80]!r}… is no name of a file: it has over 255 bytes, or a NUL. Choose another.")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from forge_plugins.freeze import Freeze as Freeze
     from forge_plugins.fsdp import FSDP as FSDP
     from forge_plugins.fused_optimizer import FusedOptimizer as FusedOptimizer
+    from forge_plugins.goodput import Goodput as Goodput
     from forge_plugins.guard import Guard as Guard
     from forge_plugins.jsonl import JSONL as JSONL
     from forge_plugins.ledger import Ledger as Ledger

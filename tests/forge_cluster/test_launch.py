@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import yaml
 
 from forge.cli import main
 from forge.errors import ForgeError
-from forge_cluster.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
+from forge_cluster.launching import KINDS, Container, LaunchJob, Pods, manifest, ray_driver, sbatch_script, ssh_script
 from forge_cluster.launching.job import parse_sweep
 from tests.support import forked
 
@@ -106,6 +107,71 @@ def test_an_array_has_a_combination_for_each_task(programs: Path) -> None:
     assert words[5:] == ["quickstart", "task.lr=1e-2", "trainer.seed=1", "--run-dir", "/runs/grid/2", "--resume"]
 
 
+KILLED = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n"
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_PARTITION": "main", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(("nodes", "left_out"), [(3, True), (2, False)])
+def test_a_killed_task_is_tried_again_without_its_node_where_there_is_another(
+    nodes: int, left_out: bool, programs: Path
+) -> None:
+    (programs / "bin/srun").write_text(f"#!/bin/sh\nprintf '{KILLED}' >&2\nexit 137\n")
+    (programs / "bin/sinfo").write_text(f"#!/bin/sh\necho {nodes}\n")
+    (programs / "bin/squeue").write_text("#!/bin/sh\necho n9\n")  # left out by the user
+    for name in ("sinfo", "squeue"):
+        (programs / "bin" / name).chmod(0o755)
+    text = sbatch_script(replace(JOB, run_dir=f"{programs}/run", restarts=2))
+    asked = []
+    for _ in range(4):
+        assert run_text(text, programs, **SLURM) == 137
+        calls = programs / "scontrol.calls"
+        asked.append(calls.read_text().split() if calls.exists() else [])
+        calls.unlink(missing_ok=True)
+    again = ["requeue", "77", *(["update", "JobId=77", "ExcNodeList=n9,n2"] if left_out else [])]
+    assert asked == [again, again, [], []]  # bounded
+
+
+def test_a_host_that_the_check_found_unfit_is_left_out(programs: Path) -> None:
+    (programs / "bin/srun").write_text("#!/bin/sh\nprintf 'error: rank 9\\nunfit host: n4\\n' >&2\nexit 1\n")
+    for name, said in {"sinfo": "9", "squeue": ""}.items():
+        (programs / "bin" / name).write_text(f"#!/bin/sh\necho {said}\n")
+        (programs / "bin" / name).chmod(0o755)
+    assert run_text(sbatch_script(replace(JOB, run_dir=f"{programs}/run")), programs, **SLURM) == 1
+    assert (programs / "scontrol.calls").read_text().split()[2:] == ["update", "JobId=77", "ExcNodeList=n4"]
+
+
+def test_tasks_get_their_cores_their_variables_and_a_sites_way_to_ask_for_gpus(programs: Path) -> None:
+    job = replace(JOB, env=("NCCL_DEBUG=it's $HOME", "NCCL_IB_HCA=mlx5"))
+    seen = 'echo "$SRUN_CPUS_PER_TASK|$NCCL_DEBUG|$NCCL_IB_HCA" > seen\n'
+    (programs / "bin/srun").write_text(f"#!/bin/sh\n{seen}")
+    text = sbatch_script(job, gpu_option="--gres=gpu:a100:{}")
+    assert run_text(text, programs, SLURM_CPUS_PER_TASK="12") == 0
+    assert (programs / "seen").read_text() == "12|it's $HOME|mlx5\n"
+    assert "#SBATCH --gres=gpu:a100:8\n" in text
+    assert "gpus-per-node" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "pyxis",
+            ["--container-image=me/x", "--container-mounts=WORK:WORK,RUN:RUN,/data:/d", "--container-workdir=WORK"],
+        ),
+        ("apptainer", ["apptainer", "exec", "--nv", "--bind=WORK,RUN,/data:/d", "--pwd=WORK", "me/x"]),
+    ],
+)
+def test_ranks_run_in_a_container(kind: str, words: list[str], programs: Path) -> None:
+    job = replace(JOB, folder=f"{programs}/my work", run_dir=f"{programs}/run")
+    assert run_text(sbatch_script(job, container=Container(kind, "me/x", ("/data:/d",))), programs) == 0
+    places = {"WORK": job.folder, "RUN": job.run_dir}
+    expected = [re.sub("WORK|RUN", lambda found: places[found[0]], word) for word in words]
+    assert (programs / "srun.calls").read_text().splitlines()[1 : len(words) + 2] == [*expected, "python"]
+    assert (programs / "run").is_dir()  # a folder that is not there cannot be bound
+    with pytest.raises(ForgeError, match="comma or a colon"):
+        sbatch_script(replace(job, folder="/a,b"), container=Container(kind, "me/x"))
+
+
 # -- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +180,11 @@ def containers(tree: Any) -> list[dict[str, Any]]:
     if isinstance(tree, dict):
         return [*tree.get("containers", []), *(c for value in tree.values() for c in containers(value))]
     return [c for value in tree for c in containers(value)] if isinstance(tree, list) else []
+
+
+def mappings(tree: Any) -> list[dict[str, Any]]:
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [*([tree] if isinstance(tree, dict) else []), *(found for part in parts for found in mappings(part))]
 
 
 def lost(given: Any, read: Any, path: str = "") -> list[str]:
@@ -128,7 +199,7 @@ def lost(given: Any, read: Any, path: str = "") -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_runs_the_worker_with_its_words_unchanged(kind: str, programs: Path) -> None:
-    made = yaml.safe_load(manifest(JOB, kind, "me/forge:1", "claim"))
+    made = yaml.safe_load(manifest(JOB, kind, "me/forge:1", Pods(claim="claim")))
     command = made["spec"]["trainer"]["command"] if kind == "trainjob" else containers(made)[0]["command"]
     subprocess.run(
         command, env={**os.environ, "MASTER_ADDR": "m", "PET_MASTER_ADDR": "m", "RANK": "0", **NUMBERS}, check=True
@@ -144,11 +215,12 @@ def test_a_pod_runs_the_worker_with_its_words_unchanged(kind: str, programs: Pat
 
 def test_pods_fit_the_schema_of_kubernetes() -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    jobset = yaml.safe_load(manifest(JOB, "jobset", "me/forge:1", "claim"))
+    job = replace(JOB, env=("A=b",))
+    jobset = yaml.safe_load(manifest(job, "jobset", "me/forge:1", EVERYTHING))
     inner = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": inner}
     validate.validate(job, validate.latest_version(), strict=True)
-    replicas = yaml.safe_load(manifest(JOB, "pytorchjob", "me/forge:1", "claim"))["spec"]["pytorchReplicaSpecs"]
+    replicas = yaml.safe_load(manifest(JOB, "pytorchjob", "me/forge:1", EVERYTHING))["spec"]["pytorchReplicaSpecs"]
     assert {name: replica["replicas"] for name, replica in replicas.items()} == {"Master": 1, "Worker": 1}
     for replica in replicas.values():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
@@ -164,17 +236,68 @@ def test_pods_fit_the_schema_of_kubernetes() -> None:
 )
 def test_manifests_fit_the_models_of_kubeflow(kind: str, model: str) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    made = yaml.safe_load(manifest(JOB, kind, "me/forge:1", "claim"))
+    pods = replace(EVERYTHING, capabilities=(), secrets=(), priority=None) if kind == "trainjob" else EVERYTHING
+    made = yaml.safe_load(manifest(replace(JOB, env=("A=b",)), kind, "me/forge:1", pods))
     assert lost(made, getattr(models, model).from_dict(made).to_dict()) == []
     made["spec"]["suspendd"] = True
     assert lost(made, getattr(models, model).from_dict(made).to_dict()) == ["spec.suspendd"]
+
+
+EVERYTHING = Pods(
+    claim="claim",
+    shm="16Gi",
+    queue="team",
+    priority="high",
+    tolerations=("nvidia.com/gpu", "team=vision:NoSchedule"),
+    resources=("rdma/hca=1",),
+    capabilities=("IPC_LOCK",),
+    secrets=("s3",),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_have_memory_to_share_a_queue_and_what_a_site_needs(kind: str) -> None:
+    pods = replace(EVERYTHING, capabilities=(), secrets=(), priority=None) if kind == "trainjob" else EVERYTHING
+    made = yaml.safe_load(manifest(replace(JOB, env=("A=$(B) $$",)), kind, "me/forge:1", pods))
+    assert made["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    spec = next(part for part in mappings(made) if "volumes" in part)
+    assert spec["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
+    assert spec.get("priorityClassName") == pods.priority
+    assert spec["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists"},
+        {"key": "team", "operator": "Equal", "value": "vision", "effect": "NoSchedule"},
+    ]
+    worker = made["spec"]["trainer"] if kind == "trainjob" else spec["containers"][0]
+    assert worker["env"] == [{"name": "A", "value": "$$(B) $$$$"}]  # which Kubernetes reads as $(B) $$
+    limits = worker["resourcesPerNode" if kind == "trainjob" else "resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": "8", "cpu": "96", "memory": "64Gi", "rdma/hca": "1"}
+    if kind != "trainjob":
+        assert worker["envFrom"] == [{"secretRef": {"name": "s3"}}]
+        assert worker["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+
+
+def test_what_a_trainjob_cannot_have_is_refused() -> None:
+    for one in (Pods(secrets=("s3",)), Pods(capabilities=("IPC_LOCK",)), Pods(priority="high")):
+        with pytest.raises(ForgeError, match="its runtime has"):
+            manifest(replace(JOB, nodes=1), "trainjob", "me/forge:1", one)
+
+
+def test_a_mistake_ends_a_jobset_and_a_crash_does_not() -> None:
+    spec = yaml.safe_load(manifest(JOB, "jobset", "me/forge:1", EVERYTHING))["spec"]
+    rules = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    failing = [rule for rule in rules if rule["action"] == "FailJob"]
+    assert [rule["onExitCodes"]["values"] for rule in failing] == [[2]]  # what the reason PodFailurePolicy stands for
+    policy = spec["failurePolicy"]
+    assert [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]] == [("FailJobSet", ["PodFailurePolicy"])]
+    assert policy["maxRestarts"] == 3
 
 
 def test_pods_without_a_shared_volume_are_refused() -> None:
     with pytest.raises(ForgeError, match="--claim PVC"):
         manifest(JOB, "jobset", "me/forge:1")
     with pytest.raises(ForgeError, match="is not in the volume, which is mounted at /data"):
-        manifest(JOB, "jobset", "me/forge:1", "claim", "/data")
+        manifest(JOB, "jobset", "me/forge:1", Pods(claim="claim", mount="/data"))
 
 
 # -- Ray and ssh ------------------------------------------------------------------------------------------------------
@@ -248,6 +371,14 @@ def test_a_job_of_a_file_is_named_after_its_task(
         (["kubernetes", "quickstart", "--image", "x", "--kind", "pod"], "one of pytorchjob, trainjob, jobset"),
         (["slurm", "quickstart", "--array", "task.lr"], "write a key and its values"),
         (["slurm", "quickstart", "--name", "A B"], "lower-case letters"),
+        (["slurm", "quickstart", "--run-dir", "s3://b/x"], "keep checkpoints there: checkpoint.remote=s3://b/x"),
+        (["kubernetes", "quickstart", "--image", "x", "--run-dir", "s3://b/x"], "is a URL"),
+        (["slurm", "quickstart", "--env", "A"], "--env NCCL_DEBUG=INFO"),
+        (["slurm", "quickstart", "--container", "pyxis"], "--image IMAGE"),
+        (["slurm", "quickstart", "--container", "docker", "--image", "x"], "one of pyxis, apptainer"),
+        (["slurm", "quickstart", "--gpus", "1", "--gpu-option", "gres"], "--gpu-option 'gres'"),
+        (["ray", "quickstart", "--queue", "team"], "--queue is for kubernetes, not for ray"),
+        (["kubernetes", "quickstart", "--image", "x", "--resource", "rdma"], "rdma/hca=1"),
         (["ray", "quickstart", "--out", "-", "--submit"], "leave one of them out"),
     ],
 )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from forge.cli import main
 from forge.errors import ForgeError
-from forge_cluster.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
+from forge_cluster.launching import KINDS, LaunchJob, Pods, manifest, ray_driver, sbatch_script, ssh_script
 from forge_cluster.launching.job import parse_sweep
 from tests.support.profiles import some
 
@@ -138,7 +138,7 @@ def fit_words(job: LaunchJob) -> list[str]:
 @example("\ntouch canary\n", "1:00:00\ntouch canary")
 def test_slurm(sandbox: Path, value: str, other: str) -> None:
     sweep = parse_sweep([f"task.x={value.replace(',', '')}y"])
-    made = job(value, memory=other, sweep=sweep)
+    made = job(value, memory=other, sweep=sweep, env=(f"FORGE_TEST={value}",))
     text = written(lambda: sbatch_script(made, other, other, ["--comment=" + shlex.quote(value)]))
     if text is None:
         return
@@ -157,7 +157,7 @@ def test_slurm(sandbox: Path, value: str, other: str) -> None:
 @example("$(touch canary)")
 def test_ssh(sandbox: Path, value: str) -> None:
     work = sandbox / "work" / value.replace("/", "").replace("\0", "")[:40].strip(".")
-    made = job(value, run_dir=str(work / "runs"), folder=str(work), procs=2)
+    made = job(value, run_dir=str(work / "runs"), folder=str(work), procs=2, env=(f"FORGE_TEST={value}",))
     text = written(lambda: ssh_script(made, ["me@a"]))
     if text is None:
         return
@@ -171,12 +171,14 @@ def test_ssh(sandbox: Path, value: str) -> None:
 @given(value=values)
 @example(value="$(HOME) $$ $$(HOME)")
 def test_kubernetes(sandbox: Path, kind: str, value: str) -> None:
-    made = job(value, procs=2, memory=value)
-    text = written(lambda: manifest(made, kind, f"me/{value}", f"claim {value}"))
+    made = job(value, procs=2, memory=value, env=(f"FORGE_TEST={value}",))
+    pods = Pods(claim=f"claim {value}", shm=f"shm {value}", tolerations=(f"key={value}",))
+    text = written(lambda: manifest(made, kind, f"me/{value}", pods))
     if text is None:
         return
     tree = yaml.safe_load(text)
-    assert {value, f"me/{value}", f"claim {value}"} <= {*texts(tree)}
+    assert {value, f"me/{value}", f"claim {value}", f"shm {value}"} <= {*texts(tree)}
+    assert value in [filled_in(str(text)) for text in texts(tree)]
     command = next(part["command"] for part in mappings(tree) if "command" in part)
     expected = [*fit_words(made), "--nproc", "2", "--max-restarts", "3"]
     assert ran(sandbox, command) == expected

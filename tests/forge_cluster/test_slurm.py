@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -52,7 +54,7 @@ def data():
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     need_slurm()
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as cluster:
         yield cluster
 
 
@@ -74,15 +76,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def await_checkpoint(folder: Path, name: str, job: str) -> None:
+    deadline = time.monotonic() + 120
+    while not Checkpoints(folder / f"runs/{name}/checkpoints").all():
+        assert time.monotonic() < deadline, (folder / f"{name}-{job}.out").read_text()
+        time.sleep(0.1)
+
+
 def test_a_requeued_job_on_two_nodes_ends_in_the_same_bits(cluster: SlurmCluster, folder: Path) -> None:
     two = ["-p", "ddp", "--nodes", "2", "checkpoint.every=4 updates"]
     straight = submit(cluster, folder, "straight", *two)
     cluster.wait(straight)
     job = submit(cluster, folder, "requeued", *two, "task.pause=0.5")
-    deadline = time.monotonic() + 120
-    while not Checkpoints(folder / "runs/requeued/checkpoints").all():
-        assert time.monotonic() < deadline, (folder / f"requeued-{job}.out").read_text()
-        time.sleep(0.1)
+    await_checkpoint(folder, "requeued", job)
     assert cluster.run("scancel", "--signal=USR1", job).returncode == 0  # as --signal does before the limit
     cluster.wait(job, limit=400)
     assert cluster.job(job)["Restarts"] == "1"
@@ -104,6 +110,38 @@ def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, 
     assert "DUE TO TIME LIMIT" not in said
     ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("whole", "limited")]
     assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+
+
+def test_a_killed_task_is_tried_again_on_another_node_and_ends_in_the_same_bits(
+    cluster: SlurmCluster, folder: Path
+) -> None:
+    two = ["-p", "ddp", "--nodes", "2", "checkpoint.every=4 updates"]
+    cluster.wait(submit(cluster, folder, "undisturbed", *two))
+    job = submit(cluster, folder, "killed", *two, "task.pause=0.5")
+    await_checkpoint(folder, "killed", job)
+    assert cluster.job(job)["ExcNodeList"] == "(null)"
+    pids = cluster.run("scontrol", "listpids", job, "n2").stdout.splitlines()
+    [victim] = [int(line.split()[0]) for line in pids[1:] if line.split()[2:5] == ["0", "0", "1"]]
+    os.kill(victim, signal.SIGKILL)
+    cluster.wait(job, limit=400)
+    said = (folder / f"killed-{job}.out").read_text()
+    assert "Left out from now on: n2." in said
+    assert cluster.job(job)["Restarts"] == "1", said
+    assert cluster.job(job)["ExcNodeList"] == "n2"
+    assert cluster.job(job)["NodeList"] == "n[1,3]"
+    ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("undisturbed", "killed")]
+    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+
+
+def test_tasks_get_their_cores(cluster: SlurmCluster, folder: Path) -> None:
+    job = submit(cluster, folder, "cores", "--cpus", "3")
+    cluster.wait(job)
+    script = (folder / "cores.sbatch").read_text()
+    asked = "echo $SLURM_CPUS_PER_TASK > "
+    [fit] = re.findall(r"srun --kill-on-bad-exit=0 (.*) --resume", script)
+    (folder / "cores.sbatch").write_text(script.replace(fit, f"sh -c '{asked} cores' -"))
+    cluster.wait(re.findall(r"\d+", cluster.run("sbatch", "cores.sbatch").stdout)[-1])
+    assert (folder / "cores").read_text() == "3\n"
 
 
 def test_an_array_runs_one_job_for_each_value(cluster: SlurmCluster, folder: Path) -> None:

@@ -7,7 +7,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import product
 from math import prod
 from typing import Any, ParamSpec
@@ -40,7 +40,7 @@ def of_printable_lines(render: Callable[P, str]) -> Callable[P, str]:
 
 
 def _refuse_odd(name: str, value: Any) -> None:
-    if isinstance(value, LaunchJob):
+    if is_dataclass(value):
         for field in fields(value):
             _refuse_odd(field.name, getattr(value, field.name))
     elif isinstance(value, (list, tuple)):
@@ -54,8 +54,14 @@ def _refuse_odd(name: str, value: Any) -> None:
             raise ForgeError(f"{what} is {value[:80]!r}: it must not begin with a dash, or it would be an option.")
 
 
-NAMES = {"folder": "The working directory", "words": "A word of the command", "sweep": "--array", "more": "--option"}
-WITH_DASHES = ("words", "more", "time", "submit")
+NAMES = {
+    "folder": "The working directory",
+    "words": "A word of the command",
+    "sweep": "--array",
+    "more": "--option",
+    "gpu_option": "--gpu-option",
+}
+WITH_DASHES = ("words", "more", "gpu_option", "time", "submit")
 """Values that may begin with a dash: words of `forge fit`, options of sbatch, what stands behind an = or in text."""
 
 
@@ -84,6 +90,8 @@ class LaunchJob:
     "Seconds between the signal and the end of a preempted job."
     restarts: int = 3
     "Restarts from the last checkpoint after a crash, where the system counts them."
+    env: tuple[str, ...] = ()
+    "Variables of every rank: NAME=VALUE."
     sweep: tuple[tuple[str, ...], ...] = ()
     "Overrides, one tuple for each job of an array."
 
@@ -102,10 +110,22 @@ class LaunchJob:
         ):
             if number < least:
                 raise ForgeError(f"{option} is {number}; it must be at least {least}.")
+        for pair in self.env:
+            if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", pair):
+                raise ForgeError(f"--env {pair!r}: write a variable and its value, as in --env NCCL_DEBUG=INFO.")
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.procs
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of every rank, by name."""
+        return dict(pair.split("=", 1) for pair in self.env)
+
+    def with_env(self, command: str) -> str:
+        """Return a command of a shell with the variables set for it."""
+        return f"env {shlex.join(self.env)} {command}" if self.env else command
 
     def node_command(self, endpoint: str = "", number: str = "") -> str:
         """Return the command that starts all ranks of one node, for a shell.

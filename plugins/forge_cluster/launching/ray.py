@@ -79,7 +79,7 @@ def ray_driver(job: LaunchJob, strategy: str = "STRICT_SPREAD", submit: str = "p
     if job.sweep:
         raise ForgeError("--array is for SLURM. On Ray, launch one job for each value.")
     content = {
-        "command": f"cd {shlex.quote(job.folder)} && exec {job.node_command(f'${ENDPOINT}')}",
+        "command": f"cd {shlex.quote(job.folder)} && exec {job.with_env(job.node_command(f'${ENDPOINT}'))}",
         "nodes": job.nodes,
         "gpus": job.gpus,
         "cpus": (job.cpus or 1) * job.procs,

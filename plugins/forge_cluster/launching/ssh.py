@@ -66,6 +66,6 @@ def ssh_script(job: LaunchJob, hosts: Sequence[str]) -> str:
         hosts=" ".join(hosts),
         pids=shlex.quote(shlex.quote(f"{job.run_dir}/.ssh-launch")),
         folder=shlex.quote(shlex.quote(job.folder)),
-        command=shlex.quote(job.node_command(first)),
+        command=shlex.quote(job.with_env(job.node_command(first))),
         code=Interrupted.EXIT_CODE,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge_cluster.planning.calibration import calibrated_cluster
-    from forge_cluster.planning.failures import Goodput, goodput
+    from forge_cluster.planning.failures import ExpectedGoodput, goodput
     from forge_cluster.planning.hardware import Cluster, Link, MeasuredStep, load_cluster, read_cluster
     from forge_cluster.planning.layouts import Layout, layouts
     from forge_cluster.planning.memory import memory_of, reserved_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Cluster": "hardware",
     "ClusterPlan": "ranking",
-    "Goodput": "failures",
+    "ExpectedGoodput": "failures",
     "Layout": "layouts",
     "Link": "hardware",
     "MeasuredStep": "hardware",
@@ -51,7 +51,7 @@ _HOME = {
 __all__ = [
     "Cluster",
     "ClusterPlan",
-    "Goodput",
+    "ExpectedGoodput",
     "Layout",
     "Link",
     "MeasuredStep",

@@ -15,7 +15,7 @@ POINTS = 17
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
+class ExpectedGoodput:
     """The expected progress of a run with failures."""
 
     share: float
@@ -70,10 +70,10 @@ def simulate_failures(
     return now
 
 
-def goodput(gpus: int, failures_per_year: float, save: float, restart: float, seed: int = 0) -> Goodput:
+def goodput(gpus: int, failures_per_year: float, save: float, restart: float, seed: int = 0) -> ExpectedGoodput:
     """Simulate runs with intervals around Young's, each with the same failures, and return the best."""
     if failures_per_year <= 0:
-        return Goodput(1.0, math.inf, math.inf, math.inf, 0.0)
+        return ExpectedGoodput(1.0, math.inf, math.inf, math.inf, 0.0)
     mean = YEAR / failures_per_year / gpus
     start = young(save, mean)
     work = 200 * mean
@@ -83,7 +83,7 @@ def goodput(gpus: int, failures_per_year: float, save: float, restart: float, se
         walls = [simulate_failures(work, interval, save, restart, mean, random.Random(seed + k)) for k in range(RUNS)]
         tried.append((interval, work / (sum(walls) / RUNS)))
     interval = _peak(tried)
-    return Goodput(
+    return ExpectedGoodput(
         share=max(share for _, share in tried),
         interval=interval,
         young=start,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from forge.planning.advice import COMFORT
-from forge_cluster.planning.failures import Goodput, goodput
+from forge_cluster.planning.failures import ExpectedGoodput, goodput
 from forge_cluster.planning.hardware import Cluster
 from forge_cluster.planning.layouts import Layout, layouts
 from forge_cluster.planning.memory import memory_of
@@ -45,7 +45,7 @@ class ClusterPlan:
     best: list[Prediction]
     reasons: list[str]
     mfu: list[float]
-    goodput: Goodput | None
+    goodput: ExpectedGoodput | None
     straggling: float
     "Factor of an update's time because all wait for the slowest."
     notes: list[str]

@@ -109,7 +109,11 @@ class Checkpoint(forge.Plugin):
     observer = True
     effects = ("files", "state_dict")
     provides = ("checkpoints",)
-    cures = {"best": "{name}.best={{monitor: val/loss, mode: min}}", "rewind": "{name}.every"}
+    cures = {
+        "best": "{name}.best={{monitor: val/loss, mode: min}}",
+        "rewind": "{name}.every",
+        "remote": "{name}.remote={url}",
+    }
 
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)

@@ -336,6 +336,7 @@ def test_plan_as_json_holds_every_hook_and_value(forge):
         "progress",
         "jsonl",
         "tensorboard",
+        "goodput",
         "guard",
         "checkpoint",
         "clip",
@@ -354,6 +355,7 @@ def test_plan_shows_the_hooks_of_the_task(forge, ring):
     assert {"plugin": "task", "role": "event"} in plan["hooks"]["forge_step_end"]
     assert json.loads(forge("plan", "quickstart", "--json"))["hooks"]["forge_step_end"] == [
         {"plugin": "first_look", "role": "event"},
+        {"plugin": "goodput", "role": "event"},
         {"plugin": "guard", "role": "event"},
     ]
 

@@ -441,6 +441,7 @@ def test_the_config_of_a_run_holds_what_was_given_in_code(tmp_path: Path) -> Non
         "progress",
         "jsonl",
         "tensorboard",
+        "goodput",
         "guard",
         "checkpoint",
     ]

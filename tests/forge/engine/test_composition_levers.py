@@ -51,6 +51,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "fp8": {},
     "first_look": {},
     "duration": {"max_time": "1 h", "min_updates": 2},
+    "goodput": {},
     "jsonl": {},
     "kernels": {},
     "ledger": {},

@@ -1,0 +1,286 @@
+"""goodput: the parts of a run's wall time, over attempts, with a clock that the test holds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forge
+from forge.cli import main
+from forge.runs import goodput as records
+from forge.testing import TinyTask, check_plugin, tiny_batches
+from forge_plugins import Checkpoint, Goodput
+from forge_plugins.common import clock
+from tests.support import forked
+
+
+class Watch:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    watch = Watch()
+    monkeypatch.setattr(clock, "clock", watch)
+    monkeypatch.setattr("time.perf_counter", watch)  # by which the Trainer measures the wait for data
+    return watch
+
+
+class Paced(TinyTask):
+    """Every update takes a second of the test's clock, a validation three, and others what `more` says."""
+
+    def __init__(self, watch: Watch, more: dict[int, float] | None = None, dies_at: int | None = None):
+        super().__init__()
+        self.watch, self.more, self.dies_at = watch, more or {}, dies_at
+
+    def training_step(self, batch: Any) -> Any:
+        assert self.trainer is not None
+        update = self.trainer.progress.update
+        if update == self.dies_at:
+            self.dies_at = None
+            raise KeyboardInterrupt
+        self.watch.now += 1.0 + self.more.get(update, 0.0)
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        self.watch.now += 3.0
+        return super().validation_step(batch) if hasattr(super(), "validation_step") else {}
+
+
+class Slow(forge.Plugin):
+    """A start of 20 seconds, and checkpoints of 5."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self.watch = watch
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.watch.now += 20
+
+    @forge.hookimpl
+    def forge_save(self) -> None:
+        self.watch.now += 5
+
+
+class SlowBatches:
+    """Batches that take half a second each."""
+
+    def __init__(self, watch: Watch, batches: list[Any]):
+        self.watch, self.batches = watch, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.watch.now += 0.5
+            yield batch
+
+
+def fit(task: Paced, folder: Path, updates: int, **more: Any) -> records.TimeSpent:
+    plugins = [Goodput(), Slow(task.watch), Checkpoint(every="4 updates", keep="all")]
+    batches = SlowBatches(task.watch, tiny_batches())
+    trainer = forge.Trainer(
+        plugins=plugins, max_updates=updates, run_dir=folder, seed=0, allow_inexact=True, validate_every=None, **more
+    )
+    began = task.watch.now
+    with suppress(KeyboardInterrupt):
+        trainer.fit(task, batches)
+    found = records.read(folder)
+    assert found is not None
+    newest = records.attempts_in(folder)[-1]
+    assert newest.seconds == pytest.approx(task.watch.now - began)  # the law, of one attempt
+    return found
+
+
+def test_every_second_is_in_one_part(watch: Watch, tmp_path: Path) -> None:
+    spent = fit(Paced(watch), tmp_path, 10)
+    expected = {"update": 10.0, "start": 20.0, "data": 5.0, "checkpoint": 15.0}  # at 4, at 8 and at the end
+    assert {name: seconds for name, seconds in spent.parts.items() if seconds} == pytest.approx(expected)
+    assert spent.share == pytest.approx(10 / 50)
+
+
+def test_updates_that_are_done_twice_are_lost(watch: Watch, tmp_path: Path) -> None:
+    """The attempt dies after 10 updates, the next one goes on from the checkpoint at 8."""
+    first = fit(Paced(watch, dies_at=10), tmp_path, 12)
+    assert first.parts["update"] == pytest.approx(10)
+    assert first.parts["lost"] == 0
+    spent = fit(Paced(watch), tmp_path, 12, resume="auto")
+    assert spent.attempts == 2
+    assert spent.parts["update"] == pytest.approx(12)  # each of them once
+    # 9 and 10, the data of 9, 10 and 11, which died
+    assert spent.parts["lost"] == pytest.approx(2 * 1.0 + 3 * 0.5)
+    assert spent.parts["start"] == pytest.approx(40)
+    assert spent.seconds == pytest.approx(sum(a.seconds for a in records.attempts_in(tmp_path)))
+
+
+def test_an_attempt_without_a_checkpoint_is_lost_but_for_its_start(watch: Watch, tmp_path: Path) -> None:
+    fit(Paced(watch, dies_at=3), tmp_path, 8)
+    spent = fit(Paced(watch), tmp_path, 8, resume="auto")
+    assert spent.parts["update"] == pytest.approx(8)
+    assert spent.parts["lost"] == pytest.approx(3 * 1.0 + 4 * 0.5)
+
+
+def test_a_stall_is_what_an_update_takes_beyond_the_usual(watch: Watch, tmp_path: Path) -> None:
+    spent = fit(Paced(watch, more={5: 100.0}), tmp_path, 8)
+    assert spent.parts["stall"] == pytest.approx(100)
+    assert spent.parts["update"] == pytest.approx(8)
+
+
+def test_a_rewind_loses_what_it_goes_back_over(watch: Watch, tmp_path: Path) -> None:
+    class Back(forge.Plugin):
+        done = False
+
+        @forge.hookimpl
+        def forge_boundary(self, trainer: forge.Run) -> None:
+            if trainer.progress.update == 6 and not self.done:
+                self.done = True
+                trainer.request_rewind("a test", by=self.name)
+
+    task = Paced(watch)
+    trainer = forge.Trainer(
+        plugins=[Goodput(), Back(), Checkpoint(every="4 updates")],
+        max_updates=8,
+        run_dir=tmp_path,
+        seed=0,
+        validate_every=None,
+    )
+    trainer.fit(task, tiny_batches())
+    spent = records.read(tmp_path)
+    assert spent is not None
+    assert spent.parts["update"] == pytest.approx(8)
+    assert spent.parts["lost"] == pytest.approx(2)
+    assert spent.seconds == pytest.approx(watch.now - 100)
+
+
+def test_validations_are_counted(watch: Watch, tmp_path: Path) -> None:
+    task = Paced(watch)
+    trainer = forge.Trainer(plugins=[Goodput()], max_updates=4, run_dir=tmp_path, seed=0, validate_every="2 updates")
+    trainer.fit(task, tiny_batches(), tiny_batches()[:2])
+    spent = records.read(tmp_path)
+    assert spent is not None
+    assert spent.parts["validation"] == pytest.approx(2 * 2 * 3.0)
+    assert spent.parts["update"] == pytest.approx(4)
+
+
+KILLED = """
+import os, signal, sys
+import forge
+from forge.checkpoint import wait_until_written
+from forge.testing import TinyTask, tiny_batches
+from forge_plugins import Checkpoint, Goodput
+
+class Dies(TinyTask):
+    def training_step(self, batch):
+        if self.trainer.progress.update == 10 and not self.trainer.resumed_from:
+            wait_until_written()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+plugins = [Goodput(), Checkpoint(every="4 updates")]
+trainer = forge.Trainer(plugins=plugins, max_updates=12, run_dir="run", resume="auto", seed=0, validate_every=None)
+trainer.fit(Dies(), tiny_batches())
+"""
+
+
+def test_the_parts_of_a_killed_and_resumed_run_add_up(tmp_path: Path) -> None:
+    assert forked.run([sys.executable, "-c", KILLED], cwd=tmp_path, timeout=300).returncode == -signal.SIGKILL
+    assert forked.run([sys.executable, "-c", KILLED], cwd=tmp_path, timeout=300).returncode == 0
+    attempts, spent = records.attempts_in(tmp_path / "run"), records.read(tmp_path / "run")
+    assert spent is not None
+    assert [attempt.update for attempt in attempts] == [0, 8]
+    assert spent.seconds == pytest.approx(sum(attempt.seconds for attempt in attempts))
+    assert spent.between > 0
+    card = (tmp_path / "run" / "card.md").read_text()
+    assert "## Where the time went" in card
+    assert "over 2 attempts" in card
+
+
+parts = st.fixed_dictionaries({name: st.floats(0, 1e6) for name in records.PARTS})
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[records.TimedAttempt]:
+    """Attempts whose marks grow, each from any update."""
+    attempts = []
+    for _ in range(draw(st.integers(1, 5))):
+        grown, at, marks = dict.fromkeys(records.PARTS, 0.0), draw(st.integers(0, 20)), []
+        first = at
+        for step in draw(st.lists(parts, min_size=1, max_size=4)):
+            grown = {name: grown[name] + step[name] for name in grown}
+            marks.append((at, dict(grown)))
+            at += draw(st.integers(1, 5))
+        end = {name: grown[name] + draw(parts)[name] for name in grown}
+        attempts.append(records.TimedAttempt(0.0, first, end, tuple(marks)))
+    return attempts
+
+
+@given(histories())
+def test_whatever_is_lost_the_parts_add_up_to_the_wall_time(
+    history: list[records.TimedAttempt],
+) -> None:
+    spent = records.account(history)
+    wall = sum(attempt.seconds for attempt in history)
+    assert (spent.seconds if spent else 0.0) == pytest.approx(wall)
+    assert spent is None or all(seconds >= 0 for seconds in spent.parts.values())
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"attempts": 3}', '{"attempts": [{"parts": {"update": "x"}}, null]}', "["])
+def test_a_torn_or_strange_file_is_no_account(text: str, tmp_path: Path) -> None:
+    (tmp_path / records.FILE).write_text(text)
+    assert records.read(tmp_path) is None
+
+
+def test_the_list_and_the_report_show_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = dict.fromkeys(records.PARTS, 0.0)
+    record = {"began": 0, "update": 0, "parts": {**full, "update": 90.0, "data": 10.0}, "marks": []}
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "card.json").write_text(json.dumps({"started": "2026-01-01 00:00:00 +0000", "task": {"class": "T"}}))
+    (run / records.FILE).write_text(json.dumps({"promised": 0.95, "attempts": [record]}))
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert "90%" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path / "runs"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["goodput"]["promised"] == 0.95
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert "waiting for data" in (tmp_path / "page.html").read_text()
+
+
+def test_the_loggers_get_the_account_once_a_minute(watch: Watch, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Listens(forge.Plugin):
+        @forge.hookimpl
+        def forge_log(self, metrics: dict[str, Any]) -> None:
+            told.extend(metrics[name].text for name in metrics if name == "goodput")
+
+    plugins = [Goodput(promised=0.9), Listens(), Checkpoint(every="1 updates")]
+    trainer = forge.Trainer(plugins=plugins, max_updates=9, run_dir=tmp_path, seed=0, validate_every=None)
+    trainer.fit(Paced(watch, more=dict.fromkeys(range(9), 29.0)), tiny_batches())
+    assert len(told) == 2  # nine updates of half a minute; at the last one there is no next
+    assert "promised: 90.0%" in told[0]
+
+
+def test_it_is_a_pure_observer() -> None:
+    check_plugin(Goodput)
+
+
+def test_a_promise_is_a_share() -> None:
+    with pytest.raises(forge.ForgeError, match="it is a share"):
+        Goodput(promised=90)
