@@ -55,6 +55,8 @@ class Replicated(forge.Plugin):
 
     config: Config
     provides = ("strategy",)
+    axes = {"data": "samples"}
+    beside = ("positions",)
     explains = {
         "expected to have finished reduction in the prior iteration": "Some parameters were not used in the last step, "
         "so they have no gradients. Set {name}.find_unused=true, or freeze them."
@@ -80,6 +82,10 @@ class Replicated(forge.Plugin):
         self._finds_unused = self._failed = self._compared = False
 
     # -- build --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
+        trainer.mesh_axes["data"] = 0
 
     @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:

@@ -9,11 +9,11 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 import forge
+from forge.contract.axes import DATA
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import pick_device
@@ -110,6 +110,8 @@ class FSDP(forge.Plugin):
 
     config: Config
     provides = ("strategy", "sharding")
+    axes = {"data": "samples", "shard": "samples weights"}
+    beside = ("positions", "matrices")
     cures = {"processes": "-p {name} if the model is too big for one device", "meta": "{name}.meta=false"}
     explains = {
         "out of bounds for storage of size 0": "{name} has freed parameters that this backward pass needs. A block "
@@ -151,15 +153,19 @@ class FSDP(forge.Plugin):
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
+        trainer.mesh_axes["shard"] = 0
+        if self.config.replicate > 1:
+            trainer.mesh_axes["data"] = self.config.replicate
+
+    @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
         self._begin()
-        config, axes = self.config, dict(trainer.mesh_axes)
-        if config.replicate > 1:
-            axes["replicate"] = config.replicate
+        config = self.config
         backend = config.backend
         if backend is None and config.offload and pick_device(trainer.device).type == "cuda":
             backend = BOTH
-        self._env = ShardedEnv(trainer.device, trainer=trainer, backend=backend, axes=axes, watchdog=config.watchdog)
+        self._env = ShardedEnv(trainer.device, trainer=trainer, backend=backend, watchdog=config.watchdog)
         return self._env
 
     @forge.hookimpl
@@ -181,7 +187,7 @@ class FSDP(forge.Plugin):
             for block in blocks.values():
                 self._shards.add(block, self._options(env))
         self._shards.add(build.model, self._options(env, root=True))
-        if env.data_world > 1 and trainer.verb == "fit":
+        if env.mean_world > 1 and trainer.verb == "fit":
             self._shards.note_use()
         build.model.register_forward_hook(self._after_forward)
         self._log_units(task, blocks, env)
@@ -221,10 +227,10 @@ class FSDP(forge.Plugin):
         reshard = None if root and config.reshard else config.reshard
         return {"mesh": env.data_mesh, "reshard_after_forward": reshard, **options}
 
-    def _log_units(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+    def _log_units(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
-        shards = env.data_world // self.config.replicate
+        shards = env.along(env.shard_axes).size()
         if not blocks and env.is_main:
             text = "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or "
             logger.warning(text + "by name: fsdp.blocks=...", type(task).__name__, f"{rest:,}")
@@ -264,7 +270,7 @@ class FSDP(forge.Plugin):
         env, shards = self._env, self._shards
         assert env is not None
         assert shards is not None
-        if env.data_world == 1:
+        if env.mean_world == 1:
             return
         task, called = step.trainer.task, [*shards.called]
         named = list(task.named_parameters())
@@ -286,9 +292,7 @@ class FSDP(forge.Plugin):
         for _, parameter in named:
             if parameter.requires_grad and id(parameter) not in used:
                 parameter.grad = None  # as in one process, where torch gave zeros
-        for axis in env.data_axes:
-            group = env.data_mesh[axis].get_group()
-            sum_gradients([s for s in scalars if id(s) in used], group, 1 / dist.get_world_size(group))
+        sum_gradients([s for s in scalars if id(s) in used], env.along(env.mean_axes).get_group(), 1 / env.mean_world)
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
@@ -359,11 +363,18 @@ class ShardedEnv(DistributedEnv):
     inference_mode = False
 
     @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes along which parameters are divided: all along which gradients are averaged, but for copies."""
+        return tuple(axis for axis in self.mean_axes if axis != DATA)
+
+    @property
     def data_mesh(self) -> Any:
         """The part of the mesh along which parameters are divided and copied."""
         assert self.mesh is not None
-        axes = self.data_axes
-        return self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]
+        divided, copies = self.along(self.shard_axes), self.mesh.mesh_dim_names or ()
+        if DATA not in copies or self.mesh[DATA].size() == 1:
+            return divided
+        return self.mesh[(DATA, *(divided.mesh_dim_names or ()))]
 
     def place(self, task: nn.Module) -> None:
         """Move the task to the device; one from the meta device gets its memory later, block by block."""
