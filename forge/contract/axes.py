@@ -1,6 +1,6 @@
 """Axes: the mesh of processes, what ranks divide along each of its dimensions, and which plugins combine.
 
-A plugin owns axes by name and declares what their ranks divide: `axes = {"shard": "samples weights"}`. All else follows.
+A plugin owns axes and declares what their ranks divide: `axes = {"shard": "samples weights"}`. All else follows.
 Where ranks divide samples or positions, each has the gradient of a part, so the strategy averages gradients along that
 axis; along all others a rank has the gradients of what is its own. The strategy declares what may be divided beside it.
 """
@@ -69,8 +69,8 @@ def refuse_apart(plugins: Sequence[Plugin]) -> None:
         own = {kind for words in plugin.axes.values() for kind in words.split()}
         if strategy is None:
             raise StackError(
-                f"{plugin.name!r} divides {' and '.join(sorted(own))} among ranks, and no plugin of this stack averages "
-                f"their gradients.{instead(plugins)}"
+                f"{plugin.name!r} divides {' and '.join(sorted(own))}, and no plugin of this stack averages their "
+                f"gradients.{instead(plugins)}"
             )
         if not own <= set(strategy.beside):
             raise StackError(

@@ -34,6 +34,7 @@ CUT: dict[tuple[type[nn.Module], Kind], str] = {
     (nn.Embedding, "gather"): "embedding_dim",
 }
 """The size of a layer that is divided."""
+PARTED = {kind for _, kind in CUT}
 
 
 class TensorParallel(forge.Plugin):
@@ -48,10 +49,10 @@ class TensorParallel(forge.Plugin):
     ranks. `gather` is a column whose outputs are gathered again, for a head with many classes, or for an Embedding. A
     block's MLP is a column and a row; in its attention the layers for queries, keys and values are columns, each a
     separate layer, and the output layer is a row. Heads are divided, so a block must not hard-code their number: write
-    `q.view(batch, length, -1, head_size)`; else the block is named, with its line. With `sequence`, for a norm or a dropout between row and column, each rank
-    computes a part of the positions, which are dimension `sequence_dim`; with `replicate` all ranks compute the same.
-    Other layers stay unchanged, which is right where every rank has the whole input. Dropout between a column and its
-    row draws the same numbers in every part.
+    `q.view(batch, length, -1, head_size)`; else the block is named, with its line. With `sequence`, for a norm or a
+    dropout between row and column, each rank computes a part of the positions, which are dimension `sequence_dim`; with
+    `replicate` all ranks compute the same. Other layers stay unchanged, which is right where every rank has the whole
+    input. Dropout between a column and its row draws the same numbers in every part.
 
     A pattern without a match, and a size that does not divide a layer, are refused.
 
@@ -87,7 +88,7 @@ class TensorParallel(forge.Plugin):
         if self.config.sequence_dim < 0:
             raise RecipeError(f"tensor_parallel.sequence_dim is {self.config.sequence_dim}; it must be at least 0.")
         self._undo: list[Callable[[], None]] = []
-        self._divided: list[nn.Module] = []
+        self._divided: dict[nn.Module, Kind] = {}
         self._failed = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class TensorParallel(forge.Plugin):
         assert mesh is not None
         self._size = mesh[AXIS].size()
         planned = self._planned(build.task)
-        self._divided = [module for module, _ in planned.values()]
+        self._divided = dict(planned.values())
         if not any(tensor.is_meta for tensor in (*build.task.parameters(), *build.task.buffers())):
             trainer.env.copy_from_first(build.task)  # the weights of a norm are assumed equal
         for module, kind in planned.values():
@@ -132,12 +133,12 @@ class TensorParallel(forge.Plugin):
             found = fails_divided(step.trainer.task, self._divided, error)
             if found is None:
                 raise
-            inner = [name for name, module in found.module.named_modules() if module in self._divided]
+            inner = [name for name, module in found.module.named_modules() if self._divided.get(module, "") in PARTED]
             raise TaskError(
-                f"tensor_parallel: {found.name} ({type(found.module).__name__}) runs with whole layers and fails with "
-                f"1/{self._size} of {listed(inner, MANY)}: {error} It writes down a size that is divided, often the "
-                f"number of heads, at {found.place}: {found.line} Write -1 in its place, as in q.view(batch, length, "
-                "-1, head_size), or leave these layers out of tensor_parallel.plan."
+                f"tensor_parallel: {found.name} runs with whole layers, and fails with 1/{self._size} of "
+                f"{listed(inner, MANY)}: {str(error).rstrip('.')}. At {found.place} it counts on a whole one, often on "
+                f"the number of heads: {found.line}\nWrite -1 in that place, as in q.view(batch, length, -1, "
+                "head_size), or leave these layers out of tensor_parallel.plan."
             ) from error
 
     @forge.hookimpl
@@ -155,7 +156,7 @@ class TensorParallel(forge.Plugin):
                 if is_distributed(part) and part.device_mesh.mesh_dim_names == (AXIS,):
                     made.setdefault(id(part), nn.Parameter(whole(part), requires_grad=part.requires_grad))
                     inner._parameters[name] = made[id(part)]
-        self._undo, self._divided = [], []
+        self._undo, self._divided = [], {}
 
     # -- layers -------------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ def run_stack(name: str, replicate: int = 1) -> dict[str, Any]:
 )
 def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str, replicate: int) -> None:
     alone, together = run_stack(name), ranks(count)(run_stack, name, replicate)
-    axes = ("data", "tensor") if replicate == 1 else ("replicate", "data", "tensor")
+    axes = ("shard", "tensor") if replicate == 1 else ("data", "shard", "tensor")
     for rank in together:
         assert rank["shapes"] == {"q": (WIDTH // (count // replicate), WIDTH), "axes": axes}
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)

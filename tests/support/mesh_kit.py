@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import forge
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.pipeline import Pipeline
-from forge_plugins import FSDP, Accumulate, Clip, EMA, Remat, Schedule
+from forge_plugins import EMA, FSDP, Accumulate, Clip, Schedule
 from forge_plugins.common.sharded import local
 from forge_plugins.tensor_parallel import TensorParallel
 
@@ -101,10 +101,14 @@ def levers() -> list[Any]:
 
 
 def fit_mesh(
-    mesh: Mapping[str, int], plugins: list[Any], task: type[MeshWords] = MeshWords, given: Any = None, **options: Any
+    mesh: Mapping[str, int],
+    plugins: list[Any],
+    task: type[MeshWords] = MeshWords,
+    several: list[Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Fit; on several ranks with the strategies of the mesh. Weights, metrics, and bytes that this rank held."""
-    several = strategies(mesh, **(given or {})) if "RANK" in os.environ else []
+    several = (several or strategies(mesh)) if "RANK" in os.environ and mesh else []
     options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
     trainer = forge.Trainer(plugins=[*plugins, *several], mesh=dict(mesh) if several else None, **options)
     held: dict[str, int] = {}
@@ -123,12 +127,12 @@ def fit_mesh(
     return {"weights": weights, "metrics": result.metrics, "updates": result.updates, "held": held}
 
 
+def fit_levers(mesh: Mapping[str, int]) -> dict[str, Any]:
+    return fit_mesh(mesh, levers())
+
+
 def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """The largest difference of two sets of weights."""
     assert ours.keys() == theirs.keys()
     assert all(type(value) is Tensor for value in ours.values())
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
-
-
-def fit_levers(mesh: Mapping[str, int]) -> dict[str, Any]:
-    return fit_mesh(mesh, levers())

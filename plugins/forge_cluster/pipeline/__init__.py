@@ -89,8 +89,8 @@ class Pipeline(forge.Plugin):
     Together with: `accumulate` runs the schedule once per micro-batch of the window. `clip` takes the norm over all
     stages. `amp` in bf16, `ema`, `remat`, `schedule` and `guard` work. `tensor_parallel` divides the layers of stages
     among neighbouring ranks. Refused: `compile`, `cuda_graph`, `sam`, loss scalers, several optimizers, optimizers with
-    a closure, BatchNorm, a model's own activation checkpointing, and other strategies. In validation one stage computes at a time. Metrics of torchmetrics are those of the last stage; what
-    else a step collects is on its rank alone.
+    a closure, BatchNorm, a model's own activation checkpointing, and other strategies. In validation one stage computes
+    at a time. Metrics of torchmetrics are those of the last stage; what else a step collects is on its rank alone.
 
     ::
 

@@ -31,15 +31,15 @@ def fails_divided(task: nn.Module, divided: Collection[nn.Module], error: BaseEx
     Its whole copy and its arguments have shapes and no values; so no rank waits for another.
     """
     names = {id(module): name for name, module in task.named_modules()}
-    for frame, number in reversed(list(walk_tb(error.__traceback__))):
-        module = frame.f_locals.get("self")
-        if not isinstance(module, nn.Module) or id(module) not in names or frame.f_code.co_name != "forward":
-            continue
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if id(frame.f_locals.get("self")) in names]
+    for frame, number in reversed(frames):
+        module: nn.Module = frame.f_locals["self"]
         if module not in divided and any(inner in divided for inner in module.modules()):
             path = frame.f_code.co_filename
-            line = linecache.getline(path, number).strip()
-            found = Failure(names[id(module)] or type(task).__name__, module, f"{path}:{number}", line)
-            return found if _runs_whole(module, frame.f_locals) else None
+            name = names[id(module)] or type(task).__name__
+            found = Failure(name, module, f"{path}:{number}", linecache.getline(path, number).strip())
+            calls = [f for f, _ in frames if f.f_locals["self"] is module and f.f_code.co_name == "forward"]
+            return found if calls and _runs_whole(module, calls[-1].f_locals) else None
     return None
 
 
@@ -67,7 +67,9 @@ def _whole(module: nn.Module) -> nn.Module:
     """Return a module of the same kind and shapes, without hooks; a divided parameter knows its whole shape."""
     made = object.__new__(type(module))
     made.__dict__.update({k: OrderedDict() if "_hooks" in k else v for k, v in vars(module).items() if k != "forward"})
-    made._parameters = {name: p if p is None else nn.Parameter(_shape(p), False) for name, p in module._parameters.items()}
+    made._parameters = {
+        name: p if p is None else nn.Parameter(_shape(p), False) for name, p in module._parameters.items()
+    }
     made._buffers = {name: _shape(buffer) for name, buffer in module._buffers.items()}
     made._modules = {name: child if child is None else _whole(child) for name, child in module._modules.items()}
     return made
