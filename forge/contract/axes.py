@@ -7,6 +7,7 @@ axis; along all others a rank has the gradients of what is its own. The strategy
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -75,20 +76,25 @@ def refuse_apart(plugins: Sequence[Plugin]) -> None:
         if not own <= set(strategy.beside):
             raise StackError(
                 f"{strategy.name!r} does not work where ranks divide {' and '.join(sorted(own))}, as {plugin.name!r} "
-                f"does.{instead(plugins) or f' Remove {plugin.name!r}.'}"
+                f"does.{instead(plugins)}"
             )
 
 
 def instead(plugins: Sequence[Plugin]) -> str:
-    """Return the nearest stacks of installed plugins that divide along the axes of these; "" if there is none."""
-    asked = {name: axes for name, axes in registry.declared("axes").items() if name in {p.name for p in plugins}}
-    axes = {axis for own in asked.values() for axis in own if axis != DATA}
-    far = {tuple(stack): (len(stack), len({*stack} - asked.keys())) for stack in _stacks(axes, asked)}
-    best = [stack for stack, distance in far.items() if distance == min(far.values())]
-    if not best:
-        return ""
-    named = ", or ".join(" ".join(f"-p {name}" for name in stack) for stack in best)
-    return f" The nearest mesh is {' x '.join(ordered(axes, _installed_kinds()) or [DATA])}: use {named}."
+    """Return the nearest meshes that installed plugins make: with all axes of these, or else with as many as can be."""
+    names = {plugin.name for plugin in plugins}
+    asked = {name: own for name, own in registry.declared("axes").items() if name in names}
+    axes = ordered({axis for own in asked.values() for axis in own if axis != DATA}, _installed_kinds())
+    for count in range(len(axes), -1, -1):
+        found = []
+        for some in itertools.combinations(axes, count):
+            far = {tuple(stack): (len(stack), len({*stack} - asked.keys())) for stack in _stacks({*some}, asked)}
+            best = [stack for stack, distance in far.items() if distance == min(far.values())]
+            named = ", or ".join(" ".join(f"-p {name}" for name in stack) for stack in best)
+            found += [f"{' x '.join(some or (DATA,))}: use {named}"] if best else []
+        if found:
+            return f" The nearest mesh is {'; or '.join(found)}."
+    return ""
 
 
 def _stacks(axes: set[str], asked: Mapping[str, Mapping[str, str]]) -> Iterator[list[str]]:

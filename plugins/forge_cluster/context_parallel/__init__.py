@@ -19,6 +19,7 @@ from forge_cluster.context_parallel.comparison import Outcome, compared_length, 
 from forge_cluster.context_parallel.ring import Method, Ring
 from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins import DDP
+from forge_plugins.common.replicated import check_positive
 from forge_plugins.common.sharded import is_distributed
 
 logger = logging.getLogger("forge")
@@ -100,7 +101,7 @@ class ContextParallel(forge.Plugin):
             raise RecipeError(f"context_parallel.size is {config.size}; it must be at least 2, or null for all ranks.")
         if config.dim < 0:
             raise RecipeError(f"context_parallel.dim is {config.dim}; it must be at least 0.")
-        DDP(**self._of_ddp())  # refuses what it does not take
+        check_positive(self, "bucket_mb", "watchdog")
         self._begin()
 
     def _of_ddp(self) -> dict[str, Any]:

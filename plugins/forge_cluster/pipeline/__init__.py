@@ -38,6 +38,7 @@ from forge_cluster.pipeline.staging import (
 from forge_plugins.common.batch_statistics import dividing_norms
 from forge_plugins.common.blocks import is_tied
 from forge_plugins.common.patterns import MANY, listed
+from forge_plugins.common.replicated import check_positive
 from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
 from forge_plugins.common.sharded import settle_gradients, sum_gradients
 from forge_plugins.common.shards import Place, Shards, places_of, refuse_unshardable
@@ -131,8 +132,7 @@ class Pipeline(forge.Plugin):
             value = getattr(config, name)
             if value is not None and value < least:
                 raise RecipeError(f"pipeline.{name} is {value}; it must be at least {least}.")
-        if config.watchdog <= 0:
-            raise RecipeError(f"pipeline.watchdog is {config.watchdog:g}; it must be above 0.")
+        check_positive(self, "watchdog")
         self._begin()
 
     def _begin(self) -> None:

@@ -23,6 +23,7 @@ from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import MANY, as_list, listed
+from forge_plugins.common.replicated import check_positive
 from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
 from forge_plugins.common.sharded import sum_gradients
 from forge_plugins.common.shards import Shards, refuse_unshardable
@@ -130,8 +131,7 @@ class FSDP(forge.Plugin):
         for name, least in (("min_size", 0), ("replicate", 1)):
             if getattr(config, name) < least:
                 raise RecipeError(f"fsdp.{name} is {getattr(config, name)}; it must be at least {least}.")
-        if config.watchdog <= 0:
-            raise RecipeError(f"fsdp.watchdog is {config.watchdog:g}; it must be above 0.")
+        check_positive(self, "watchdog")
         if config.blocks is not None and not as_list(config.blocks):
             raise RecipeError("fsdp.blocks is an empty list. Name some blocks, or leave it out to have them found.")
         if config.find_unused and not COUNTS_UNUSED:
