@@ -61,7 +61,7 @@ class MeshWords(forge.TaskModule):
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.double()
@@ -80,7 +80,7 @@ class MeshWords(forge.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def sentences(seed: int = 0, sizes: tuple[int, ...] = (8, 8, 6, 3)) -> list[Any]:
+def sentences(seed: int = 0, sizes: tuple[int, ...] = (8, 6, 8, 3)) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(WORDS, (size, LENGTH + 1), generator=generator) for size in sizes]
     return [(text[:, :-1].contiguous(), text[:, 1:].contiguous()) for text in drawn]
@@ -109,7 +109,7 @@ def fit_mesh(
 ) -> dict[str, Any]:
     """Fit; on several ranks with the strategies of the mesh. Weights, metrics, and bytes that this rank held."""
     several = (several or strategies(mesh)) if "RANK" in os.environ and mesh else []
-    options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
+    options = {"max_epochs": 1, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
     trainer = forge.Trainer(plugins=[*plugins, *several], mesh=dict(mesh) if several else None, **options)
     held: dict[str, int] = {}
 
@@ -122,7 +122,7 @@ def fit_mesh(
 
     trainer.stack.add(look)
     built = task()
-    result = trainer.fit(built, sentences(), sentences(1))
+    result = trainer.fit(built, sentences(), sentences(1, (5,)))
     weights = {name: value.detach().clone() for name, value in built.state_dict().items()}
     return {"weights": weights, "metrics": result.metrics, "updates": result.updates, "held": held}
 

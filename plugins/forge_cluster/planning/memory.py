@@ -132,8 +132,9 @@ def _fsdp(
         units = root + block_type * part.blocks / t
     else:
         units = root + (1 if reserved else PREFETCHED) * block
-    # Gradients are summed whole until the last micro-batch of a window, unless each is scattered. A chunk of an interleaved pipeline is reduced
-    # after its last micro-batch, and if there are no more of them than ranks, before the next chunk begins.
+    # Gradients are summed whole until the last micro-batch of a window, unless each is scattered. A chunk of an
+    # interleaved pipeline is reduced after its last micro-batch, and if there are no more of them than ranks, before
+    # the next chunk begins.
     summed = 0.0 if m == 1 or layout.scatters else gradients / (layout.chunks if m <= layout.pipeline else 1)
     waiting = share if layout.scatters else summed
     unit = work.block / t
