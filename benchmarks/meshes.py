@@ -103,16 +103,22 @@ class ReadsText(OfOthers):
 def llama() -> OfOthers:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": HEADS}
-    heads = {"num_key_value_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": HEADS}
+    heads: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
     return ReadsText(LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2)))
 
 
 def gpt2() -> OfOthers:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": WORDS}
-    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes: dict[str, Any] = {
+        "n_positions": LENGTH,
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "vocab_size": WORDS,
+    }
+    drops: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return ReadsText(GPT2LMHeadModel(GPT2Config(**sizes, **drops, initializer_range=0.2)))
 
 

@@ -241,7 +241,7 @@ class Pipeline(forge.Plugin):
             return
         assert env.mesh is not None
         axes = tuple(axis for axis in env.data_axes if env.mesh[axis].size() > 1)
-        options = {"mesh": env.mesh[axes if len(axes) > 1 else axes[0]], "reshard_after_forward": False}
+        options = {"mesh": env.mesh[axes], "reshard_after_forward": False}
         elsewhere = {parameter for parameter in build.task.parameters() if parameter.is_meta}
         self._shards = Shards(build.task)
         for block in self._blocks:

@@ -127,7 +127,7 @@ class Cutting:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")  # plain, if divided
     if not isinstance(tensor, nn.Parameter):
         return empty
     made = nn.Parameter(empty, requires_grad=tensor.requires_grad)
