@@ -5,6 +5,7 @@
     python -m benchmarks.scale --json > scale.jsonl           # one JSON object per line: the machine, then the rows
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
     python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: cost of a strategy on one GPU
+    python -m benchmarks.scale --meshes                       # meshes x models of others (benchmarks/meshes.py)
 
 Two processes over gloo (four for pipeline_shard) train a transformer, accumulating two micro-batches and clipping: by
 hand, by hand again (the difference is noise), and with forge, from the same weights. They take turns update by update,
@@ -64,7 +65,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import forge
-from benchmarks import levers, machine
+from benchmarks import levers, machine, meshes
 from benchmarks.cases import Batch
 from benchmarks.command_line import some_of
 from benchmarks.scale_by_hand import (
@@ -148,6 +149,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.gpu:
         for row in on_gpu(options.updates, options.rounds):
             print(json.dumps(row))
+        return 0
+    if options.meshes:
+        rows = list(meshes.measure())
+        for row in rows if options.json else ():
+            print(json.dumps(asdict(row)))
+        if not options.json:
+            Console(width=max(110, Console().width)).print(meshes.table(rows))
         return 0
     for strategy in options.strategies:
         talk.print(f"{strategy}: {options.rounds} rounds of {options.updates} updates", style="dim")
@@ -432,6 +440,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     parser.add_argument("--strategies", type=some_of(LOOPS), default=list(LOOPS), help=f"of {','.join(LOOPS)}")
     parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
+    parser.add_argument("--meshes", action="store_true", help="meshes and models of others instead: differences, bytes")
     parser.add_argument("--updates", type=int, default=40, help="updates timed in each round (default 40)")
     parser.add_argument(
         "--rounds", type=int, default=10, help="runs of forge, each with its loops by hand (default 10)"

@@ -26,6 +26,7 @@ class GivenSettings(TypedDict, total=False):
     seed: int | None
     run_dir: str | Path | Literal[False] | None
     device: str
+    mesh: dict[str, int] | None
     validate_every: str | None
     log_every: int
     resume: str | Path | bool | None
@@ -53,6 +54,8 @@ class Settings:
     "Folder for the run; None makes a new one under runs/, False writes nothing."
     device: str = "auto"
     'Where to run: "auto" (CUDA, MPS, then CPU), "cpu", "cuda", "cuda:1", "mps".'
+    mesh: dict[str, int] | None = None
+    "Processes along each axis that a plugin divides along: {data: 2, shard: 4, tensor: 2}; None: by plugins' options."
     validate_every: str | None = "1 epoch"
     "How often a fit validates."
     log_every: int = 50
@@ -81,6 +84,8 @@ class Settings:
             value, ends = getattr(self, name), options.WORD if name == "seed" else (1,)
             if value is not None:
                 setattr(self, name, options.whole(value, name, *ends))
+        for axis, size in (self.mesh or {}).items():
+            options.whole(size, f"mesh.{axis}", 1)
         for path in (self.run_dir, self.resume):
             if isinstance(path, (str, Path)):
                 check_name(path)
@@ -110,7 +115,7 @@ class Settings:
             "log_every": self.log_every,
             "deterministic": self.deterministic,
             "group_access": self.group_access,
-            **{name: getattr(self, name) for name in CARRIED if getattr(self, name)},
+            **{name: getattr(self, name) for name in ("mesh", *CARRIED) if getattr(self, name)},
         }
 
 

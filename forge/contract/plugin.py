@@ -54,6 +54,13 @@ class Plugin:
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
     """Names, or things provided, that cannot be in the same stack. A mapping gives each a sentence that names the fix:
     `{"grad_scaler": "Use bf16, which needs none."}`."""
+    gives_way: tuple[str, ...] = ()
+    """Things that it provides only where no other plugin of the stack does."""
+    axes: Mapping[str, str] = {}
+    """Axes of the mesh of processes that it owns, and what their ranks divide, in words of `forge.contract.axes.KINDS`:
+    `{"shard": "samples weights"}`."""
+    beside: tuple[str, ...] = ()
+    """Of a strategy, which averages gradients: what other plugins may divide along axes of their own."""
     before: tuple[str, ...] = ()
     """Come before (outside of) these in the stack."""
     after: tuple[str, ...] = ()

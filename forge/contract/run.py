@@ -104,8 +104,10 @@ class Run:
     "The training loader's windows, and the position in them."
     means: Means
     "The running means of the training metrics. Writable in `forge_start`."
+    mesh: dict[str, int]
+    "The sizes of all axes of the device mesh as they were asked for; empty: by the plugins' options."
     mesh_axes: dict[str, int]
-    "Inner dimensions of the device mesh, for instance {'tensor': 2}. Writable in `forge_configure`."
+    "The sizes that plugins ask for along their axes, 0 for what is left: {'tensor': 2}. Writable in `forge_configure`."
     window: int
     "Micro-batches that the first window asks for."
     updates_per_epoch: int | None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pluggy
 
+from forge.contract import axes
 from forge.contract import hooks as contract
 from forge.contract.dispatch import Hooks, Instrument, freeze, through_pluggy
 from forge.contract.plugin import EFFECTS, Callback, Plugin
@@ -188,11 +189,15 @@ class Stack:
         providers: dict[str, str] = {}
         for plugin in self.plugins:
             for thing in plugin.provides:
-                if thing in providers:
+                other = self[providers[thing]] if thing in providers else None
+                if other is not None and thing not in (*plugin.gives_way, *other.gives_way):
+                    near = axes.instead([other, plugin]) if thing == axes.STRATEGY else ""
                     raise StackError(
-                        f"{providers[thing]!r} and {plugin.name!r} both provide {thing!r}: only one can. Remove one."
+                        f"{other.name!r} and {plugin.name!r} both provide {thing!r}: only one can. Remove one.{near}"
                     )
-                providers[thing] = plugin.name
+                if other is None or thing not in plugin.gives_way:
+                    providers[thing] = plugin.name
+        axes.refuse_apart(self.plugins)
         there = {**{name: name for name in self.names}, **providers}
         for plugin in self.plugins:
             for need in plugin.requires:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge.contract.axes import PARTS, kinds, shape_of
 from forge.distributed.heartbeat import Heartbeat
 from forge.distributed.join import abandon, join
 from forge.distributed.rank_info import RankInfo
 from forge.env import Env, T, pick_device
-from forge.errors import ForgeError
 from forge.torch_internals import broadcast_coalesced
 from forge.util.frozen import frozen_in
 from forge.util.signal_waits import signals_act_at_once
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DistributedEnv(Env):
-    """One of many processes. `axes` are the mesh's inner dimensions (`{"tensor": 2}`); what remains is `data`.
+    """One of many processes, in a mesh of the axes that plugins ask for (`trainer.mesh_axes`, or `axes`).
 
     Gradients travel over the default process group: NCCL between GPUs, gloo between CPUs, or `backend`. Forge's own
     messages travel over a second group between hosts, `control`, so that they never wait for a device.
@@ -50,31 +49,54 @@ class DistributedEnv(Env):
             if self.world == 1:  # the user's own script may have initialised the processes
                 self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.store, self.control = self.membership.store, self.membership.control
-            self.mesh = self._mesh(dict(axes or {}))
-        self.data_world = math.prod(self.mesh[name].size() for name in self.data_axes)
-        self.data_rank = self.rank // (self.world // self.data_world)
+            self._divided = kinds(() if trainer is None else trainer.stack)
+            given, asked = ({}, {}) if trainer is None else (trainer.mesh, trainer.mesh_axes)
+            shape = shape_of(given, {**asked, **(axes or {})}, self._divided, self.world)
+            self.mesh = self.membership.mesh(self.device.type, shape)
+        self.data_rank, self.data_world = self._place({"samples"})
+        self.divides_samples = self._place({"positions"})[1] > 1
         alone = self.world == 1
         self.heartbeat = None if alone else Heartbeat(self.store, self.rank, self.world, trainer, watchdog).start()
+
+    def axes_of(self, *divided: str) -> tuple[str, ...]:
+        """Return the mesh's axes along which ranks divide any of these: samples, weights, positions, blocks, ..."""
+        assert self.mesh is not None
+        return tuple(a for a in self.mesh.mesh_dim_names or () if self._divided.get(a, frozenset()) & {*divided})
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The mesh dimensions along which batches are divided."""
-        assert self.mesh is not None
-        names = self.mesh.mesh_dim_names or ()
-        return tuple(name for name in names if name in ("replicate", "data"))
+        return self.axes_of("samples")
 
-    def _mesh(self, axes: dict[str, int]) -> DeviceMesh:
-        """Return the mesh replicate x data x (inner axes); `replicate` only if given."""
-        replicate, inner = axes.pop("replicate", 1), math.prod(axes.values())
-        data, rest = divmod(self.world, replicate * inner)
-        if rest:
-            wanted = " x ".join(f"{name} {size}" for name, size in {"replicate": replicate, **axes}.items() if size > 1)
-            raise ForgeError(
-                f"{self.world} processes cannot be arranged as {wanted}: {self.world} is no multiple of "
-                f"{replicate * inner}. Start another number of processes, or change the sizes."
-            )
-        shape = {**({"replicate": replicate} if replicate > 1 else {}), "data": data, **axes}
-        return self.membership.mesh(self.device.type, shape)
+    @property
+    def mean_axes(self) -> tuple[str, ...]:
+        """The mesh dimensions along which each rank has the gradient of a part: it is averaged over them."""
+        return self.axes_of(*PARTS)
+
+    @property
+    def mean_world(self) -> int:
+        """How many ranks have the gradient of a part of the batch each."""
+        return self._place(PARTS)[1]
+
+    def along(self, names: Sequence[str]) -> DeviceMesh:
+        """Return the mesh along some of its axes, in one dimension."""
+        assert self.mesh is not None
+        names = [name for name in names if self.mesh[name].size() > 1] or [*names][:1]
+        return self.mesh[names[0]] if len(names) == 1 else self.mesh[tuple(names)]._flatten()
+
+    def _place(self, divided: Collection[str]) -> tuple[int, int]:
+        """Return this rank's number among those that divide any of these, and how many there are."""
+        number, count = 0, 1
+        for name in self.axes_of(*divided):
+            assert self.mesh is not None
+            size = self.mesh[name].size()
+            number, count = number * size + self.mesh.get_local_rank(name), count * size
+        return number, count
+
+    @property
+    def seed_rank(self) -> int:
+        """Ranks that share matrices draw alike, all others on their own."""
+        return self.data_rank + self.data_world * self._place({"blocks", "positions", "experts"})[0]
 
     def sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()

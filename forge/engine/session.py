@@ -14,7 +14,7 @@ from typing import Any
 
 from forge import registry
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
-from forge.contract import modes
+from forge.contract import axes, modes
 from forge.contract.frozen import refuse_without_values
 from forge.contract.run import Run
 from forge.contract.stack import TASK
@@ -132,6 +132,7 @@ class Session:
             for name, ask in fresh:
                 asked.add(name)
                 ask(trainer, config)
+        axes.refuse_unowned(trainer.mesh, stack.plugins)
         stack.lock()
         trainer.hooks = stack.freeze(trainer.trace, trainer.instrument)
 

@@ -98,7 +98,7 @@ class Trainer(Run):
         self.seed, self.device, self.deterministic = settings.seed, settings.device, settings.deterministic
         self.resume = "auto" if settings.resume is True else settings.resume or None
         self.validate_every = Interval(settings.validate_every) if settings.validate_every else None
-        self.wanted_run_dir = settings.run_dir
+        self.wanted_run_dir, self.mesh = settings.run_dir, dict(settings.mesh or {})
         self.trace = self.instrument = self.again = None
         self.reset()
         if self.seed is not None:

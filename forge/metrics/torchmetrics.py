@@ -398,8 +398,7 @@ def _over_data_ranks(env: Env | None, metric: Any) -> Iterator[None]:
 
 
 def _data_group(env: Env | None) -> Any:
-    if env is None or env.data_world == env.world or env.mesh is None or env.divides_samples:
+    along = getattr(env, "along", None)
+    if along is None or env is None or getattr(env, "mean_world", 1) == env.world:
         return None
-    axes: tuple[str, ...] = getattr(env, "data_axes", ())
-    mesh = env.mesh[axes[0]] if len(axes) == 1 else env.mesh[axes]._flatten()
-    return mesh.get_group()
+    return along(getattr(env, "mean_axes", ())).get_group()

@@ -112,6 +112,16 @@ def test_interleaved_chunks_share_memory_for_gradients(small: Workload) -> None:
     assert at("Interleaved1F1B", 4) > at("Interleaved1F1B", 2) + 0.9 * small.block * Sizes.layers / 4
 
 
+def test_a_window_that_scatters_each_micro_batch_keeps_a_share_of_its_gradients(small: Workload) -> None:
+    """Beside the shares it holds what a window of one micro-batch holds, where shares are there too."""
+    work, shard = replace(small, batch=32), 8
+    whole = Layout("fsdp", SHORT, shard, micros=4)
+    scattered, one = replace(whole, scatters=True), replace(whole, micros=1)
+    gradients = work.at(work.base, 1)["gradients"]
+    assert memory_of(work, whole) - memory_of(work, scattered) == pytest.approx(gradients * (1 - 1 / shard), rel=0.35)
+    assert memory_of(work, scattered) <= memory_of(replace(work, batch=8), one) + gradients / shard
+
+
 def test_every_tensor_rank_has_all_logits_unless_divided(small: Workload) -> None:
     """Dividing the loss takes 3 copies away, less what stays of 4 on each rank: DTensor's loss makes one more."""
     layout = Layout("fsdp", PLAIN, shard=2, tensor=4, sequence=True)

@@ -23,7 +23,7 @@ from forge.errors import DataError, RecipeError, StackError, TaskError
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
 from forge_cluster.context_parallel.slices import Slicing
-from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
+from forge_plugins import AMP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
 from forge_speed.kernels import Kernels
 from tests.support import context_kit as kit
 from tests.support.fsdp_kit import close
@@ -461,12 +461,18 @@ def test_sequences_that_cannot_be_divided_are_refused(length: int, options: dict
         assert said in error
 
 
-@pytest.mark.parametrize("plugin", [DDP(), FSDP(), Kernels(), CudaGraph()], ids=lambda plugin: plugin.name)
+@pytest.mark.parametrize("plugin", [Kernels(), CudaGraph()], ids=lambda plugin: plugin.name)
 def test_a_stack_that_makes_no_sense_is_refused(plugin: Any) -> None:
     with pytest.raises(StackError, match="context_parallel"):
         forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[ContextParallel(), plugin]).fit(
             kit.Tokens(), kit.token_batches()
         )
+
+
+def test_an_option_of_the_strategy_that_it_adds_is_refused_beside_another() -> None:
+    plugins: list[Any] = [ContextParallel(bucket_mb=1.0), FSDP()]
+    with pytest.raises(RecipeError, match=r"context_parallel.bucket_mb is for the ddp .* fsdp is the strategy here"):
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=plugins).fit(kit.Tokens(), kit.token_batches())
 
 
 @pytest.mark.parametrize(

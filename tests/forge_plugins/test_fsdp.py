@@ -60,7 +60,7 @@ def hybrid() -> dict[str, Any]:
 def test_a_hybrid_mesh_trains_what_one_process_trains() -> None:
     alone = train(deep(), [Accumulate(2), Clip(0.5), EMA(0.9)])
     for rank in ranks(4)(hybrid):
-        assert rank.pop("meshes") == {("replicate", "data")}
+        assert rank.pop("meshes") == {("data", "shard")}
         close(rank, alone)
 
 

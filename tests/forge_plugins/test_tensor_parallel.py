@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import forge
-from forge.errors import RecipeError, StackError
-from forge_cluster.context_parallel import ContextParallel
-from forge_cluster.pipeline import Pipeline
-from forge_cluster.zero import Zero
+from forge.errors import RecipeError
 from forge_plugins import EMA, Accumulate, Checkpoint, Clip, Freeze, Remat, Schedule
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
@@ -154,7 +150,7 @@ def run_stack(name: str, replicate: int = 1) -> dict[str, Any]:
 )
 def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str, replicate: int) -> None:
     alone, together = run_stack(name), ranks(count)(run_stack, name, replicate)
-    axes = ("data", "tensor") if replicate == 1 else ("replicate", "data", "tensor")
+    axes = ("shard", "tensor") if replicate == 1 else ("data", "shard", "tensor")
     for rank in together:
         assert rank["shapes"] == {"q": (WIDTH // (count // replicate), WIDTH), "axes": axes}
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
@@ -273,17 +269,3 @@ def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) ->
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(size: int, plan: Any, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         TensorParallel(size, plan=plan)._planned(words())
-
-
-@pytest.mark.parametrize("beside", [[], [Pipeline], [ContextParallel], [Zero]])
-def test_it_needs_a_strategy_that_shards(beside: list[Any]) -> None:
-    plugins = [TensorParallel(2, plan=PLAN), *(strategy() for strategy in beside)]
-    with pytest.raises(StackError, match="sharding"):
-        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=plugins).fit(words(), sentences())
-
-
-@pytest.mark.parametrize("both", [*itertools.combinations([FSDP, Zero, Pipeline, ContextParallel], 2)])
-def test_two_strategies_are_refused_by_name(both: tuple[Any, Any]) -> None:
-    one, other = (strategy() for strategy in both)
-    with pytest.raises(StackError, match=f"'{one.name}' and '{other.name}' both provide 'strategy': only one can"):
-        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[one, other]).fit(words(), sentences())

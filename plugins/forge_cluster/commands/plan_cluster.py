@@ -284,6 +284,8 @@ def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
         wanted.append(layout.data)
     if layout.replicate > 1:
         options["fsdp.replicate"] = layout.replicate
+    if layout.scatters:
+        options["fsdp.reduce"] = "micro"
     for name, size in (("tensor_parallel", layout.tensor), ("context_parallel", layout.context)):
         if size > 1:
             wanted.append(name)

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import forge
 from forge.contract.task import Build, defines
-from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
 from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
 from forge_cluster.context_parallel.ring import Method, Ring
 from forge_cluster.context_parallel.slices import Slicing
-from forge_plugins.common.replicated import Replicated
+from forge_plugins import DDP
+from forge_plugins.common.replicated import check_positive
+from forge_plugins.common.sharded import is_distributed
 
 logger = logging.getLogger("forge")
 
 AXIS = "context"
 
 
-class ContextParallel(Replicated):
+class ContextParallel(forge.Plugin):
     """Divide every sequence among ranks: for sequences whose activations do not fit on one device.
 
-    Each rank has a slice of every sequence of the batch, and a copy of the model. Attention goes over the slices of all
-    ranks, by torch's ring attention: keys and values pass from rank to rank. All else is computed position by position,
-    so activations take 1/n of the memory. Gradients are averaged as with `ddp`. With more ranks than `size`, groups of
-    `size` neighbours divide batches as `ddp` does.
+    Each rank has a slice of every sequence of the batch. Attention goes over the slices of all ranks, by torch's ring
+    attention: keys and values pass from rank to rank. All else is computed position by position, so activations take
+    1/n of the memory. With more ranks than `size`, groups of `size` neighbours divide batches.
+
+    The strategy beside it averages gradients over slices too: `ddp`, which is added where there is none, with the
+    options below; `zero`; or `fsdp`, which then divides the weights among the ranks of a sequence as well.
 
     The model calls `torch.nn.functional.scaled_dot_product_attention`, causal or full, without a mask and without
     dropout of attention weights. What knows positions needs those of the slice: write `forge.positions(x)` in place of
@@ -54,11 +56,11 @@ class ContextParallel(Replicated):
     When to use it: for long sequences in small batches, where attention takes much of the time. `balance` gives each
     rank a slice of the head and one of the tail, so that all have as much causal attention to compute.
 
-    What you see: positions per rank. Checkpoints are those of `ddp`, and continue with any strategy or one process.
+    What you see: positions per rank. Checkpoints are those of the strategy, and continue with any other or one process.
 
-    Together with: `accumulate`, `clip`, `amp`, `ema`, `remat`, `guard` and `schedule` work as with `ddp`. `compile`
-    leaves compiled code at each attention. Every rank draws its own dropout. `predict` computes whole sequences on
-    every rank. Refused: `kernels` and `cuda_graph`, and other strategies.
+    Together with: `accumulate`, `clip`, `amp`, `ema`, `remat`, `guard` and `schedule` work as with `ddp`. With `fsdp`
+    also `tensor_parallel`, which divides the heads. `compile` leaves compiled code at each attention. Every rank draws
+    its own dropout. `predict` computes whole sequences on every rank. Refused: `kernels`, `cuda_graph` and `pipeline`.
 
     ::
 
@@ -66,9 +68,9 @@ class ContextParallel(Replicated):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Replicated.Config):
+    class Config(DDP.Config):
         size: int | None = None
-        "Ranks that divide a sequence; null: all. The others divide batches."
+        "Ranks that divide a sequence; null: `context` of trainer.mesh, else all. The others divide batches."
         balance: bool = True
         "Give each rank a slice of the head and one of the tail: equal work for causal attention."
         method: Method = "allgather"
@@ -82,8 +84,11 @@ class ContextParallel(Replicated):
         check: bool = True
         "Compare the first batch of each stage with whole sequences."
 
-    config: Config  # pyright: ignore[reportIncompatibleVariableOverride]
+    config: Config
     provides = ("strategy", "context_parallel")
+    gives_way = ("strategy",)
+    axes = {"context": "positions"}
+    before = ("strategy",)
     conflicts = {
         "kernels": "Remove kernels: it replaces the attention that context_parallel divides.",
         "step_capture": "Remove cuda_graph: the ring waits for other ranks in every attention.",
@@ -96,9 +101,17 @@ class ContextParallel(Replicated):
             raise RecipeError(f"context_parallel.size is {config.size}; it must be at least 2, or null for all ranks.")
         if config.dim < 0:
             raise RecipeError(f"context_parallel.dim is {config.dim}; it must be at least 0.")
+        check_positive(self, "bucket_mb", "watchdog")
         self._begin()
 
+    def _of_ddp(self) -> dict[str, Any]:
+        """Return the options of the strategy that is added where there is none."""
+        return {each.name: getattr(self.config, each.name) for each in fields(DDP.Config)}
+
     def _begin(self) -> None:
+        self._group: Any = None
+        self._compares: Callable[[Any], Any] | None = None
+        "What the model computes in place of a slice: while it is compared."
         self._calls: SequenceCalls | None = None
         self._slicing: Slicing | None = None
         self._sliced: SlicedModel | None = None
@@ -107,44 +120,40 @@ class ContextParallel(Replicated):
 
     # -- build --------------------------------------------------------------------------------------------------------
 
-    def make_env(self, trainer: forge.Run) -> DistributedEnv:
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
         from forge.distributed.rank_info import RankInfo
 
-        config, world = self.config, RankInfo.read().world
         self._begin()
-        self._compared = True  # it counts the targets of all ranks itself
-        env = SlicedEnv(
-            trainer.device,
-            trainer=trainer,
-            backend=config.backend,
-            watchdog=config.watchdog,
-            axes={AXIS: config.size or world} if world > 1 else {},
-        )
-        if world > 1:
-            assert env.mesh is not None
-            env.context_group = env.mesh[AXIS].get_group()
-            env.context_rank, env.context_world = dist.get_rank(env.context_group), env.mesh[AXIS].size()
-            env.divides_samples = True
-        return env
+        trainer.mesh_axes[AXIS] = (self.config.size or 0) if RankInfo.read().world > 1 else 1
+        strategy = next((p for p in trainer.stack if "strategy" in p.provides and p is not self), None)
+        if strategy is None:
+            trainer.stack.add(DDP(**self._of_ddp()))
+        elif self._of_ddp() != {each.name: each.default for each in fields(DDP.Config)}:
+            odd = next(each.name for each in fields(DDP.Config) if getattr(self.config, each.name) != each.default)
+            raise RecipeError(
+                f"context_parallel.{odd} is for the ddp that context_parallel adds; {strategy.name} is the strategy "
+                f"here. Leave it out, or set it there."
+            )
 
     @forge.hookimpl
     def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
-        env, config = trainer.env, self.config
-        if phase == "parallel" and isinstance(env, SlicedEnv) and env.context_world > 1:
-            compiled = any("compiled_code" in plugin.provides for plugin in trainer.stack)
-            if compiled and config.positions == "arange":
-                raise StackError(
-                    "context_parallel.positions=arange does not reach compiled code. Use forge.positions in the task, "
-                    "or remove compile."
-                )
-            ring = Ring(env.context_group, config.method, config.balance)
-            self._slicing = Slicing(
-                tuple(config.entries), config.dim, env.context_rank, env.context_world, config.balance
+        mesh, config = trainer.env.mesh, self.config
+        if phase != "parallel" or mesh is None or mesh[AXIS].size() == 1:
+            return
+        compiled = any("compiled_code" in plugin.provides for plugin in trainer.stack)
+        if compiled and config.positions == "arange":
+            raise StackError(
+                "context_parallel.positions=arange does not reach compiled code. Use forge.positions in the task, "
+                "or remove compile."
             )
-            self._calls = SequenceCalls(ring, defines(build.task, "num_items"), config.positions == "arange")
-            self._calls.install(compiled)
-            build.model = self._sliced = SlicedModel(build.model, self)
-        super().forge_build_model(trainer, build, phase)
+        self._group = mesh[AXIS].get_group()
+        size = mesh[AXIS].size()
+        ring = Ring(self._group, config.method, config.balance)
+        self._slicing = Slicing(tuple(config.entries), config.dim, mesh.get_local_rank(AXIS), size, config.balance)
+        self._calls = SequenceCalls(ring, defines(build.task, "num_items"), config.positions == "arange")
+        self._calls.install(compiled)
+        build.model = self._sliced = SlicedModel(build.model, self)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -164,6 +173,8 @@ class ContextParallel(Replicated):
     def run(self, inner: nn.Module, batch: Any, stage: str, name: str | None) -> Any:
         """Compute this rank's slice of a batch."""
         task: Any = inner.task
+        if self._compares is not None:
+            return self._compares(batch)
         if stage != "train":
             self._check(task.trainer, inner, batch, stage, name)
         if stage == "predict":
@@ -253,12 +264,27 @@ class ContextParallel(Replicated):
         """Return a batch, its length, and what one process computes for it; short if the model takes that."""
         assert self._slicing is not None
         short = self._slicing.shortened(batch, length, shorter)
+
+        def outcome(batch: Any) -> Outcome:
+            return outcome_of(lambda: self._called(lambda batch: inner(batch, stage, name), batch, stage), parameters)
+
         try:
-            return short, shorter, outcome_of(lambda: inner(short, stage, name), parameters)
+            return short, shorter, outcome(short)
         except Exception:
-            if shorter == length:
+            if shorter == length or any(map(is_distributed, parameters)):  # a strategy is in the middle of its step
                 raise
-        return batch, length, outcome_of(lambda: inner(batch, stage, name), parameters)
+        return batch, length, outcome(batch)
+
+    def _called(self, compute: Callable[[Any], Any], batch: Any, stage: str) -> Any:
+        """Compute in the place of a slice, so that a strategy around it gathers weights and averages gradients."""
+        sliced = self._sliced
+        if stage != "train" or sliced is None:
+            return compute(batch)  # this is within the model's forward
+        self._compares = compute
+        try:
+            return sliced(batch, stage)
+        finally:
+            self._compares = None
 
     def _divided(
         self,
@@ -270,20 +296,25 @@ class ContextParallel(Replicated):
         length: int,
         parameters: list[nn.Parameter],
     ) -> Outcome:
-        calls, env = self._calls, task.trainer.env
+        calls, slicing = self._calls, self._slicing
         assert calls is not None
+        assert slicing is not None
+
+        def compute(batch: Any) -> Any:
+            return self._slice(task, inner, batch, stage, name, length)
+
         try:
             with calls.seen():
-                own = outcome_of(lambda: self._slice(task, inner, batch, stage, name, length), parameters)
+                own = outcome_of(lambda: self._called(compute, batch, stage), parameters)
         except ForgeError:
             raise
         except Exception as error:
             raise TaskError(
                 f"context_parallel: {type(task).__name__} computes whole sequences, but fails on a slice of "
-                f"{length // env.context_world} of {length} positions: {type(error).__name__}: {error} Entries of the "
+                f"{length // slicing.size} of {length} positions: {type(error).__name__}: {error} Entries of the "
                 "batch that hold sequences are named in context_parallel.entries; positions are forge.positions(x)."
             ) from error
-        return mean_over(env.context_group, own)
+        return mean_over(self._group, own, parameters)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -292,7 +323,6 @@ class ContextParallel(Replicated):
         if self._calls is not None:
             self._calls.remove()
         self._begin()
-        super().forge_end()
 
 
 class SlicedModel(nn.Module):
@@ -305,17 +335,6 @@ class SlicedModel(nn.Module):
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
         return self._plugin[0].run(self.inner, batch, stage, name)
-
-
-class SlicedEnv(DistributedEnv):
-    """Several processes in groups that divide sequences."""
-
-    context_rank, context_world = 0, 1
-    context_group: Any = None
-
-    @property
-    def seed_rank(self) -> int:
-        return self.data_rank + self.data_world * self.context_rank
 
 
 def _weighed(output: Any, items: int | Tensor, total: int | Tensor, size: int) -> Any:

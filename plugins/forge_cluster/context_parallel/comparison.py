@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from forge_plugins.common.sharded import is_distributed, local
 
 Outcome = tuple[dict[str, Tensor], list[Tensor]]
 """Metrics, and the gradient of each parameter."""
@@ -33,19 +35,34 @@ def outcome_of(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Outco
     loss = numbers.get("loss")
     gradients: list[Tensor] = []
     if parameters and loss is not None and loss.requires_grad:
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        found = _gradients(loss, parameters)
         gradients = [
-            torch.zeros_like(parameter) if gradient is None else gradient
+            torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
             for parameter, gradient in zip(parameters, found, strict=True)
         ]
     return {name: value.detach().double() for name, value in numbers.items()}, gradients
 
 
-def mean_over(group: Any, outcome: Outcome) -> Outcome:
-    """Return the mean of the ranks' outcomes."""
+def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    """Return the gradients of a loss; those of shards by a backward pass, in which the strategy averages them."""
+    if not any(map(is_distributed, parameters)):
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    loss.backward()
+    found = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+    return found
+
+
+def mean_over(group: Any, outcome: Outcome, parameters: list[nn.Parameter]) -> Outcome:
+    """Return the mean of the ranks' outcomes; the gradients of shards are means already."""
     metrics, gradients = outcome
     size = dist.get_world_size(group)
-    for tensor in (*metrics.values(), *gradients):
+    own = [g for g, p in zip(gradients, parameters, strict=False) if not is_distributed(p)]
+    for tensor in (*metrics.values(), *own):
         dist.all_reduce(tensor, group=group)
         tensor.div_(size)
     return metrics, gradients

@@ -38,8 +38,9 @@ from forge_cluster.pipeline.staging import (
 from forge_plugins.common.batch_statistics import dividing_norms
 from forge_plugins.common.blocks import is_tied
 from forge_plugins.common.patterns import MANY, listed
+from forge_plugins.common.replicated import check_positive
 from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
-from forge_plugins.common.sharded import sum_gradients
+from forge_plugins.common.sharded import settle_gradients, sum_gradients
 from forge_plugins.common.shards import Place, Shards, places_of, refuse_unshardable
 from forge_plugins.common.sparse import refuse_sparse
 from forge_plugins.common.use import AgreedUse
@@ -87,10 +88,10 @@ class Pipeline(forge.Plugin):
     any strategy or one process.
 
     Together with: `accumulate` runs the schedule once per micro-batch of the window. `clip` takes the norm over all
-    stages. `amp` in bf16, `ema`, `remat`, `schedule` and `guard` work. Refused: `compile`, `cuda_graph`, `sam`, loss
-    scalers, several optimizers, optimizers with a closure, BatchNorm, a model's own activation checkpointing, and other
-    strategies. In validation one stage computes at a time. Metrics of torchmetrics are those of the last stage; what
-    else a step collects is on its rank alone.
+    stages. `amp` in bf16, `ema`, `remat`, `schedule` and `guard` work. `tensor_parallel` divides the layers of stages
+    among neighbouring ranks. Refused: `compile`, `cuda_graph`, `sam`, loss scalers, several optimizers, optimizers with
+    a closure, BatchNorm, a model's own activation checkpointing, and other strategies. In validation one stage computes
+    at a time. Metrics of torchmetrics are those of the last stage; what else a step collects is on its rank alone.
 
     ::
 
@@ -104,11 +105,11 @@ class Pipeline(forge.Plugin):
         schedule: Schedule = "1f1b"
         "Order of forward and backward passes; the interleaved ones and zbv have two stages per rank."
         stages: int | None = None
-        "Ranks of one pipeline; null: all."
+        "Ranks of one pipeline; null: `pipe` of trainer.mesh, else all."
         split: list[str] = field(default_factory=list)
         "Names of the blocks that begin a stage, without the first; empty: evenly by parameters."
         shard: bool = False
-        "Divide the weights, gradients and optimizer state of each stage among the pipelines, by torch's FSDP2."
+        "Divide weights, gradients and optimizer state of each stage among the pipelines; also by trainer.mesh's shard."
         backend: str | None = None
         "Communication backend: nccl, gloo, ...; null: chosen by device."
         watchdog: float = 120.0
@@ -116,6 +117,8 @@ class Pipeline(forge.Plugin):
 
     config: Config
     provides = ("strategy", "pipeline")
+    axes = {"data": "samples", "shard": "samples weights", "pipe": "blocks"}
+    beside = ("matrices",)
     conflicts = {
         "grad_scaler": "Use amp.dtype=bf16, which needs none.",
         "second_pass": "Use ddp or fsdp with sam.",
@@ -129,8 +132,7 @@ class Pipeline(forge.Plugin):
             value = getattr(config, name)
             if value is not None and value < least:
                 raise RecipeError(f"pipeline.{name} is {value}; it must be at least {least}.")
-        if config.watchdog <= 0:
-            raise RecipeError(f"pipeline.watchdog is {config.watchdog:g}; it must be above 0.")
+        check_positive(self, "watchdog")
         self._begin()
 
     def _begin(self) -> None:
@@ -167,19 +169,19 @@ class Pipeline(forge.Plugin):
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
+    def forge_configure(self, trainer: forge.Run) -> None:
         from forge.distributed.rank_info import RankInfo
 
+        several = RankInfo.read().world > 1
+        trainer.mesh_axes["shard" if self.config.shard else "data"] = 0
+        trainer.mesh_axes[AXIS] = (self.config.stages or 0) if several else 1
+
+    @forge.hookimpl
+    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
         self._begin()
-        config, world = self.config, RankInfo.read().world
-        self._env = StagedEnv(
-            trainer.device,
-            trainer=trainer,
-            backend=config.backend,
-            watchdog=config.watchdog,
-            axes={AXIS: config.stages or world} if world > 1 else {},
-        )
-        if world > 1:
+        config = self.config
+        self._env = StagedEnv(trainer.device, trainer=trainer, backend=config.backend, watchdog=config.watchdog)
+        if self._env.world > 1:
             self._env.use(AXIS)
         return self._env
 
@@ -204,7 +206,8 @@ class Pipeline(forge.Plugin):
             raise TaskError("pipeline cuts a task that has its weights. Make it on the CPU.")
         if trainer.verb == "fit":
             refuse_sparse(task, self.name)
-        if self.config.shard:
+        shards = self.config.shard or env.shard_world > 1
+        if shards:
             refuse_unshardable(task, "pipeline.shard")
         tell_different_weights(trainer)
         env.copy_from_first(task)
@@ -221,7 +224,7 @@ class Pipeline(forge.Plugin):
         tensors = (*task.named_parameters(), *task.named_buffers())
         env.last = self._rank_of(stages - 1)
         env.elsewhere = {name for name, tensor in tensors if tensor.is_meta}
-        if self.config.shard:
+        if shards:
             self._shard(build, env)
         env.shared = self._live_outside()
         self._calls = BlockCalls(blocks, type(task).__name__, env.device)
@@ -231,13 +234,14 @@ class Pipeline(forge.Plugin):
 
     def _shard(self, build: Build, env: StagedEnv) -> None:
         """Divide the parameters of this rank's stages, and those outside of blocks, among the pipelines."""
-        if env.data_world == 1:
+        if env.shard_world == 1:
             logger.warning(
                 "pipeline.shard: there is one pipeline, so nothing is divided. Start more ranks than stages."
             )
             return
         assert env.mesh is not None
-        options = {"mesh": env.mesh["data"], "reshard_after_forward": False}
+        axes = tuple(axis for axis in env.data_axes if env.mesh[axis].size() > 1)
+        options = {"mesh": env.mesh[axes], "reshard_after_forward": False}
         elsewhere = {parameter for parameter in build.task.parameters() if parameter.is_meta}
         self._shards = Shards(build.task)
         for block in self._blocks:
@@ -289,7 +293,8 @@ class Pipeline(forge.Plugin):
             try:
                 output = call()
             except StageEnded as ended:
-                return ended.output.contiguous()  # to be sent
+                plain = type(ended.output) is Tensor  # else a sum over ranks that may be under way
+                return ended.output.contiguous() if plain else ended.output.clone()  # to be sent
         if stage < self._stages - 1:
             raise TaskError("pipeline: the step ends before the blocks of the next stage are called.")
         return output
@@ -510,6 +515,7 @@ class Pipeline(forge.Plugin):
         if env.pipe_world == 1:
             return
         self._check_use(step, env)
+        settle_gradients(step.trainer.task.parameters())
         if self._shards is not None:
             self._shards.reduce()
             self._is_whole = False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge.errors import RecipeError, TaskError
 from forge_plugins.common.blocks import repeated
-from forge_plugins.common.sharded import whole
+from forge_plugins.common.sharded import is_distributed, whole
 
 
 def blocks_of(task: nn.Module, split: Sequence[str]) -> dict[str, nn.Module]:
@@ -71,7 +71,8 @@ class Cutting:
     def __init__(self, task: nn.Module, blocks: dict[str, nn.Module], stage_of: Sequence[int], ranks: Sequence[int]):
         self._refuse_shared(task, blocks, stage_of)
         self._blocks = [(block, ranks[stage]) for block, stage in zip(blocks.values(), stage_of, strict=True)]
-        self._own: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._own: list[tuple[dict[str, Any], str, Tensor | None, int]] = []
+        "Places, with the task's own tensor; None: it is divided by layers, and a new one takes its place."
 
     @staticmethod
     def _refuse_shared(task: nn.Module, blocks: dict[str, nn.Module], stage_of: Sequence[int]) -> None:
@@ -97,32 +98,37 @@ class Cutting:
                 for place in (module._parameters, module._buffers):
                     for name, tensor in place.items():
                         if tensor is not None:
-                            self._own.append((place, name, tensor, owner))  # pyright: ignore[reportArgumentType]
+                            own = None if is_distributed(tensor) else tensor
+                            self._own.append((place, name, own, owner))  # pyright: ignore[reportArgumentType]
                             if owner != rank:
                                 place[name] = _without_memory(tensor)  # pyright: ignore[reportArgumentType]
-                                tensor.data = tensor.data.new_empty(0)
+                                if own is not None:
+                                    own.data = own.data.new_empty(0)
 
     def whole(self, group: dist.ProcessGroup, device: torch.device) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Return all values by place, from the ranks that hold them; a collective call over the pipeline."""
         found = []
         for place, name, _, owner in self._own:
-            tensor = whole(place[name].detach())
+            tensor = place[name].detach()
             if tensor.is_meta:
-                tensor = torch.empty_like(tensor, device=device)
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            tensor = whole(tensor)
             dist.broadcast(tensor, group=group, group_src=owner)
             found.append((place, name, tensor))
         return found
 
     def put_back(self, group: dist.ProcessGroup, device: torch.device) -> None:
         for (place, name, own, _), (_, _, values) in zip(self._own, self.whole(group, device), strict=True):
-            flags, own.data = place[name].requires_grad, values
-            own.requires_grad_(flags)
-            place[name] = own
+            flags = place[name].requires_grad
+            if own is None:
+                own = nn.Parameter(values)
+            own.data = values
+            place[name] = own.requires_grad_(flags)
         self._own = []
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")  # plain, if divided
     if not isinstance(tensor, nn.Parameter):
         return empty
     made = nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -63,20 +64,20 @@ class StagedEnv(DistributedEnv):
     pipe_control: Any = None
     "The ranks of this pipeline, for tensors and for forge's own messages."
     data_group: Any = None
+    shard_world = 1
+    "Ranks that divide the weights of a stage."
     last = 0
     "The rank of this pipeline with the last stage, which alone runs steps to their end."
 
     def use(self, axis: str) -> None:
         assert self.mesh is not None
-        self.pipe_group, self.data_group = self.mesh[axis].get_group(), self.mesh["data"].get_group()
+        self.pipe_group, self.data_group = self.mesh[axis].get_group(), self.along(self.data_axes).get_group()
         self.pipe_rank, self.pipe_world = dist.get_rank(self.pipe_group), dist.get_world_size(self.pipe_group)
-        lines = [list(range(first, first + self.pipe_world)) for first in range(0, self.world, self.pipe_world)]
+        self.shard_world = math.prod(self.mesh[name].size() for name in self.axes_of("weights"))
+        names = self.mesh.mesh_dim_names or ()
+        lines = self.mesh.mesh.movedim(names.index(axis), -1).reshape(-1, self.pipe_world).tolist()
         self.pipe_control, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
         self.parts, self.is_divided = self.pipe_group, True
-
-    @property
-    def seed_rank(self) -> int:
-        return self.data_rank + self.data_world * self.pipe_rank
 
     def metric_states(self, states: list[Any]) -> list[Any]:
         return states if self.pipe_world == 1 else self.from_last(states)

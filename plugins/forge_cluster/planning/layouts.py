@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from forge_cluster.planning.hardware import Cluster
@@ -37,6 +37,8 @@ class Layout:
     "Whether tensor parallelism divides norms and what blocks hand on by positions, as its style `sequence` does."
     split_loss: bool = False
     "Whether tensor parallelism divides the loss by classes; otherwise every rank has all logits."
+    scatters: bool = False
+    "Whether fsdp scatters gradients with every micro-batch (`reduce=micro`), so that a window sums shards of them."
     torchtitan: bool = False
     """Whether pipelines are torchtitan's: only the first stage has the embedding and only the last the head, the ranks
     of a stage are neighbours, and gradients are exchanged during the backward pass. In forge's every stage has what is
@@ -75,6 +77,7 @@ class Layout:
         parts = [] if self.data == "single" else [f"{self.data} {self.shard}"]
         if self.replicate > 1:
             parts = [f"{self.data} {self.shard}×{self.replicate}"]
+        parts = [f"{part} scattering" if self.scatters else part for part in parts]
         parts += [f"{short} {size}" for short, size in (("tp", self.tensor), ("cp", self.context)) if size > 1]
         if self.pipeline > 1:
             parts.append(f"pp {self.pipeline} {self.schedule}")
@@ -106,6 +109,8 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
                             layout = Layout(data, variant, *parts)
                             if layout.has_plugins:
                                 yield layout
+                                if data == "fsdp" and pipeline == 1 < micros:
+                                    yield replace(layout, scatters=True)
 
 
 @cache

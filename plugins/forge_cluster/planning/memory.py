@@ -132,15 +132,17 @@ def _fsdp(
         units = root + block_type * part.blocks / t
     else:
         units = root + (1 if reserved else PREFETCHED) * block
-    # Gradients are summed whole until the last micro-batch of a window. A chunk of an interleaved pipeline is reduced
-    # after its last micro-batch, and if there are no more of them than ranks, before the next chunk begins.
-    summed = 0.0 if m == 1 else gradients / (layout.chunks if m <= layout.pipeline else 1)
+    # Gradients are summed whole until the last micro-batch of a window, unless each is scattered. A chunk of an
+    # interleaved pipeline is reduced after its last micro-batch, and if there are no more of them than ranks, before
+    # the next chunk begins.
+    summed = 0.0 if m == 1 or layout.scatters else gradients / (layout.chunks if m <= layout.pipeline else 1)
+    waiting = share if layout.scatters else summed
     unit = work.block / t
     # the gradients of a block, with its copy that is reduced, and of the head, which waits for the end
-    passing = wide * unit + (unit + wide * part.largest / t if m == 1 else 0.0)
+    passing = wide * unit + (0.0 if summed else unit + wide * part.largest / t)
     held = {name: 0.0 if reserved else share * state[f"held {name}"] / max(1.0, state["gradients"]) for name in rests}
-    moments = [units + rests[name] + max(summed, held[name]) for name in ("forward", "loss")]
-    moments.append(units + rests["blocks"] + max(summed, held["blocks"]) + passing)
+    moments = [units + rests[name] + max(waiting, held[name]) for name in ("forward", "loss")]
+    moments.append(units + rests["blocks"] + max(waiting, held["blocks"]) + passing)
     # the end: a gradient is reduced whole, in the type of the parameters
     whole = max(work.block, part.outside) / t
     rest = 0.0 if reserved else share

@@ -220,6 +220,8 @@ class Model:
         first, a = _behind(gather, forward * behind, 1 / units, behind)
         inner, b = _behind(gather, backward * behind, 0.0, behind)
         last, c = _behind(gather + scatter, backward * behind, 1 / units, behind)
+        if layout.scatters:
+            return m * (first + last), m * (a + c)
         return m * first + (m - 1) * inner + last, m * a + (m - 1) * b + c
 
     def _group(self, layout: Layout, axis: str) -> Group:

@@ -42,7 +42,7 @@ def tell_of_other_means(step: forge.Step, model: Callable[..., Any], who: str) -
     """Warn if the update of several ranks is not that of the whole batch, with the cure. All ranks must call it."""
     trainer = step.trainer
     env = trainer.env
-    if trainer.task_defines_num_items or not trainer.task.check_first_batch:
+    if trainer.task_defines_num_items or not trainer.task.check_first_batch or env.divides_samples:
         return
     padding = trainer.padding or [False] * len(step.window)
     sizes = [0 if padded else batch_size(raw) or 0 for raw, padded in zip(step.window, padding, strict=True)]

@@ -32,12 +32,15 @@ def replicated(name: str, step: DryStep) -> Iterator[StrategyRow]:
 
 def sharded(name: str, step: DryStep) -> Iterator[StrategyRow]:
     """Parameters, gradients and optimizer state divided by the devices; parameters outside the blocks, two blocks at a
-    time and the gradient of one are whole. With offload the shards and the optimizer are in the host's memory."""
+    time and the gradient of one are whole, and so are gradients that wait for the last micro-batch, unless each is
+    scattered (`reduce`). With offload the shards and the optimizer are in the host's memory."""
+    scattered = step.options.get(name, {}).get("reduce") == "micro"
     if step.devices > 1:
         for levers, f in step.share.items():
-            yield _sharded(name, f, levers, 1 / step.devices, plugins={name: {}})
+            yield _sharded(name, f, levers, 1 / step.devices, scattered=scattered, plugins={name: {}})
     for levers, f in step.least.items():
-        yield _sharded(f"{name} + offload", f, levers, 0.0, plugins={name: {"offload": True}}, is_last=True)
+        more = {"plugins": {name: {"offload": True}}, "is_last": True}
+        yield _sharded(f"{name} + offload", f, levers, 0.0, scattered=scattered, **more)
 
 
 def split(name: str, step: DryStep) -> Iterator[StrategyRow]:
@@ -53,6 +56,7 @@ def split(name: str, step: DryStep) -> Iterator[StrategyRow]:
             samples = -(-step.batch // (devices // size))
             times = samples / f.samples * (10 + 24 / size) / 34
             made = {"plugins": {sharding: {}, name: {"size": size}}, "is_last": True}
+            made["scattered"] = step.options.get(sharding, {}).get("reduce") == "micro"
             f = replace(f, samples=samples)
             yield _sharded(
                 f"{sharding} + {name} {size}", f, levers, 1 / devices, gathered=1 / size, times=times, **made
@@ -60,15 +64,24 @@ def split(name: str, step: DryStep) -> Iterator[StrategyRow]:
 
 
 def _sharded(
-    name: str, f: Footprint, levers: Levers, kept: float, gathered: float = 1.0, times: float = 1.0, **more: Any
+    name: str,
+    f: Footprint,
+    levers: Levers,
+    kept: float,
+    gathered: float = 1.0,
+    times: float = 1.0,
+    scattered: bool = False,
+    **more: Any,
 ) -> StrategyRow:
     """Estimate a sharded strategy: `kept` is the share of parameters, gradients and optimizer state that stays on the
-    device, `gathered` the share of a block that is whole there, `times` the factor of the activations."""
+    device, `gathered` the share of a block that is whole there, `times` the factor of the activations; `scattered`
+    tells whether gradients of a window are divided while they wait for its last micro-batch."""
     weights = f.parameters - f.buffers
     whole = round(gathered * (f.outside + PREFETCHED * f.block + max(f.block, f.outside)))
     here = f.buffers + round(kept * (weights + f.optimizer))
+    summed = gathered if f.moments["forward"].gradients and not scattered else kept  # a window's first micro-batches
     computing = max(
-        here + whole + round(kept * f.moments[phase].gradients) + round(times * f.rest(phase))
+        here + whole + round(summed * f.moments[phase].gradients) + round(times * f.rest(phase))
         for phase in ("forward", "backward")
     )
     stepping = here + round(kept * (f.gradients + f.rest("optimizer")))

@@ -29,6 +29,14 @@ logger = logging.getLogger("forge")
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
+def check_positive(plugin: forge.Plugin, *names: str) -> None:
+    """Refuse options that are not above 0."""
+    for name in names:
+        value = getattr(plugin.config, name)
+        if value is not None and value <= 0:
+            raise RecipeError(f"{plugin.name}.{name} is {value:g}; it must be above 0.")
+
+
 class Replicated(forge.Plugin):
     """Training on several processes that each hold a copy of the model, with torch's DistributedDataParallel."""
 
@@ -55,6 +63,8 @@ class Replicated(forge.Plugin):
 
     config: Config
     provides = ("strategy",)
+    axes = {"data": "samples"}
+    beside = ("positions",)
     explains = {
         "expected to have finished reduction in the prior iteration": "Some parameters were not used in the last step, "
         "so they have no gradients. Set {name}.find_unused=true, or freeze them."
@@ -62,10 +72,7 @@ class Replicated(forge.Plugin):
 
     def __init__(self, *first: str | None, **values: Any):
         super().__init__(*first, **values)
-        for name in ("bucket_mb", "watchdog"):
-            value = getattr(self.config, name)
-            if value is not None and value <= 0:
-                raise RecipeError(f"{self.name}.{name} is {value:g}; it must be above 0.")
+        check_positive(self, "bucket_mb", "watchdog")
         self._cleanup = ExitStack()
         self._reset()
 
@@ -80,6 +87,10 @@ class Replicated(forge.Plugin):
         self._finds_unused = self._failed = self._compared = False
 
     # -- build --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
+        trainer.mesh_axes["data"] = 0
 
     @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:

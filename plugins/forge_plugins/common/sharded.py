@@ -15,7 +15,7 @@ from forge.checkpoint import sharding
 from forge.checkpoint.sharding import is_distributed
 from forge.env import Env
 
-__all__ = ["clip_norm_", "is_distributed", "local", "sum_gradients", "total_norm", "whole"]
+__all__ = ["clip_norm_", "is_distributed", "local", "settle_gradients", "sum_gradients", "total_norm", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,6 +31,14 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_distributed(tensor):
         return tensor
     return sharding.whole(tensor).to(local(tensor).device)
+
+
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give gradients of divided layers the placement of their parameters: they may be partial sums."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if is_distributed(parameter) and is_distributed(gradient) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def sum_gradients(parameters: list[nn.Parameter], group: Any, scale: float = 1.0) -> None:

@@ -9,11 +9,11 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 import forge
+from forge.contract.axes import DATA
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import pick_device
@@ -23,6 +23,7 @@ from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import MANY, as_list, listed
+from forge_plugins.common.replicated import check_positive
 from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
 from forge_plugins.common.sharded import sum_gradients
 from forge_plugins.common.shards import Shards, refuse_unshardable
@@ -49,7 +50,8 @@ class FSDP(forge.Plugin):
     by class (`TransformerBlock`) or by name (`encoder.layers.*`); by default the repeated blocks are used: modules of
     one class in one ModuleList or Sequential. Parameters outside of all blocks are one more unit, gathered during the
     whole step. Gradients are sent once per update, with the last micro-batch of its window; until then each rank sums
-    them in full.
+    them in full. `reduce=micro` sends them with every micro-batch, so that each rank keeps only its part: 1/n of the
+    bytes. In a window of m micro-batches it sends gradients m times: 3 m times the parameters, in place of 2 m + 1.
 
     `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and gradient sums stay
     in float32: half the traffic. The floats of a batch are cast as well. `amp` computes in bf16 too, with losses in
@@ -93,6 +95,8 @@ class FSDP(forge.Plugin):
         "Gather and compute in this type; shards, optimizer and gradient sums keep theirs."
         reshard: bool = True
         "Free a block's gathered parameters after its forward, and gather them again for its backward."
+        reduce: Literal["window", "micro"] = "window"
+        "When ranks sum gradients: once per update, whole until then, or with each micro-batch, of which shards remain."
         offload: bool = False
         "Keep shards, gradients and optimizer state in host memory."
         find_unused: bool = False
@@ -110,6 +114,8 @@ class FSDP(forge.Plugin):
 
     config: Config
     provides = ("strategy", "sharding")
+    axes = {"data": "samples", "shard": "samples weights"}
+    beside = ("positions", "matrices")
     cures = {"processes": "-p {name} if the model is too big for one device", "meta": "{name}.meta=false"}
     explains = {
         "out of bounds for storage of size 0": "{name} has freed parameters that this backward pass needs. A block "
@@ -125,8 +131,7 @@ class FSDP(forge.Plugin):
         for name, least in (("min_size", 0), ("replicate", 1)):
             if getattr(config, name) < least:
                 raise RecipeError(f"fsdp.{name} is {getattr(config, name)}; it must be at least {least}.")
-        if config.watchdog <= 0:
-            raise RecipeError(f"fsdp.watchdog is {config.watchdog:g}; it must be above 0.")
+        check_positive(self, "watchdog")
         if config.blocks is not None and not as_list(config.blocks):
             raise RecipeError("fsdp.blocks is an empty list. Name some blocks, or leave it out to have them found.")
         if config.find_unused and not COUNTS_UNUSED:
@@ -151,15 +156,19 @@ class FSDP(forge.Plugin):
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
+        trainer.mesh_axes["shard"] = 0
+        if self.config.replicate > 1:
+            trainer.mesh_axes["data"] = self.config.replicate
+
+    @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
         self._begin()
-        config, axes = self.config, dict(trainer.mesh_axes)
-        if config.replicate > 1:
-            axes["replicate"] = config.replicate
+        config = self.config
         backend = config.backend
         if backend is None and config.offload and pick_device(trainer.device).type == "cuda":
             backend = BOTH
-        self._env = ShardedEnv(trainer.device, trainer=trainer, backend=backend, axes=axes, watchdog=config.watchdog)
+        self._env = ShardedEnv(trainer.device, trainer=trainer, backend=backend, watchdog=config.watchdog)
         return self._env
 
     @forge.hookimpl
@@ -181,7 +190,7 @@ class FSDP(forge.Plugin):
             for block in blocks.values():
                 self._shards.add(block, self._options(env))
         self._shards.add(build.model, self._options(env, root=True))
-        if env.data_world > 1 and trainer.verb == "fit":
+        if env.mean_world > 1 and trainer.verb == "fit":
             self._shards.note_use()
         build.model.register_forward_hook(self._after_forward)
         self._log_units(task, blocks, env)
@@ -221,10 +230,10 @@ class FSDP(forge.Plugin):
         reshard = None if root and config.reshard else config.reshard
         return {"mesh": env.data_mesh, "reshard_after_forward": reshard, **options}
 
-    def _log_units(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+    def _log_units(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
-        shards = env.data_world // self.config.replicate
+        shards = env.along(env.shard_axes).size()
         if not blocks and env.is_main:
             text = "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or "
             logger.warning(text + "by name: fsdp.blocks=...", type(task).__name__, f"{rest:,}")
@@ -252,10 +261,14 @@ class FSDP(forge.Plugin):
         return (yield)
 
     def _reduce(self, model: Any, now: bool) -> None:
-        """Set whether the next backward sums gradients over the ranks, or accumulates them."""
+        """Set whether the next backward sums gradients over the ranks, or accumulates them: whole, or as shards, which
+        copies of the shards sum at the end."""
         self._reduces = now
-        model.set_requires_gradient_sync(now)
-        model.set_is_last_backward(now)
+        if self.config.reduce == "micro":
+            model.set_requires_all_reduce(now)
+        else:
+            model.set_requires_gradient_sync(now)
+            model.set_is_last_backward(now)
         if not self.config.reshard:
             model.set_reshard_after_backward(now)
 
@@ -264,7 +277,7 @@ class FSDP(forge.Plugin):
         env, shards = self._env, self._shards
         assert env is not None
         assert shards is not None
-        if env.data_world == 1:
+        if env.mean_world == 1:
             return
         task, called = step.trainer.task, [*shards.called]
         named = list(task.named_parameters())
@@ -286,9 +299,7 @@ class FSDP(forge.Plugin):
         for _, parameter in named:
             if parameter.requires_grad and id(parameter) not in used:
                 parameter.grad = None  # as in one process, where torch gave zeros
-        for axis in env.data_axes:
-            group = env.data_mesh[axis].get_group()
-            sum_gradients([s for s in scalars if id(s) in used], group, 1 / dist.get_world_size(group))
+        sum_gradients([s for s in scalars if id(s) in used], env.along(env.mean_axes).get_group(), 1 / env.mean_world)
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
@@ -359,11 +370,18 @@ class ShardedEnv(DistributedEnv):
     inference_mode = False
 
     @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes along which parameters are divided: all along which gradients are averaged, but for copies."""
+        return tuple(axis for axis in self.mean_axes if axis != DATA)
+
+    @property
     def data_mesh(self) -> Any:
         """The part of the mesh along which parameters are divided and copied."""
         assert self.mesh is not None
-        axes = self.data_axes
-        return self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]
+        divided, copies = self.along(self.shard_axes), self.mesh.mesh_dim_names or ()
+        if DATA not in copies or self.mesh[DATA].size() == 1:
+            return divided
+        return self.mesh[(DATA, *(divided.mesh_dim_names or ()))]
 
     def place(self, task: nn.Module) -> None:
         """Move the task to the device; one from the meta device gets its memory later, block by block."""

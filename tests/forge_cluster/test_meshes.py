@@ -1,0 +1,185 @@
+"""Meshes: strategies along several axes at once train what one process does, and continue each other's runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge
+from benchmarks.meshes import bytes_per_rank
+from forge.errors import StackError
+from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.zero import Zero
+from forge_plugins import EMA, FSDP, Accumulate, Checkpoint, Clip, Remat
+from forge_plugins.tensor_parallel import TensorParallel
+from tests.support import mesh_kit as kit
+from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
+
+EXACT = 1e-11
+"""The largest difference of a weight in float64: sums are taken in another order, and nothing else."""
+FOUR: list[Any] = [{"pipe": 2, "tensor": 2}, {"shard": 2, "context": 2}, {"context": 2, "tensor": 2}]
+EIGHT: list[Any] = [
+    {"data": 2, "pipe": 2, "tensor": 2},
+    {"shard": 2, "pipe": 2, "tensor": 2},
+    {"data": 2, "shard": 2, "tensor": 2},
+    {"data": 2, "shard": 2, "context": 2},
+    {"shard": 2, "context": 2, "tensor": 2},
+    {"data": 2, "shard": 2, "pipe": 2},
+]
+
+
+@pytest.fixture(autouse=True)
+def new_ranks() -> None:
+    """Begin with processes in which torch has made no other mesh: a rank that had one crashed in a reduction."""
+    for count in (2, 4, 8):
+        ranks(count).stop()
+
+
+@pytest.mark.parametrize("mesh", some([*FOUR[:1], *FOUR[1:], *EIGHT]))
+def test_a_mesh_trains_what_one_process_trains(mesh: dict[str, int]) -> None:
+    alone, together = kit.fit_levers(mesh), ranks(math.prod(mesh.values()))(kit.fit_levers, mesh)
+    for rank in together:
+        assert rank["updates"] == alone["updates"]
+        assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
+        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert rank["held"]["state"] == 2 * (rank["held"]["parameters"] - 8)  # Adam's moments; a number has none
+    fullest = max(rank["held"]["parameters"] for rank in together)
+    assert fullest == bytes_per_rank(kit.MeshWords(), "blocks.", kit.PLAN, mesh)
+
+
+def remat(mesh: dict[str, int]) -> dict[str, Any]:
+    return kit.fit_mesh(mesh, [Accumulate(2), Remat(), Clip(0.05, norm_type=float("inf"))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", FOUR)
+def test_recomputed_activations_on_a_mesh(mesh: dict[str, int]) -> None:
+    alone = remat(mesh)
+    for rank in ranks(4)(remat, mesh):
+        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+
+
+def sharded_gradients(mesh: dict[str, int]) -> dict[str, Any]:
+    return kit.fit_mesh(mesh, [Accumulate(2), Clip(0.05)], several=kit.strategies(mesh, reduce="micro"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"shard": 2, "context": 2}, {"data": 2, "shard": 1, "tensor": 2}])
+def test_gradients_that_stay_sharded_on_a_mesh(mesh: dict[str, int]) -> None:
+    alone = sharded_gradients(mesh)
+    for rank in ranks(4)(sharded_gradients, mesh):
+        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+
+
+def owned_states(stage: int) -> dict[str, Any]:
+    return kit.fit_mesh(
+        {"data": 2, "context": 2}, [Accumulate(2), Clip(0.05)], several=[Zero(stage=stage), ContextParallel()]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_beside_slices(stage: int) -> None:
+    alone = owned_states(stage)
+    for rank in ranks(4)(owned_states, stage):
+        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From one mesh to another
+
+
+def resumed(folder: str, epochs: int, mesh: dict[str, int]) -> dict[str, Any]:
+    plugins = [Accumulate(2), Clip(0.05), EMA(0.5), Checkpoint(every="1 epoch")]
+    return kit.fit_mesh(mesh, plugins, max_epochs=epochs, run_dir=folder, resume="auto", validate_every=None)
+
+
+CHAINS: list[Any] = [
+    [{"pipe": 2, "tensor": 2}, {"shard": 2, "context": 2}, {}],
+    [{"context": 2, "tensor": 2}, {}, {"pipe": 2, "tensor": 2}],
+    [{"shard": 2, "pipe": 2, "tensor": 2}, {"data": 2, "shard": 2, "context": 2}, {"data": 2, "pipe": 2, "tensor": 2}],
+    [{"data": 2, "shard": 2, "tensor": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "pipe": 2, "tensor": 2}],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_checkpoint_continues_on_another_mesh_and_in_one_process(chain: list[Any], tmp_path: Path) -> None:
+    straight = resumed(str(tmp_path / "straight"), len(chain), {})
+    found: list[Any] = []
+    for epochs, mesh in enumerate(chain, 1):
+        ranks(math.prod(mesh.values())).stop()
+        run = ranks(math.prod(mesh.values())) if mesh else lambda call, *given: [call(*given)]
+        found = run(resumed, str(tmp_path / "cut"), epochs, mesh)
+    for rank in found:
+        assert rank["updates"] == straight["updates"]
+        assert kit.apart(rank["weights"], straight["weights"]) < EXACT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused
+
+
+class Counts(kit.MeshBlock):
+    """A block that writes down its number of heads."""
+
+    heads = kit.HEADS
+
+
+class Wrong(kit.MeshBlock):
+    """A block that fails whatever is divided."""
+
+    heads = 3
+
+
+class CountsHeads(kit.MeshWords):
+    block = Counts
+
+
+class CountsWrongly(kit.MeshWords):
+    block = Wrong
+
+
+def counted(task: type[kit.MeshWords]) -> None:
+    kit.fit_mesh({"shard": 1, "tensor": 2}, [], task)
+
+
+def test_a_block_that_counts_its_heads_is_named_with_its_line_and_the_cure() -> None:
+    errors = [each for each in ranks(2).errors(counted, CountsHeads) if "PeerFailed" not in each]
+    assert errors
+    for each in errors:
+        assert each.startswith(
+            "TaskError: tensor_parallel: blocks.0 runs with whole layers, and fails with 1/2 of q, k, v, o, fc1, "
+        )
+        assert "mesh_kit.py:" in each
+        assert "part(y).view(batch, length, self.heads" in each
+        assert "view(batch, length, -1, head_size)" in each
+
+
+@pytest.mark.slow
+def test_a_block_that_fails_with_whole_layers_too_keeps_its_own_error() -> None:
+    errors = [each for each in ranks(2).errors(counted, CountsWrongly) if "PeerFailed" not in each]
+    assert errors
+    assert all(each.startswith("RuntimeError: shape") for each in errors)
+
+
+def arranged(mesh: dict[str, int]) -> None:
+    kit.fit_mesh(mesh, [])
+
+
+@pytest.mark.slow
+def test_a_mesh_of_another_number_of_processes_is_refused_with_the_nearest() -> None:
+    for each in ranks(2).errors(arranged, {"shard": 2, "tensor": 2}):
+        assert "2 processes cannot be arranged as shard 2 x tensor 2: that is 4 processes" in each
+        assert "the nearest mesh is trainer.mesh={shard: 2, tensor: 1}" in each
+
+
+def test_a_mesh_in_one_process_is_refused() -> None:
+    plugins: list[Any] = [FSDP(), TensorParallel(plan=kit.PLAN)]
+    trainer = forge.Trainer(max_updates=1, device="cpu", run_dir=False, plugins=plugins, mesh={"shard": 2, "tensor": 2})
+    with pytest.raises(StackError, match="1 processes cannot be arranged as shard 2 x tensor 2"):
+        trainer.fit(kit.MeshWords(), kit.sentences())
