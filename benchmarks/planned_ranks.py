@@ -8,11 +8,13 @@ Measured first, apart from any run that is predicted: the matrix product, the co
 thread; gloo's all-reduce of two sizes; and one step of the task at half the samples of the smallest prediction.
 Then each row is predicted, and only after that trained. Bars: memory within 10 %, time within 20 % for 1 and 2 ranks.
 
-Memory on the CPU is that of all tensors that live at once, by torch's MemTracker.
+Memory on the CPU is the peak of torch's own allocations, by its profiler.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import socket
 import statistics
@@ -35,7 +37,6 @@ from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.planning.footprint import WORKSPACE
-from forge.planning.tracker import Tracker
 from forge_cluster.planning import Cluster, Layout, Link, Model, Variant, count_workload, memory_of
 from forge_cluster.planning.calibration import UpdateClock, measured_step
 from forge_cluster.planning.hardware import Efficiency
@@ -249,19 +250,37 @@ def _peak(strategy: str, cuda: bool) -> float:
         torch.cuda.reset_peak_memory_stats()
         _trained(strategy, cuda, FEW)
         return torch.cuda.max_memory_allocated() - before
-    with Held() as held:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         _trained(strategy, cuda, FEW)
-    return held.peak
+        gc.collect()
+    return held_at_most(recorded)
 
 
-class Held(Tracker):
-    """The most bytes of tensors that live at once. torch's profiler does not see what other threads release, so that it
-    counts a buffer for ever whose last user was gloo: the more, the busier the machine is."""
+def held_at_most(recorded: Any) -> float:
+    """Return the peak of the recorded allocations, but for those that nobody released: torch's profiler does not see
+    what another thread releases, so that a buffer whose last user was gloo would count for ever, and the more of them
+    there were, the busier the machine was."""
+    held: dict[int, tuple[int, int]] = {}
+    changes: list[tuple[int, int]] = []
+    for time_ns, address, size in sorted(_allocations(recorded)):
+        if size > 0:
+            held[address] = time_ns, size
+        elif address in held:
+            began, size = held.pop(address)
+            changes += [(began, size), (time_ns, -size)]
+    return max(itertools.accumulate((size for _, size in sorted(changes))), default=0)
 
-    peak = 0
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        self.peak = max(self.peak, self.live)
+def _allocations(recorded: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield time, address and bytes of every allocation; those of a release are negative."""
+    left = list(recorded.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
 def spawned(function: Callable[..., Any], world: int, *args: Any) -> Any:

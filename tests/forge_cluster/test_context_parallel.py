@@ -21,6 +21,7 @@ from torch.nn import functional
 import forge
 from forge.errors import DataError, RecipeError, StackError, TaskError
 from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.context_parallel.calls import SequenceCalls
 from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
 from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins import AMP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
@@ -301,6 +302,50 @@ def undone() -> bool:
     kit.fit_tokens(kit.Full(), [], {}, max_epochs=1)
     assert forge.positions(torch.zeros(1, 5)).tolist() == [0, 1, 2, 3, 4]
     return [getattr(functional, name) for name in names] == before and vars(kit)[names[0]] is before[0]
+
+
+def watched_calls(positions: bool = False) -> tuple[SequenceCalls, list[bool]]:
+    """Return calls over a ring of one slice, and a list that tells of each forward pass if the mode saw it."""
+    ring: Any = SimpleNamespace(attend=lambda query, *_: query, balance=False)
+    calls, seen = SequenceCalls(ring, True, positions), []
+    calls.enter(torch.arange(4))
+    return calls, seen
+
+
+def passes(calls: SequenceCalls, seen: list[bool], count: int, *functions: Any) -> None:
+    x = torch.zeros(1, 1, 4, 2)
+    for _ in range(count):
+        with calls.seen():
+            seen.append(bool(torch._C._len_torch_function_stack()))
+            for function in functions:
+                function(x, x, x)
+
+
+def test_a_task_that_calls_by_name_is_trusted_between_passes_of_round_numbers() -> None:
+    calls, seen = watched_calls()
+    passes(calls, seen, 9, calls.attention)
+    assert [number for number, was in enumerate(seen) if was] == [0, 1, 2, 4, 8]
+    passes(calls, seen, 2, calls.attention, calls.attention)  # another number of calls: the next pass is seen
+    assert seen[-2:] == [False, True]
+    passes(calls, seen, 1, calls.attention, calls.attention)
+    assert not seen[-1]
+
+
+def test_a_task_that_calls_by_another_name_is_always_seen() -> None:
+    calls, seen = watched_calls()
+    passes(calls, seen, 6, functional.scaled_dot_product_attention)
+    assert all(seen)
+    assert calls.attentions == 6
+    calls, seen = watched_calls(positions=True)
+    passes(calls, seen, 6, calls.attention)
+    assert all(seen)
+
+
+def test_another_name_that_comes_later_is_refused() -> None:
+    calls, seen = watched_calls()
+    passes(calls, seen, 6, calls.attention)
+    with pytest.raises(TaskError, match="by a name that it did not call before"):
+        passes(calls, seen, 4, calls.attention, functional.scaled_dot_product_attention)
 
 
 def test_torchs_functions_are_put_back() -> None:

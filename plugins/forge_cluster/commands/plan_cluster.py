@@ -136,11 +136,10 @@ def _show_published(console: Any, found: ClusterPlan) -> None:
 
 
 def _show_shares(console: Any, found: ClusterPlan) -> None:
+    console.print()
     console.print("What the times start from:")
-    grid = show.table("share", "value", "how", "source")
     for name, share in found.cluster.shares.items():
-        grid.add_row(name, f"{share.value:.3g}", share.how, share.source)
-    console.print(grid)
+        console.print(Text(f"  {name} {share.value:.3g}, {share.how}: {share.source}", "dim"), soft_wrap=True)
 
 
 def _numbers(row: Prediction, found: ClusterPlan) -> list[str]:

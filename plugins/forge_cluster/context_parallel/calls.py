@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,9 @@ class SequenceCalls:
     the counted positions of all of them.
 
     Functions are replaced for the length of a run in torch.nn.functional and in modules that imported them, because a
-    backward pass calls them too, under activation checkpointing. A mode sees them in a forward under any name.
+    backward pass calls them too, under activation checkpointing. A mode sees them in a forward under any name. It costs
+    3 % of a small step, so a task that has called none by another name is trusted, until it makes another number of
+    calls, and but for every pass whose number is a power of two.
     """
 
     def __init__(self, ring: Ring, counts_items: bool, positions_by_arange: bool):
@@ -46,6 +48,11 @@ class SequenceCalls:
         "Whether torch.compile traces the task: then without the mode."
         self.own: Tensor | None = None
         "The positions of the slice that is computed now; None: whole sequences."
+        self._passes, self._known = 0, set[tuple[int, int]]()
+        "Forward passes so far, and the numbers of attentions and losses that they made under the mode."
+        self._by_other_names, self._trusted, self._unknown = positions_by_arange, False, False
+        """Whether the task calls functions by names that are not replaced; a pass ran without the mode; it made a
+        number of calls that is not known."""
         self._undo = ExitStack()
         self.replaced = {
             functional.scaled_dot_product_attention: self.attention,
@@ -81,9 +88,30 @@ class SequenceCalls:
         self.own = own
         set_slice(own)
 
-    def seen(self) -> AbstractContextManager[Any]:
-        """See calls of the functions under any name."""
-        return nullcontext() if self.compiled else CallMode(self.replaced)
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """See calls of the functions under any name, in a forward pass."""
+        if self.compiled:
+            yield
+            return
+        before, is_round = (self.attentions, self.losses), not self._passes & (self._passes - 1)
+        mode = CallMode(self.replaced) if self._by_other_names or self._unknown or is_round else None
+        self._passes += 1
+        with mode or nullcontext():
+            yield
+        made = self.attentions - before[0], self.losses - before[1]
+        self._unknown = mode is None and made not in self._known
+        if mode is None:
+            self._trusted = True
+            return
+        self._known.add(made)
+        if mode.called and self._trusted:
+            raise TaskError(
+                "context_parallel: the step calls attention, or a loss, by a name that it did not call before, such as "
+                "a function that was kept in an attribute: earlier steps may have computed slices alone. Call "
+                "torch.nn.functional.scaled_dot_product_attention and cross_entropy by these names."
+            )
+        self._by_other_names |= mode.called
 
     # -- the functions ------------------------------------------------------------------------------------------------
 
@@ -104,7 +132,7 @@ class SequenceCalls:
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         self.attentions += 1
         self._refuse(query, key, value, attn_mask, dropout_p, own.shape[0])
-        with without_function_modes():  # what the ring calls is not looked at: that was 3 % of a small step
+        with without_function_modes():  # what the ring calls is its own
             return self.ring.attend(query, key, value, is_causal, scale)
 
     def _refuse(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, length: int) -> None:
@@ -155,7 +183,8 @@ class SequenceCalls:
             other = given.get("size_average") is not None or given.get("reduce") is not None
             is_mean = given.get("reduction", "mean") == "mean" and not other and not target.is_floating_point()
             if self.own is None or not is_mean:
-                return original(input, target, **given)
+                with without_function_modes():
+                    return original(input, target, **given)
             self.losses += 1
             with without_function_modes():
                 total = original(input, target, **{**given, "reduction": "sum"})
@@ -199,10 +228,14 @@ class CallMode(TorchFunctionMode):
     def __init__(self, replaced: dict[Any, Callable[..., Any]]):
         super().__init__()
         self._replaced_calls = replaced
+        self.called = False
+        "Whether any of them was called."
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ours = self._replaced_calls.get(func)
-        return (func if ours is None else ours)(*args, **(kwargs or {}))
+        if ours is not None:
+            self.called, func = True, ours
+        return func(*args, **(kwargs or {}))
 
 
 class WithoutDropout(TorchFunctionMode):
