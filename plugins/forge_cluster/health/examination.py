@@ -45,7 +45,7 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class UnfitRank:
     """A rank that is not as it should be."""
 
     pulse: Pulse
@@ -79,14 +79,14 @@ def examine(env: Env) -> list[Pulse]:
     return env.gather(Pulse(env.rank, host, device, tuple(wrong), seconds))
 
 
-def judge(pulses: Sequence[Pulse], slower: float) -> list[Verdict]:
+def judge(pulses: Sequence[Pulse], slower: float) -> list[UnfitRank]:
     """Return who is wrong, and who takes over `slower` times as long as the median rank."""
-    found = [Verdict(pulse, measure, 0.0) for pulse in pulses for measure in pulse.wrong]
+    found = [UnfitRank(pulse, measure, 0.0) for pulse in pulses for measure in pulse.wrong]
     for measure in MEASURES:
         timed = [pulse for pulse in pulses if measure in pulse.seconds]
         usual = statistics.median_low([pulse.seconds[measure] for pulse in timed]) if timed else 0.0
         late = [(pulse, pulse.seconds[measure] / usual) for pulse in timed if usual]
-        found += [Verdict(pulse, measure, times) for pulse, times in late if times > slower]
+        found += [UnfitRank(pulse, measure, times) for pulse, times in late if times > slower]
     return found
 
 
