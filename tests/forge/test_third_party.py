@@ -190,6 +190,7 @@ def plan_renamed() -> int:
     return cli.main(["plan", "my.yaml", "--devices", "2", "--memory", "80"])
 
 
+@pytest.mark.slow
 def test_planning_knows_no_name(empty_folder: Path) -> None:
     Path("my.yaml").write_text(RECIPE)
     done = forked.call(plan_renamed, env=PLAIN)

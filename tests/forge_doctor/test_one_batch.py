@@ -221,6 +221,7 @@ def test_time_that_is_over_is_no_finding() -> None:
     assert "There was no time for more." in found.verdict
 
 
+@pytest.mark.slow
 def test_the_report_has_the_curve_and_what_did_not_run_with_its_reason() -> None:
     torch.manual_seed(0)
     report = forge.doctor(Stands(), loader(*numbers()), max_epochs=1)

@@ -62,6 +62,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> ReadyReport:
     return report
 
 
+@pytest.mark.slow
 def test_the_whole_road_is_walked_and_answered(walked: ReadyReport) -> None:
     assert [step.name for step in walked.steps] == NAMES
     assert {step.name: step.left_out for step in walked.steps if step.left_out} == {}

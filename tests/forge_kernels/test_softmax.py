@@ -73,6 +73,7 @@ def test_compiles_whole():
     check_compiles_whole(SOFTMAX, [leaf((3, 100))])
 
 
+@pytest.mark.slow
 def test_the_operator_is_registered_as_torch_asks():
     from forge_kernels.triton.softmax import softmax as operator
 

@@ -16,7 +16,6 @@ import forge
 from forge.cli import main
 from forge_recipes import metric_learning, mnist
 from forge_recipes.metric_learning import nearest_hits, nt_xent
-from tests.support.profiles import some
 
 
 @pytest.fixture
@@ -75,9 +74,8 @@ def test_validation_shows_pictures_that_training_does_not(root: Path) -> None:
         metric_learning.fashion_pictures(train=150, val=70)
 
 
-@pytest.mark.parametrize(
-    ("name", "metric"), some([("metric_learning", "val/recall_at_1"), ("mnist", "val/accuracy")], quick=1)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "metric"), [("metric_learning", "val/recall_at_1"), ("mnist", "val/accuracy")])
 def test_each_runs_from_the_command_line(
     root: Path, name: str, metric: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:

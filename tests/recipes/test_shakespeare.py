@@ -151,6 +151,7 @@ def test_without_a_network_the_error_says_where_to_put_the_text(
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recipe_learns_keeps_the_best_and_ends_with_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["task.layers=1", "task.width=32", "task.heads=2", "task.context=16", "task.sample=40"]
     data = ["data.window=16", "data.batch_size=8", "data.samples=800"]
