@@ -64,7 +64,7 @@ class Environments:
         """Do one action in each; return observations, rewards, and whether episodes terminated or were truncated."""
         chosen = actions.cpu().numpy() if isinstance(actions, Tensor) else actions
         self.finished, seen, rewards = [], [], []
-        terminated, truncated, last = [], [], None
+        terminated, truncated, last = [], [], dict[int, Any]()
         for place, (env, action) in enumerate(zip(self.envs, chosen, strict=True)):
             observation, reward, over, cut, _ = env.step(action)
             if self._stateful[place] is None:
@@ -74,18 +74,15 @@ class Environments:
             terminated.append(over)
             truncated.append(cut)
             if over or cut:
-                last = last if last is not None else {}
                 last[place] = observation
                 self.finished.append(self._returns[place])
                 self._episodes[place] += 1
                 observation = self._reset(place)
             seen.append(observation)
         self._observe(seen)
-        self.last = self.observations
-        if last is not None:
-            self.last = self.observations.clone()
-            for place, observation in last.items():
-                self.last[place] = torch.as_tensor(np.asarray(observation))
+        self.last = self.observations.clone() if last else self.observations
+        for place, observation in last.items():
+            self.last[place] = torch.as_tensor(np.asarray(observation))
         flags = torch.tensor([terminated, truncated])
         return self.observations, torch.tensor(rewards, dtype=torch.float32), flags[0], flags[1]
 
@@ -110,10 +107,10 @@ class Environments:
                 f"The state is that of the environments {list(state['environments'])}, and here are {self._numbers}. "
                 "Resume with as many environments, on as many ranks."
             )
-        self._episodes, self._returns = list(state["episodes"]), list(state["returns"])
+        self._episodes = list(state["episodes"])
         seen = []
         for place, env in enumerate(self.envs):
-            observation = self._reset(place, keep_return=True)
+            observation = self._reset(place)
             bare = self._stateful[place]
             if bare is not None:
                 bare.load_state_dict(state["own"][place])
@@ -132,13 +129,11 @@ class Environments:
                 "elsewhere, or keeps something between episodes. Give it state_dict() and load_state_dict(state), or "
                 "have it draw from self.np_random alone."
             )
-        self.last, self.finished = state["last"].clone(), list(state["finished"])
+        self.last, self.finished, self._returns = state["last"].clone(), list(state["finished"]), list(state["returns"])
 
-    def _reset(self, place: int, keep_return: bool = False) -> Any:
+    def _reset(self, place: int) -> Any:
         seed = combine_seeds(self.seed, self._numbers[place], self._episodes[place]) % 2**31
-        self._actions[place] = []
-        if not keep_return:
-            self._returns[place] = 0.0
+        self._actions[place], self._returns[place] = [], 0.0
         return self.envs[place].reset(seed=seed)[0]
 
     def _observe(self, seen: list[Any]) -> None:
