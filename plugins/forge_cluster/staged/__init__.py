@@ -15,8 +15,8 @@ from forge.env import Env
 from forge.errors import CheckpointError, RecipeError
 from forge_cluster.staged.bring import bring_newest
 from forge_cluster.staged.node import NodeFolder, leads, node_name
-from forge_cluster.staged.ring import Ring
-from forge_cluster.staged.stage import Stage
+from forge_cluster.staged.ring import NodeRing
+from forge_cluster.staged.stage import NodeWriter
 from forge_cluster.storage.runs import resumed_folder
 
 logger = logging.getLogger("forge")
@@ -67,7 +67,7 @@ class Staged(forge.Plugin):
 
     def _forget(self) -> None:
         self._writer: BackgroundWriter | None = None
-        self._ring: Ring | None = None
+        self._ring: NodeRing | None = None
         self._node: NodeFolder | None = None
         self._restores, self._due, self._leads = 0, False, False
         self._failed = False
@@ -92,12 +92,12 @@ class Staged(forge.Plugin):
         self._restores = trainer.restores
         self._node = NodeFolder(self.config.folder, trainer.run_dir)
         nodes = env.gather(node_name())
-        self._ring, self._leads = Ring(env.rank, nodes), leads(env.rank, nodes)
+        self._ring, self._leads = NodeRing(env.rank, nodes), leads(env.rank, nodes)
         writers = None
         if env.world > 1:
             assert env.store is not None
             writers = Writers(env.rank, env.world, env.store)
-        stage = Stage(self._node, self._ring, self._leads)
+        stage = NodeWriter(self._node, self._ring, self._leads)
         if env.is_main and self._ring.target is None:
             logger.info("staged: this run has one node, so its staged states have one copy.")
         self._writer = BackgroundWriter(writers, stage)

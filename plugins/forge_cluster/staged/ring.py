@@ -24,7 +24,7 @@ Files = dict[str, tuple[int, str]]
 """Size and hash by name."""
 
 
-class Ring:
+class NodeRing:
     """The neighbours of one rank, given the node of every rank. Made by all ranks together.
 
     The k-th rank of a node sends to the k-th of the next; where that has fewer, they take turns. Its group of processes

@@ -10,13 +10,13 @@ from forge.checkpoint.tree import Split
 from forge.checkpoint.writers import SharedSave
 from forge.errors import CheckpointError
 from forge_cluster.staged.node import NodeFolder
-from forge_cluster.staged.ring import Ring
+from forge_cluster.staged.ring import NodeRing
 
 
-class Stage:
+class NodeWriter:
     """What a BackgroundWriter calls to write a state, on every rank."""
 
-    def __init__(self, node: NodeFolder, ring: Ring, leads: bool):
+    def __init__(self, node: NodeFolder, ring: NodeRing, leads: bool):
         self._node, self._ring, self._leads = node, ring, leads
 
     def __call__(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forge.env import map_items
 
 
-class Failure(NamedTuple):
+class ShapeFailure(NamedTuple):
     """A module whose own code failed, and where."""
 
     name: str
@@ -25,7 +25,7 @@ class Failure(NamedTuple):
     line: str
 
 
-def fails_divided(task: nn.Module, divided: Collection[nn.Module], error: BaseException) -> Failure | None:
+def fails_divided(task: nn.Module, divided: Collection[nn.Module], error: BaseException) -> ShapeFailure | None:
     """Return the innermost module with divided layers in which an error arose, if it runs with whole ones.
 
     Its whole copy and its arguments have shapes and no values; so no rank waits for another.
@@ -37,7 +37,7 @@ def fails_divided(task: nn.Module, divided: Collection[nn.Module], error: BaseEx
         if module not in divided and any(inner in divided for inner in module.modules()):
             path = frame.f_code.co_filename
             name = names[id(module)] or type(task).__name__
-            found = Failure(name, module, f"{path}:{number}", linecache.getline(path, number).strip())
+            found = ShapeFailure(name, module, f"{path}:{number}", linecache.getline(path, number).strip())
             calls = [f for f, _ in frames if f.f_locals["self"] is module and f.f_code.co_name == "forward"]
             return found if calls and _runs_whole(module, calls[-1].f_locals) else None
     return None
