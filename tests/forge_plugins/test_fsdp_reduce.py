@@ -36,7 +36,8 @@ class GradientBytes(forge.Plugin):
                 tensors.append(each.unsharded_accumulated_grad)
                 tensors.append(getattr(getattr(each, "_unsharded_param", None), "grad", None))
                 tensors.append(each.sharded_param.grad)
-            self.held.append(sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor)))
+            parts = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+            self.held.append(sum({part.data_ptr(): part.nbytes for part in parts}.values()))  # names of one memory
         return result
 
 
