@@ -127,7 +127,7 @@ def step_of(kind: type[Llama3_8B], length: int, samples: int, compiled: bool) ->
         for _ in range(UPDATES):
             update()
         torch.cuda.synchronize()
-    for event in recorded.events():
+    for event in recorded.events() or ():
         if event.device_type is torch.autograd.DeviceType.CUDA:
             found[_class(event.name)] += event.device_time * 1e-6 / UPDATES
     found["wall"] = statistics.median(walls)
