@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import Tensor
 
 import forge
 from benchmarks.levers import GPT
@@ -254,14 +255,22 @@ def _peak(strategy: str, cuda: bool) -> float:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         _trained(strategy, cuda, FEW)
-        gc.collect()
-    return held_at_most(recorded)
+    return held_at_most(recorded, _addresses())
 
 
-def held_at_most(recorded: Any) -> float:
-    """Return the peak of the recorded allocations, but for those that nobody released: torch's profiler does not see
-    what another thread releases, so that a buffer whose last user was gloo would count for ever, and the more of them
-    there were, the busier the machine was."""
+def _addresses() -> set[int]:
+    """Return where the tensors are that live now."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    found += [each.grad for each in found if each.is_leaf and each.grad is not None]
+    plain = [getattr(each, "_local_tensor", each) for each in found]
+    return {each.untyped_storage().data_ptr() for each in plain if not each.is_meta}
+
+
+def held_at_most(recorded: Any, alive: set[int]) -> float:
+    """Return the peak of the recorded allocations, but for those that nobody released and that are not alive: torch's
+    profiler does not see what another thread releases, so that a buffer whose last user was gloo would count for ever,
+    and the more of them there were, the busier the machine was."""
     held: dict[int, tuple[int, int]] = {}
     changes: list[tuple[int, int]] = []
     for time_ns, address, size in sorted(_allocations(recorded)):
@@ -270,16 +279,19 @@ def held_at_most(recorded: Any) -> float:
         elif address in held:
             began, size = held.pop(address)
             changes += [(began, size), (time_ns, -size)]
+    changes += [change for address, change in held.items() if address in alive]
     return max(itertools.accumulate((size for _, size in sorted(changes))), default=0)
 
 
 def _allocations(recorded: Any) -> Iterator[tuple[int, int, int]]:
     """Yield time, address and bytes of every allocation; those of a release are negative."""
+    from torch._C._profiler import _EventType
+
     left = list(recorded.profiler.kineto_results.experimental_event_tree())
     while left:
         event = left.pop()
         left += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
+        if event.tag == _EventType.Allocation:
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 

@@ -219,4 +219,6 @@ def test_what_another_thread_releases_is_not_held_for_ever() -> None:
             thread.start()
             thread.join()
             own.clear()
-    assert planned_ranks.held_at_most(recorded) == 4 * 2**16
+        kept = torch.empty(2**17)
+    assert planned_ranks.held_at_most(recorded, set()) == 4 * 2**16
+    assert planned_ranks.held_at_most(recorded, {kept.data_ptr()}) == 4 * 2**17
