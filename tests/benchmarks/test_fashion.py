@@ -8,24 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fashion
-
-
-@pytest.mark.slow
-def test_the_plain_script_trains_and_ends_with_time_and_accuracy(
-    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("torchvision")
-    from benchmarks import fashion_plain
-
-    data = fashion.unpacked(small_data / "FashionMNIST" / "raw", tmp_path)
-    assert sum(parameter.numel() for parameter in fashion_plain.MLP().parameters()) == 269_322
-    monkeypatch.setattr(sys, "argv", ["fashion_plain", "--data", str(data), "--epochs", "2"])
-    fashion_plain.main()
-    told = capsys.readouterr().out.split()
-    assert told[-5:-4] == ["seconds"]
-    assert float(told[-1]) > 0.5
-
 
 @pytest.mark.slow
 def test_forges_script_ends_with_the_same_words(

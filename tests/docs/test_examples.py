@@ -97,21 +97,6 @@ def test_lightnings_version_trains_the_same_weights(title: str, shapes: Path, mo
 
 
 @pytest.mark.slow
-def test_both_versions_infer_from_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(IN_LIGHTNING))
-    example = BY_TITLE["Plain inference"]
-    exec(blocks(example.page, "python")[0].text, {"__name__": "example"})
-    L = pytest.importorskip("lightning")
-    digits_module = pytest.importorskip("digits_module")
-    trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer.fit(digits_module.Digits(), *digits_module.loaders())
-    trainer.save_checkpoint("runs/digits/last.ckpt")
-    for found in (variables(example), in_lightning(example)):
-        assert not found["model"].training
-        assert found["digits"].shape == (5,)
-
-
-@pytest.mark.slow
 def test_both_versions_log_to_the_same_tables(empty_folder: Path) -> None:
     L = pytest.importorskip("lightning")
     example = BY_TITLE["Another logger"]

@@ -96,30 +96,6 @@ def test_a_scale_that_is_not_positive_is_left_to_torch():
     torch.testing.assert_close(attention(q, k, v, scale=-1.0), plainly(q, k, v, scale=-1.0))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "slices of one projection",
-        "expanded",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("contiguous", "odd offsets", "last stride 2")),
-    ],
-)
-def test_strides_do_not_matter(kind):
-    b, h, s, d = 2, 2, 35, 16
-    if kind == "contiguous":
-        parts = [torch.randn(b, h, s, d, device=DEVICE) for _ in range(3)]
-    elif kind == "slices of one projection":
-        parts = list(torch.randn(b, s, 3, h, d, device=DEVICE).permute(2, 0, 3, 1, 4))
-    elif kind == "odd offsets":
-        whole = torch.randn(3, b, s, h * d + 1, device=DEVICE)
-        parts = list(whole[..., 1:].unflatten(3, (h, d)).transpose(2, 3))
-    elif kind == "expanded":
-        parts = [torch.randn(b, 1, s, d, device=DEVICE).expand(b, h, s, d) for _ in range(3)]
-    else:
-        parts = [torch.randn(b, h, s, d * 2, device=DEVICE)[..., ::2] for _ in range(3)]
-    check_against_reference(ATTENTION, [part.requires_grad_() for part in parts], {"causal": True})
-
-
 @pytest.mark.parametrize(("b", "h", "s", "t"), [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0)])
 def test_empty_inputs_give_empty_results_or_zeros(b, h, s, t):
     args = tensors(b, h, h, s, t)

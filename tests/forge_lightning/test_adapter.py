@@ -163,22 +163,6 @@ def test_other_forms_are_refused_by_name(make: Any, said: str) -> None:
         fit(Odd(), make_batches())
 
 
-def test_a_frequency_counts_batches_anew_in_every_epoch() -> None:
-    seen: list[float] = []
-
-    class Thirds(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), lr=1.0)
-            return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step", "frequency": 3}]
-
-    fit(Thirds())
-    assert seen == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25]  # after the third of four batches, twice
-
-
 def test_a_batch_that_returns_nothing_changes_nothing() -> None:
     class Every(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

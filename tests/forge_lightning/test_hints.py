@@ -13,7 +13,7 @@ import pytest
 import forge
 from forge import options, registry
 from forge.config.trainer_defaults import Settings
-from forge.testing import TinyTask, tiny_batches
+from forge.testing import TinyTask
 from forge_lightning.hints import INSTEAD, TRAINER, VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,16 +63,6 @@ def test_answers_name_pages_and_options_that_exist() -> None:
             assert option in known, f"{name}: {plugin}.{option}"
         for plugin in re.findall(r"plugins=\['(\w+)'", answer):
             assert plugin in registry.installed("plugin")
-
-
-def test_a_task_that_logs_is_answered_with_a_short_traceback() -> None:
-    class Logs(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            getattr(self, "log")("loss", 1.0)  # noqa: B009
-
-    with pytest.raises(AttributeError) as caught:
-        forge.Trainer(plugins=[], max_epochs=1, run_dir=False).fit(Logs(), tiny_batches())
-    assert any("return {" in note and "docs/from-lightning.md" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("name", sorted(INSTEAD))

@@ -15,8 +15,6 @@ L = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.callbacks import (  # noqa: E402
-    EarlyStopping,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
@@ -71,21 +69,6 @@ def test_the_stand_in_answers_as_lightnings_trainer() -> None:
     assert ours.heard == theirs.heard
 
 
-def test_a_logger_passes_pictures_and_numbers_to_the_sinks() -> None:
-    class Draws(Subject):
-        def on_train_epoch_end(self) -> None:
-            logger: Any = self.logger
-            logger.experiment.add_scalar("drawn/number", 3.0, self.global_step)
-            logger.experiment.add_image("drawn/picture", torch.rand(3, 4, 4), self.global_step)
-            logger.experiment.add_histogram("drawn/values", torch.rand(9))
-            logger.log_metrics({"drawn/more": 4.0}, step=1)
-            with pytest.raises(TaskError, match=r"self.logger.experiment.add_mesh"):
-                logger.experiment.add_mesh("drawn/mesh")
-
-    result = fit(Draws())
-    assert (result.metrics["drawn/number"], result.metrics["drawn/more"]) == (3.0, 4.0)
-
-
 def test_callbacks_that_rewrite_the_loops_are_refused() -> None:
     with pytest.raises(TaskError, match=r"StochasticWeightAveraging rewrites Lightning's loops. Use the plugin swa"):
         forge.LightningAdapter(Subject(), callbacks=StochasticWeightAveraging(swa_lrs=0.1))
@@ -115,21 +98,6 @@ def test_every_property_of_lightnings_trainer_is_answered() -> None:
     fit(Asks(), loader(10, seed=1))
     assert len(names) > 50
     assert not refused
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_callbacks_are_found_as_by_lightning(tmp_path: Any) -> None:
-    stop, keep = EarlyStopping("val_loss"), ModelCheckpoint(tmp_path, monitor="val_loss")
-    seen: list[Any] = []
-
-    class Asks(Subject):
-        def on_train_start(self) -> None:
-            t = self.trainer
-            seen.extend([t.early_stopping_callback, t.early_stopping_callbacks, t.progress_bar_callback])
-            seen.extend([t.checkpoint_callback, t.checkpoint_callbacks])
-
-    fit(Asks(), loader(10, seed=1), callbacks=[stop, keep])
-    assert seen == [stop, [stop], None, keep, [keep]]
 
 
 @pytest.mark.parametrize("hook", ["training_epoch_end", "validation_epoch_end"])

@@ -96,17 +96,6 @@ def test_nothing_is_ever_written_into_a_run(tmp_path: Path) -> None:
     assert not list((outer / "tensorboard").glob("inner"))
 
 
-def test_runs_that_come_and_go_are_followed(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs/x/1")
-    (tmp_path / "links").mkdir()
-    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
-    assert links.renew() == {"x/1"}
-    make_run(tmp_path / "runs/y/2")
-    (tmp_path / "runs/x").rename(tmp_path / "gone")
-    assert links.renew() == {"y/2"}
-    assert not (tmp_path / "links/x/1").is_symlink()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused
 

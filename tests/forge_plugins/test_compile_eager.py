@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from forge.testing import TinyGAN, TinyTask, assert_same_weights
 from forge_plugins import Compile
 from forge_plugins.compile.compile_watch import Recompile
-from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.search import furthest
 from tests.support import compile_kit
 from tests.support.compile_kit import Plain, counts, fit
@@ -93,32 +92,6 @@ def test_differences_are_relative_to_the_size_of_a_tensor(ours: Any, theirs: Any
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The small parts
-
-
-def test_results_are_copied_out_of_reused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA graphs do to their memory, done by hand."""
-    layer, memory, marks = nn.Linear(2, 1, bias=False), torch.zeros(1, 2), []
-    result = torch.zeros(())
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(memory.clone()))
-
-    def replay(value: float) -> dict[str, Tensor]:
-        memory.fill_(value)
-        result.fill_(value)
-        if layer.weight.grad is None:
-            layer.weight.grad = memory
-        else:
-            layer.weight.grad.add_(memory)
-        return {"loss": result}
-
-    call = Generations(replay, layer)
-    kept = [call(1.0)["loss"], call(2.0)["loss"]]
-    mine = layer.weight.grad
-    assert mine is not None
-    kept.append(call(4.0)["loss"])
-    assert [float(value) for value in kept] == [1.0, 2.0, 4.0]
-    assert layer.weight.grad is mine  # copied once in a window
-    assert mine.tolist() == [[7.0, 7.0]]
-    assert len(marks) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 import forge
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, tiny_batches
 from forge_plugins import Compile
 from forge_plugins.compile import compile_watch
 from forge_plugins.compile.compiler import SOURCE
 from tests.support import compile_kit
-from tests.support.compile_kit import EVEN, Breaks, Chain, Plain, counts, fit
+from tests.support.compile_kit import EVEN, Breaks, Plain, counts, fit
 
 nothing_of_the_last_test = compile_kit.nothing_of_the_last_test
 every_line = compile_kit.every_line
@@ -111,25 +111,6 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
     plugin = Compile(backend="eager", dynamic=False)
     fit(plugin, Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
     assert "became part of the graph: keep it in a tensor" in caplog.text
-
-
-@pytest.mark.slow
-def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
-    def frozen() -> Chain:
-        task: Any = Chain(4)
-        task.net[0].weight.requires_grad_(False)
-        return task
-
-    @forge.on("step_end", mutates=True)
-    def thaw(step: forge.Step) -> None:
-        next(step.trainer.task.parameters()).requires_grad_(step.index >= 1)
-
-    plain, compiled = frozen(), frozen()
-    data = tiny_batches([8] * 4)
-    fit(None, plain, thaw, train=data, max_epochs=2)
-    result = fit(Compile(backend="aot_eager"), compiled, thaw, train=data, max_epochs=2)[1]
-    assert counts(result) == (3, 0, 0)  # frozen, thawed, validation
-    assert_same_weights(compiled, plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -169,38 +169,6 @@ def test_an_update_is_timed_without_data_and_validation(clock: Clock) -> None:
     assert ledger.report["total_share"] == pytest.approx(0.2, abs=0.001)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_plugins_work_in_validation_is_spread_over_updates(clock: Clock, order: int) -> None:
-    ledger, spender = Ledger(), Spender(clock, evaluate=(40, 40), forward=(10, 0))
-    fit(
-        slow(clock),
-        make_batches(5),
-        make_batches(2),
-        plugins=[ledger, spender][::order],
-        validate_every="4 updates",
-    )
-    report = ledger.report
-    assert report is not None
-    assert row(report, "spender", "evaluate", True)["us_per_update"] == pytest.approx(80 / 4, abs=0.05)
-    assert row(report, "spender", "forward", True)["us_per_update"] == pytest.approx(20 / 4, abs=0.05)
-    assert row(report, "spender", "forward")["us_per_update"] == pytest.approx(10, abs=0.05)
-    assert report["update_us"] == pytest.approx(1000 + 10 + 20 + 5, abs=1)
-    assert report["validation_us"] == pytest.approx(600 / 4, abs=1)
-
-
-def test_checkpoints_on_the_way_are_spread_over_the_updates(clock: Clock, tmp_path: Path) -> None:
-    class Saver(Spender):
-        @forge.hookimpl
-        def forge_boundary(self, trainer: forge.Trainer) -> None:
-            if trainer.progress.update == 3:
-                trainer.request_checkpoint("now")
-
-    report = measured(Saver(clock, save=800), updates=6, run_dir=tmp_path)
-    saved = row(report, "spender", "save")
-    assert saved["us_per_update"] == pytest.approx(800 / 5, abs=0.1)
-    assert saved["share"] <= 1
-
-
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 

@@ -198,19 +198,6 @@ class TestActivations:
         found = watched(made(Conv), train).of(1)
         assert found[f"activation/net.{len(behind)}/dead"] == 3 / 4
 
-    def test_saturation_is_looked_at_where_a_module_has_a_range(self) -> None:
-        class Range(Classifier):
-            def __init__(self) -> None:
-                super().__init__()
-                self.act = nn.Tanh()
-
-            def training_step(self, batch: Any) -> Any:
-                return self.act(torch.tensor([[-9.0, 0.0, 9.0, 9.0]])).sum() + self.net(batch[0]).sum()
-
-        found = watched(made(Range), make_batches(1)).of(1)
-        assert found["activation/act/saturated"] == 3 / 4
-        assert "activation/net.1/saturated" not in found
-
 
 def test_a_histogram_is_that_of_the_tensor() -> None:
     task = made()

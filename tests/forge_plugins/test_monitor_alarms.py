@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge_plugins import Checkpoint, Monitor
-from forge_plugins.monitor.alarms import Judge
-from forge_plugins.monitor.gradients import Readings
+from forge_plugins import Monitor
 from tests.support.monitor_kit import Net, Recurrent, mlp, quiet, vectors, words
 from tests.support.tasks import fit
 
@@ -189,22 +186,6 @@ class TestAlarms:
         (text,) = alarms(caplog)
         assert text.startswith("monitor: after update 15: no gradient reached net.extra.weight, net.extra.bias.")
 
-    def test_a_layer_that_is_left_out_at_times_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
-        class LayerDrop(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net, self.blocks = mlp(nn.ReLU), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-                self.calls = 0
-
-            def forward(self, x: Tensor) -> Tensor:
-                self.calls += 1
-                for i, block in enumerate(self.blocks):
-                    x = x + F.relu(block(x)) if self.calls % 4 == i else x
-                return self.net(x)
-
-        look(LayerDrop())
-        assert alarms(caplog) == []
-
     @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
     def test_a_dead_layer_is_named(self, functional: bool, caplog: pytest.LogCaptureFixture) -> None:
         class Functional(nn.Module):
@@ -232,36 +213,3 @@ class TestAlarms:
         (text,) = alarms(caplog)
         assert text.startswith("monitor: after update 13: saturated units in net.1 (Tanh, ")
         assert "net.3" not in text
-
-    def test_each_is_said_again_when_ten_times_worse(self) -> None:
-        judge = Judge(Monitor().config, nn.Linear(1, 1))
-
-        def say(norm: float) -> int:
-            size, change = {"a.weight": 1.0, "b.weight": 1.0}, {"a.weight": 1e-3, "b.weight": 1e-9}
-            seen = Readings(grad_norm={"a.weight": 1.0, "b.weight": norm}, norm_before=size, change=change)
-            return sum(len(judge.say(seen, {}, 100)) for _ in range(3))
-
-        assert [say(norm) for norm in (1.0, 1e-6, 1e-6, 2e-7, 1e-7, 1e-7, 1.0, 1e-6, 0.0, 0.0)] == [
-            0,
-            1,
-            0,
-            0,
-            1,
-            0,
-            0,
-            0,
-            1,
-            0,
-        ]
-
-    @pytest.mark.slow
-    def test_a_resumed_run_does_not_say_it_again(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        for updates in (20, 40):
-            torch.manual_seed(0)
-            forge.Trainer(
-                plugins=[quiet(), Checkpoint(every="20 updates", background=False)],
-                max_updates=updates,
-                run_dir=tmp_path,
-                resume="auto",
-            ).fit(Net(mlp(nn.Sigmoid, 12), lr=1e-6), vectors())
-        assert len([text for text in alarms(caplog) if "vanishes in net.0 " in text]) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import forge
 from forge.testing import TinyGAN, fit_tiny
-from forge_plugins import Checkpoint, Guard, Monitor
+from forge_plugins import Checkpoint, Monitor
 from forge_plugins.monitor.packing import PackedCopy
 from tests.support.monitor_kit import Keep, Spy, hooks_on, made, quiet, watched
 from tests.support.tasks import fit, make_batches
@@ -118,25 +117,6 @@ def compiled(module: nn.Module) -> None:
     module._compiled_call_impl = module._call_impl
 
 
-def test_inside_of_compiled_modules_it_does_not_look_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    class Blocks(Spy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-            compiled(self.block)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.block(x))
-
-    task = Blocks()
-    keep = watched(task, make_batches(3))
-    assert "activation/net.0/mean" in keep.of(1)
-    assert not [name for name in keep.of(1) if name.startswith("activation/block")]
-    assert "grad_norm/block.0.weight" in keep.of(1)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["monitor: compiled code calls no hooks: activations and shapes inside of block are left out."]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # On an accelerator numbers arrive one update later
 
@@ -191,11 +171,3 @@ class TestLate:
         assert keep.updates == [2, 4]
         live()
         assert keep.updates == [2, 4, 6, 8]
-
-    def test_a_rewind_drops_what_was_on_its_way(self, tmp_path: Path) -> None:
-        train = make_batches(8)
-        train[5][0][0, 0] = math.nan
-        saves = Checkpoint(every="3 updates", background=False)
-        keep = watched(made(), train, saves, Guard("rewind"), monitor=quiet("6 updates"), run_dir=tmp_path)
-        assert keep.updates == []
-        assert 8 in keep.logged

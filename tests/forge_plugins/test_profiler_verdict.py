@@ -89,20 +89,6 @@ def test_operators_have_their_own_time_and_their_kernels() -> None:
     assert {each.name: each.calls for each in trace.kernels}["gemm"] == 2
 
 
-def test_an_evaluation_is_taken_out_of_everything() -> None:
-    evaluation = [
-        span("user_annotation", "ProfilerStep#8", 1000, 3000),
-        span("user_annotation", "evaluation", 1200, 2900),
-        span("cpu_op", "aten::conv", 1300, 1500, **{"External id": 9}),
-        span("kernel", "conv", 1400, 2500, tid=7, **{"External id": 9}),
-        span("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 2600, 2700, tid=7, bytes=1000),
-    ]
-    trace, without = analyse([*one_update(), *evaluation], {}), analyse(one_update(), {})
-    assert micro(trace.window) == 3000 - 1700
-    assert (trace.busy, trace.copying, trace.copied) == (without.busy, without.copying, without.copied)
-    assert "aten::conv" not in {each.name for each in trace.operators}
-
-
 def test_an_operators_work_begins_where_a_calls_own_cost_ends() -> None:
     assert micro(analyse(one_update(), {}).work) == 20 + 50 + 50  # linear, addmm, item: each less 10
 
@@ -184,30 +170,6 @@ def test_a_plugin_counts_by_what_it_provides_or_its_name() -> None:
         "compile",
         "compiled_code",
     }
-
-
-def test_nobody_is_told_to_do_what_is_done() -> None:
-    waiting, copying = on_cuda(busy=0.1, data=0.8), on_cuda(busy=0.1, copying=0.8, pageable=1.0)
-    hosting, computing = on_cuda(busy=0.1), on_cuda(busy=1.0)
-    assert "num_workers=4" in advice(waiting, workers=0, cores=16)
-    assert "num_workers=2" in advice(waiting, workers=0, cores=2)
-    assert "more than its 8 workers, up to the cores: 16" in advice(waiting, workers=8, cores=16)
-    assert "no more workers than there are cores: 4, and it has 8" in advice(waiting, workers=8, cores=4)
-    assert "workers" not in advice(waiting, workers=8, cores=8)
-    assert "workers" not in advice(waiting, workers=None)
-    assert "TensorLoader" in advice(waiting)
-    assert "-p prefetch" in advice(copying)
-    assert "pin_memory=True" in advice(copying)
-    assert "-p prefetch" not in advice(copying, provided=frozenset({"prefetch"}))
-    assert "compile.mode=reduce-overhead" in advice(hosting)
-    assert "-p compile" not in advice(hosting, provided=frozenset({"compile"}))
-    assert "fused=True" in advice(hosting)
-    assert "fused=True" not in advice(hosting, fused=True)
-    assert "-p amp" in advice(computing)
-    assert "-p amp" not in advice(computing, provided=frozenset({"autocast"}))
-    assert "channels_last" in advice(computing, convolutions=True)
-    assert "set_float32_matmul_precision" in advice(computing, full_float32=True)
-    assert "-p throughput" in advice(computing, provided=frozenset({"autocast", "compile"}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

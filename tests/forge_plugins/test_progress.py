@@ -89,23 +89,6 @@ class TestLines:
             assert f"  {name} " in first
         assert "train/loss " not in first
 
-    def test_an_epochs_line_has_the_epochs_mean(self, capsys: Any) -> None:
-        logged: list[dict[str, Any]] = []
-
-        @forge.on("log")
-        def keep(metrics: dict[str, Any]) -> None:
-            logged.append(dict(metrics))
-
-        fit(train=make_batches(25), plugins=[Progress(every="10 updates"), keep], log_every=10, max_epochs=2)
-        lines = _lines(capsys)
-        ends = [metrics for metrics in logged if "train/loss_epoch" in metrics]
-        assert [
-            f"  train/loss_epoch {metrics['train/loss_epoch']:.4f}" in line
-            for metrics, line in zip(ends, [lines[2], lines[5]], strict=True)
-        ] == [True, True]
-        assert ends[0]["train/loss"] != ends[0]["train/loss_epoch"]
-        assert ["train/loss_epoch" in line for line in lines] == [False, False, True] * 2 + [True]
-
     def test_the_first_line_says_where_what_and_how(self, capsys: Any) -> None:
         class Half(forge.Plugin):
             precision = "half"
@@ -258,50 +241,6 @@ class TestBar:
         assert "\x1b" not in terminal.getvalue()
         assert terminal.text.startswith("cpu (")
         assert "\nepoch 1/1  update 4/4" in terminal.text
-
-
-class Gone:
-    """A stderr that can be written a few times, and then no more: its reader has left, or the disk is full."""
-
-    def __init__(self, stream: Any, writes: int, error: OSError):
-        self.stream, self.left, self.error, self.tried = stream, writes, error, 0
-
-    def write(self, text: str) -> int:
-        self.tried += 1
-        if self.tried > self.left:
-            raise self.error
-        return self.stream.write(text)
-
-    def flush(self) -> None:
-        if self.tried > self.left:
-            raise self.error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("writes", [0, 1, 3])
-class TestASilentEnd:
-    """Who runs `forge fit ... 2>&1 | tee log` and ends tee has a run that goes on."""
-
-    def test_a_bar_stops_at_the_first_error_and_the_run_goes_on(
-        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, writes: int, error: OSError
-    ) -> None:
-        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
-        stderr, stdout = Gone(terminal, writes, error), Terminal()
-        printed_to: list[Any] = []
-
-        @forge.on("step_end")
-        def see(step: forge.Step) -> None:
-            printed_to.append(sys.stdout)
-
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):  # pyright: ignore[reportArgumentType]
-            result = fit(max_epochs=5, plugins=[Progress(), see])
-            assert (sys.stdout, sys.stderr) == (stdout, stderr)
-        assert result.updates == 20
-        assert stderr.tried == writes + 1
-        assert printed_to[-1] is stdout
 
 
 class TestNobodyThere:

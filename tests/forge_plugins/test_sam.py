@@ -184,33 +184,6 @@ def test_batch_norm_learns_from_the_second_pass_only_if_asked_to() -> None:
     assert int(fit_tiny([SAM()])[0].net[1].num_batches_tracked) == 10  # pyright: ignore
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_sparse_gradients_are_climbed_too(adaptive: bool) -> None:
-    class Words(forge.TaskModule):
-        def __init__(self, sparse: bool):
-            super().__init__()
-            torch.manual_seed(0)
-            self.words, self.out = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3)
-
-        def training_step(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self.out(self.words(batch[0])), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    data = [
-        (torch.tensor([0, 3, 3, 8]), torch.tensor([0, 1, 2, 0])),
-        (torch.tensor([8, 0, 1]), torch.tensor([2, 2, 1])),
-    ]
-    weights = []
-    for sparse in (False, True):
-        task = Words(sparse)
-        plugins = [SAM(0.5, adaptive=adaptive)]
-        forge.Trainer(max_epochs=2, plugins=plugins, run_dir=False, device="cpu").fit(task, data)
-        weights.append(task.words.weight.detach())
-    assert torch.allclose(*weights)
-
-
 # -- what others see --------------------------------------------------------------------------------------------------
 
 

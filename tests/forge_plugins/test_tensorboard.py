@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 import forge
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import Checkpoint, Clip, Guard, Schedule, Tensorboard
-from forge_plugins.tensorboard.events import new_file
 from tests.support.tasks import Classifier, fit, make_batches
 
 hparams_api: Any = api_pb2  # whose classes are made as it is imported
@@ -212,41 +210,6 @@ def test_a_failed_run_keeps_what_it_logged_and_closes_its_file(tmp_path: Path) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Histograms
-
-
-def histogram_of(folder: Path, histogram: forge.Histogram) -> tuple[Any, list[list[float]]]:
-    """A histogram as it was written, and as TensorBoard draws it: [left, right, count] of each bar."""
-
-    class Draws(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            assert self.trainer is not None
-            self.trainer.publish({"drawn": histogram})
-            return super().training_step(batch)
-
-    fit(Draws(), train=make_batches(1), plugins=[Tensorboard()], run_dir=folder)
-    (event,) = read(folder).Histograms("drawn")
-    ((_, drawn),) = Board(folder).shown()["drawn"]
-    return event.histogram_value, drawn
-
-
-def test_a_histogram_has_the_bins_and_sums_of_its_values(tmp_path: Path) -> None:
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    histogram = forge.Histogram.of(values, bins=32)
-    written, drawn = histogram_of(tmp_path, histogram)
-    counts, edges = torch.histogram(values, 32)
-    assert written.num == 10_000
-    assert (written.min, written.max) == pytest.approx((values.min().item(), values.max().item()), abs=1e-5)
-    assert written.sum / written.num == pytest.approx(values.mean().item(), abs=0.01)
-    assert written.sum_squares / written.num == pytest.approx(values.pow(2).mean().item(), rel=0.02)
-    assert list(written.bucket_limit) == pytest.approx(edges[1:].tolist(), abs=1e-5)
-    assert list(written.bucket) == pytest.approx(counts.tolist(), abs=2)  # an edge may be rounded over a value
-    assert [bar[2] for bar in drawn] == list(written.bucket)
-    assert [bar[0] for bar in drawn] == pytest.approx(edges[:-1].tolist(), abs=1e-5)
-    assert [bar[1] for bar in drawn] == pytest.approx(edges[1:].tolist(), abs=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # A run that was cut off
 
 
@@ -372,17 +335,6 @@ def test_a_rewind_takes_back_what_was_drawn_since(tmp_path: Path) -> None:
     assert [step for step, _ in shown["weights"]] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in shown["card"]] == [0]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-
-
-def test_a_new_file_sorts_last_even_within_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1_000_000_000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    other = tmp_path / f"events.out.tfevents.{int(now[0]):010d}.zzz.1.0"  # of another machine
-    other.touch()
-    new_file(tmp_path, 1, 10).close()
-    assert len(list(tmp_path.iterdir())) == 2
-    assert max(tmp_path.iterdir()) != other
 
 
 class Fails(Classifier):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from werkzeug.test import Client
 
 import forge
 from forge.errors import TaskError
-from forge_plugins import JSONL, Checkpoint, Progress, Tensorboard
-from forge_plugins.board.pages import Projector
-from forge_plugins.tensorboard import projector
+from forge_plugins import JSONL, Progress, Tensorboard
 from tests.support.tasks import Classifier, fit, make_batches
 
 
@@ -89,31 +86,6 @@ def test_other_sinks_pass_over_it_and_the_text_page_links_it(tmp_path: Path) -> 
     events.Reload()
     (event,) = events.Tensors("val/hidden")
     assert b"6 points of 8 dimensions" in event.tensor_proto.string_val[0]
-
-
-def test_a_resumed_run_keeps_points_and_a_fresh_one_does_not(tmp_path: Path) -> None:
-    saves = Checkpoint(every="2 updates", background=False)
-    options: dict[str, Any] = {"run_dir": tmp_path, "max_epochs": None}
-    fit(Publishes(forge.Embedding(points())), plugins=[Tensorboard(), saves], max_updates=2, **options)
-    fit(plugins=[Tensorboard(), saves], max_updates=4, resume="auto", allow_inexact=True, **options)
-    assert Page(tmp_path).names() == ["drawn"]
-    shutil.rmtree(tmp_path / "checkpoints")
-    fit(plugins=[Tensorboard()], max_updates=2, **options)
-    assert Page(tmp_path).names() == []
-    assert not (tmp_path / "tensorboard" / "projector").exists()
-
-
-def test_forge_board_shows_points_that_came_after_it_was_started(tmp_path: Path) -> None:
-    log = tmp_path / "tensorboard"
-    log.mkdir()
-    (log / "events.out.tfevents.1.x").touch()
-    once, live = Page(tmp_path), Page(tmp_path, Projector)
-    assert once.names() == live.names() == []
-    projector.write(log, "late", forge.Embedding(points(1)))
-    assert once.names() == []  # TensorBoard's own, for which forge board has another
-    torch.testing.assert_close(live.vectors("late"), points(1), atol=0, rtol=1e-5)
-    projector.write(log, "late", forge.Embedding(points(2)))
-    torch.testing.assert_close(live.vectors("late"), points(2), atol=0, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

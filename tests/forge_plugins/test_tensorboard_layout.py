@@ -17,7 +17,7 @@ from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalar
 
 import forge
 from forge.errors import StackError
-from forge_plugins import Checkpoint, Clip, Ledger, Monitor, Tensorboard, Throughput
+from forge_plugins import Tensorboard
 from tests.support.tasks import Classifier, fit, make_batches
 
 Shown = dict[str, dict[str, list[str]]]
@@ -67,25 +67,6 @@ def test_a_metric_of_one_stage_alone_has_no_such_chart(tmp_path: Path) -> None:
     assert "training and validation" not in drawn(tmp_path)
 
 
-def test_rate_gradients_throughput_and_ledger_have_sections(tmp_path: Path) -> None:
-    plugins = [Ledger(), Clip(), Throughput(), Monitor("2 updates"), Tensorboard()]
-    fit(train=make_batches(6), plugins=plugins, run_dir=tmp_path, log_every=2)
-    shown = drawn(tmp_path)
-    assert list(shown) == ["learning rate", "gradient norm", "plugin ledger", "size of an update", "throughput"]
-    assert shown["learning rate"] == {"learning rate": ["lr"]}
-    assert shown["gradient norm"] == {
-        "before and after clipping": ["grad_norm/before", "grad_norm/after"],
-        "of all parameters": ["monitor/grad_norm"],
-    }
-    assert "ledger/clip" in shown["plugin ledger"]["each plugin, in µs per update"]
-    assert "ledger/total_share" not in shown["plugin ledger"]["each plugin, in µs per update"]
-    assert shown["plugin ledger"]["all plugins, as a share of an update"] == ["ledger/total_share"]
-    assert shown["throughput"]["samples per second"] == ["throughput/samples_per_s"]
-    assert len(shown["throughput"]["step time, in ms"]) == 3
-    assert "throughput/peak_gb" in shown["throughput"]["memory, in GB"]
-    assert "tokens or items per second" not in shown["throughput"]  # none was logged
-
-
 def test_a_plugin_of_a_third_party_declares_charts_of_its_own(tmp_path: Path) -> None:
     class Noise(forge.Plugin):
         """Log a number."""
@@ -113,18 +94,3 @@ def test_a_chart_that_cannot_be_drawn_is_refused_before_the_run(charts: dict[str
     Noise.charts = charts
     with pytest.raises(StackError, match=said):
         fit(plugins=[Noise()])
-
-
-def test_a_resumed_run_has_the_whole_layout_at_once(tmp_path: Path) -> None:
-    saves = Checkpoint(every="3 updates", background=False)
-    options: dict[str, Any] = {"run_dir": tmp_path, "log_every": 1, "max_epochs": None}
-
-    def live(updates: int, **more: Any) -> None:
-        plugins = [Tensorboard(), saves]
-        fit(train=make_batches(8), val=make_batches(1), plugins=plugins, max_updates=updates, **options, **more)
-
-    live(3, validate_every="3 updates")
-    before = page(tmp_path)
-    assert "training and validation" in before
-    live(5, validate_every="100 updates", resume="auto")
-    assert page(tmp_path) == before

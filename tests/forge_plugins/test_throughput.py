@@ -13,12 +13,11 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.testing import TinyGAN, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Throughput
 from forge_plugins.common.clock import StepClock, TimedStep
 from forge_plugins.throughput.memory_use import Saved
 from tests.support import throughput_kit
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, make_batches
 from tests.support.throughput_kit import MLP, Clock, logged
 
 clock = throughput_kit.clock
@@ -93,31 +92,6 @@ def test_a_window_is_one_step_with_all_of_its_samples(clock: Clock) -> None:
     assert logs[4]["throughput/step_ms_p50"] == pytest.approx(30)
 
 
-def test_two_optimizers_make_one_step(clock: Clock) -> None:
-    class SlowGAN(TinyGAN):
-        def training_step(self, batch: Any, name: str) -> Any:
-            clock.spend(10)
-            return super().training_step(batch, name)
-
-    logs = logged(SlowGAN(), train=tiny_batches((8,) * 5))
-    assert logs[5]["throughput/samples_per_s"] == pytest.approx(8 / 0.020)
-
-
-def test_windows_left_out_by_a_rewind_are_no_steps(clock: Clock, tmp_path: Path) -> None:
-    from forge_plugins import Checkpoint
-
-    class GoBack(forge.Plugin):
-        @forge.hookimpl
-        def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
-            clock.spend(1000)
-            if step.index == 4 and not trainer.skipped_windows:
-                trainer.request_rewind("for a test", leave_out=[4])
-
-    stack = [Checkpoint(every="2 updates", background=False), GoBack()]
-    logs = logged(Slow(clock), *stack, train=make_batches(8, size=4), run_dir=tmp_path)
-    assert logs[8]["throughput/samples_per_s"] == pytest.approx(400)
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,26 +131,6 @@ def test_what_backward_keeps_is_counted_once_and_counted_out() -> None:
         del loss, out
         net(x).sum().backward()
     assert saved.peak == 4 * 3 * (4 + 8 + 2)
-
-
-def test_a_task_that_uses_torch_func_runs_as_it_does_alone() -> None:
-    """torch.func refuses to run while saved tensors are looked at."""
-
-    class Penalised(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            slope = torch.func.grad(lambda x: self(x).sum())(batch[0])
-            return super().training_step(batch)["loss"] + slope.square().mean()
-
-    def trained(*plugins: forge.Plugin) -> Penalised:
-        torch.manual_seed(0)
-        task = Penalised()
-        fit(task, plugins=list(plugins))
-        return task
-
-    disable = torch.autograd.graph.disable_saved_tensors_hooks
-    assert_same_weights(trained(Throughput()), trained())
-    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
-    assert "throughput/activations_gb" not in logged(Penalised())[4]
 
 
 def test_the_table_of_memory_is_published_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -271,17 +225,3 @@ def stepped(clock: Clock, *, host: float, device: float, wait: float = 0.0, paus
 def test_a_step_takes_as_long_as_the_slower_of_host_and_device(clock: Clock) -> None:
     assert stepped(clock, host=2, device=10) == [10] * 4
     assert stepped(clock, host=10, device=2) == [10] * 4
-
-
-def test_unfinished_steps_of_the_device_are_told_of_later(clock: Clock) -> None:
-    queue = Device(clock)
-    steps = StepClock(queue.event)
-    for _ in range(3):
-        steps.begin(0.0)
-        queue.launch(10)
-        steps.end(TimedStep(0.0, 1), counts=True)
-    assert steps.take() == []
-    clock.spend(25)
-    assert len(steps.take()) == 2
-    clock.spend(25)
-    assert len(steps.take()) == 1

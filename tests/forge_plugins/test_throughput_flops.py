@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import forge
-from forge.testing import assert_same_weights
-from forge_plugins import Accumulate, Throughput
+from forge_plugins import Accumulate
 from forge_plugins.throughput.flops import Counting
 from forge_plugins.throughput.peaks import as_computed, peak_of
 from tests.support import throughput_kit
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, make_batches
 from tests.support.throughput_kit import MLP, Clock, logged, tokens
 
 clock = throughput_kit.clock
@@ -117,33 +116,6 @@ def test_the_type_of_number_is_that_of_the_products() -> None:
     assert counting.count.dtype == "bf16"
 
 
-def test_attention_is_counted_or_said_not_to_be() -> None:
-    """torch 2.10 has a formula for CUDA's kernels only."""
-    q, k, v = torch.ones(3, 2, 4, 16, 8)
-    with Counting() as counting:
-        F.scaled_dot_product_attention(q, k, v)
-    expected = 2 * (2 * 2 * 4 * 16 * 16 * 8)
-    named = counting.count.unknown == {"aten._scaled_dot_product_flash_attention_for_cpu": 1}
-    assert counting.count.total == expected or named
-
-
-def test_operations_without_a_formula_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    @torch.library.custom_op("forge_test::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    twice.register_autograd(lambda ctx, gradient: gradient * 2)
-
-    class Custom(MLP):
-        def training_step(self, batch: Any) -> Any:
-            return twice(super().training_step(batch))
-
-    logged(Custom(6, 3), train=[torch.ones(5, 6)] * 4)
-    assert "Not counted, because they have no formula: forge_test.twice." in caplog.text
-
-
 def test_the_peak_and_the_formula_are_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     logs = logged(train=make_batches(6), given={"peak": 2.0})
@@ -221,20 +193,3 @@ def test_compiled_code_is_counted_on_a_copy_without_numbers(clock: Clock) -> Non
     log = logged(Timed(), train=[torch.ones(5, 6)] * 5)[5]
     assert flops_per_second(log) == pytest.approx(mlp_flops(5, 6, 20, 3) / 0.010)
     assert "throughput/activations_gb" not in log
-
-
-@pytest.mark.slow
-def test_compiled_code_stays_compiled_and_gives_the_same_bits() -> None:
-    from torch._dynamo.utils import counters
-
-    def trained(*plugins: forge.Plugin) -> tuple[Compiled, int]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        task, before = Compiled(), counters["stats"]["unique_graphs"]
-        batches = [torch.randn(5, 6, generator=torch.Generator().manual_seed(i)) for i in range(6)]
-        fit(task, batches, plugins=[*plugins, Accumulate(2)], seed=3)
-        return task, counters["stats"]["unique_graphs"] - before
-
-    (watched, graphs), (alone, expected) = trained(Throughput()), trained()
-    assert graphs == expected > 0
-    assert_same_weights(watched, alone)

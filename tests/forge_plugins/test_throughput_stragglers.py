@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 import forge
 from forge.env import Env
 from forge.testing import TinyTask, tiny_batches
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Accumulate, Throughput
-from forge_plugins.common.clock import StepClock, TimedStep, Totals
+from forge_plugins.common.clock import Totals
 from forge_plugins.throughput import RATES
-from forge_plugins.throughput.stragglers import LASTING, SLOW, LastGradient, Pace, Stragglers
+from forge_plugins.throughput.stragglers import LASTING, SLOW, Pace, Stragglers
 from tests.support import throughput_kit
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -218,37 +217,3 @@ def test_the_metrics_are_against_the_slowest_and_the_median() -> None:
     )
     (metrics,) = judged(paced(*[0.1] * 99, 0.6))[1]
     assert metrics == pytest.approx({"slowest_rank": 99, "straggler_share": 0.5})
-
-
-def test_own_time_ends_with_the_last_sign_of_a_step(clock: Clock) -> None:
-    steps = StepClock()
-    for signs in ((5, 3), ()):
-        clock.spend(2)
-        steps.begin(0.002)
-        steps.computes()
-        for ms in signs:
-            clock.spend(ms)
-            steps.ready()
-        clock.spend(10)
-        steps.end(TimedStep(0.002, 1), counts=True)
-    first, second = steps.take()
-    assert (first.before, first.own) == pytest.approx((0.002, 0.010))
-    assert (second.before, second.own) == (pytest.approx(0.002), None)
-    assert second.seconds == pytest.approx(0.012)
-
-
-def test_the_last_gradient_is_learned_and_one_hook_stays() -> None:
-    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    signs: list[int] = []
-    last = LastGradient(list(net.parameters()), lambda: signs.append(1))
-    last.learn()
-    net(torch.ones(1, 2)).sum().backward()
-    assert len(signs) == 6
-    last.settle()
-    hooked = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
-    assert len(hooked) == 1
-    assert hooked[0].startswith("0.")
-    net(torch.ones(1, 2)).sum().backward()
-    assert len(signs) == 7
-    last.remove()
-    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())

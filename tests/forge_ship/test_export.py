@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -426,41 +425,3 @@ def test_of_what_a_card_names_only_libraries_for_torch_are_imported(
     monkeypatch.delitem(sys.modules, "antigravity", raising=False)
     import_libraries(["lying_about", "antigravity", "os.path", ""])
     assert not {"lying_about", "antigravity"} & sys.modules.keys()
-
-
-class Detector(forge.TaskModule):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: list[Tensor]) -> Any:
-        return self.model(images)
-
-    def validation_step(self, batch: Any) -> Any:
-        return {"score": self(batch)[0]["scores"].sum()}
-
-
-DETECTORS = {
-    "ssdlite320_mobilenet_v3_large": {},
-    "fasterrcnn_mobilenet_v3_large_320_fpn": {"min_size": 64, "max_size": 64, "rpn_post_nms_top_n_test": 20},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DETECTORS)
-def test_a_detection_model_is_exported_with_its_operators(name: str, tmp_path: Path) -> None:
-    detection = pytest.importorskip("torchvision.models.detection")
-    torch.manual_seed(0)
-    make, options = getattr(detection, name), DETECTORS[name]
-    task = Detector(make(weights=None, weights_backbone=None, num_classes=3, **options)).eval()
-    data = [[torch.rand(3, 64, 64), torch.rand(3, 64, 64)] for _ in range(2)]
-    made = forge.export(task, to="torchscript", out=tmp_path, data=data)
-    assert made.card["libraries"] == ["torchvision"]
-    assert "torchvision" in made.card["versions"]
-    assert [sorted(each) for each in made.card["returns"]] == [["boxes", "labels", "scores"]] * 2
-    script = (
-        "import sys, torch; from forge_ship.open_engine import open_engine; assert 'torchvision' not in sys.modules; "
-        "print(*open_engine(sys.argv[1])({f'images_{n}': torch.zeros(3, 64, 64) for n in (0, 1)}))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(made.path)], capture_output=True, text=True, check=False)
-    assert "output_0_boxes" in done.stdout, done.stderr

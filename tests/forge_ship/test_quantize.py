@@ -164,18 +164,6 @@ def test_an_onnx_file_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_
     assert stored < 0.36 * weight_bytes(Net())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CPU)
-def test_native_code_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
-
-    program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
-    package = aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    model = aoti_load_package(package)
-    near = 1e-4 if kind.endswith("weights") else 0.05  # an input may be rounded to the next integer
-    assert all(difference(made[kind], model, batch) < near for batch in BATCHES)
-
-
 # -- ranges that qat has learnt ---------------------------------------------------------------------------------------
 
 

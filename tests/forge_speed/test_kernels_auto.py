@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from forge import registry
 from forge.errors import StackError
 from forge.testing import assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import DDP, Checkpoint, Compile, Remat
+from forge_plugins import DDP, Checkpoint, Remat
 from forge_speed.kernels import Kernels
 from forge_speed.kernels.judgement import StepTrial
 from tests.support import kernels_plugin_kit
-from tests.support.kernels_plugin_kit import FOUR, Clock, measure_steps, ran
+from tests.support.kernels_plugin_kit import Clock, measure_steps, ran
 from tests.support.lasting_ranks import ranks
 from tests.support.toy_kernels import CALLS, entries
 
@@ -98,35 +96,6 @@ def test_looking_and_measuring_leave_no_trace_in_the_run(install: Any, clock: ty
     ours, _ = fit_tiny([Kernels()])
     assert clock.measured == 1
     assert_same_weights(ours, fit_tiny([])[0])
-
-
-@pytest.mark.slow
-def test_auto_tries_only_what_a_compiler_would_not_fuse(
-    install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The graphs of its trials are kept out of the count."""
-    install("toy", "toy_opaque")
-    torch._dynamo.reset()
-    caplog.set_level(logging.INFO, "forge")
-    _, result = fit_tiny([Compile(backend="aot_eager", fullgraph=True), Kernels()], **FOUR)
-    assert clock.measured == 1
-    assert result.metrics["compile/graphs"] == 1
-    assert result.metrics["compile/recompiles"] == 0
-    assert ran()[-4:] == ["toy_opaque"] * 4
-    assert "toy" not in ran()
-
-
-def test_each_optimizers_first_batch_is_looked_at(install: Any, clock: type[Clock]) -> None:
-    install("toy")
-    from forge.testing import TinyGAN
-
-    class Both(TinyGAN):
-        def training_step(self, batch: Any, name: str) -> Any:
-            F.relu(batch[0][:, : 3 if name == "discriminator" else 2])
-            return super().training_step(batch, name)
-
-    fit_tiny([Kernels()], task=Both(), max_updates=1)
-    assert clock.measured == 2
 
 
 def test_auto_sees_through_blocks_that_are_computed_again(install: Any, clock: type[Clock]) -> None:

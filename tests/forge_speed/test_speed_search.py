@@ -181,20 +181,6 @@ def test_noise_raises_the_bar() -> None:
     assert why_not(report) == {"a": "no gain", "b": "no gain"}
 
 
-def test_levers_are_compared_with_the_start_beside_them_in_time() -> None:
-    fake = Fake({"a": 0.8, "b": 1.02})
-    fake.override = lambda names: None
-    plain = fake.__call__
-
-    def drifting(chosen: Sequence[Lever]) -> StepReading:
-        reading = plain(chosen)
-        return StepReading(reading.ms * 1.05 ** len(fake.calls), reading.memory, 0.0, True)
-
-    report = SpeedSearch(drifting, [lever("b"), lever("a")], clock=lambda: 0.0).run()
-    assert names(report) == ["a"]
-    assert report.speedup == pytest.approx(1.25, rel=0.06)
-
-
 # -- which levers apply -----------------------------------------------------------------------------------------------
 
 EVERYTHING = (

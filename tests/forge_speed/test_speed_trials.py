@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import forge
 from forge.data import TensorLoader
@@ -21,7 +20,6 @@ from forge_plugins import Clip
 from forge_speed.speed import StepTrials
 from forge_speed.speed_plot import bars_of
 from forge_speed.speed_search import LeverFailed
-from forge_speed.step_facts import repeated_classes
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
 
 
@@ -99,19 +97,6 @@ def test_facts_are_learned_from_the_first_trial() -> None:
     assert facts.float32
 
 
-def test_repeated_blocks_are_found_by_their_class() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x: Any) -> Any:
-            return self.layer(x)
-
-    assert repeated_classes(nn.ModuleList([Block(), Block(), nn.Linear(2, 2)])) == ("Block",)
-    assert repeated_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
-
-
 @pytest.mark.slow
 def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
     told: list[str] = []
@@ -141,21 +126,6 @@ def test_a_trial_that_takes_too_long_is_stopped() -> None:
         stuck()
     with time_limit(60):
         pass
-
-
-def test_a_share_of_the_batch_is_trained_as_one_of_several_ranks() -> None:
-    sizes: list[int] = []
-
-    class Counts(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            sizes.append(len(batch[0]))
-            return super().training_step(batch)
-
-    whole = trials(Counts, tiny_batches())
-    full, sizes[:] = sizes[0], []
-    assert whole.facts.device == "cpu"
-    trials(Counts, tiny_batches(), share=2)
-    assert sizes[0] == full // 2
 
 
 def test_the_picture_has_a_bar_for_every_reading(tmp_path: Path) -> None:

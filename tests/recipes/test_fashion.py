@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import forge
 from forge.config import load_recipe
 from forge.data import Splits, TensorLoader
-from forge_recipes.fashion_cnn import FashionCNN, moved
+from forge_recipes.fashion_cnn import moved
 from forge_recipes.fashion_mlp import FashionMLP
 from forge_recipes.fashion_mnist import MEAN, STD, fashion_mnist, read_idx
 from tests.support.profiles import some
@@ -210,25 +210,6 @@ def test_the_recipe_learns_and_draws_what_there_is_to_see(name: str, small_data:
 # -- augmentation -----------------------------------------------------------------------------------------------------
 
 
-def test_images_are_shifted_and_flipped_with_a_border() -> None:
-    images = torch.rand(400, 1, 6, 5)
-    background = -MEAN / STD
-    padded = F.pad(images, (2, 2, 2, 2), value=background)
-    ways = {
-        (flip, top, left): padded[:, :, top : top + 6, left : left + 5].flip(3)
-        if flip
-        else padded[:, :, top : top + 6, left : left + 5]
-        for flip in (False, True)
-        for top in range(5)
-        for left in range(5)
-    }
-    out = moved(images, shift=2, flip=True)
-    hits = torch.stack([(out == way).flatten(1).all(1) for way in ways.values()])
-    assert (hits.sum(0) == 1).all()  # every image is one of the 50, and only one
-    assert (hits.sum(1) > 0).all()  # and in 400 each of them comes up
-    assert torch.equal(moved(images, shift=0, flip=False), images)
-
-
 def test_augmentation_draws_from_the_torch_generator_alone() -> None:
     images = torch.rand(8, 1, 28, 28)
     torch.manual_seed(1)
@@ -236,21 +217,3 @@ def test_augmentation_draws_from_the_torch_generator_alone() -> None:
     torch.manual_seed(1)
     assert torch.equal(first, moved(images, 2, True))
     assert not torch.equal(first, moved(images, 2, True))
-
-
-def test_one_cycle_leaves_momentum_alone_for_a_graph(small_data: Path) -> None:
-    rates, betas = [], set()
-
-    @forge.on("step_end")
-    def note(step: forge.Step) -> None:
-        group = step.trainer.optimizers[None].param_groups[0]
-        rates.append(group["lr"])
-        betas.add(group["betas"])
-
-    task = FashionCNN(**TINY, lr=0.01, warmup=0.4)
-    trainer = forge.Trainer(max_updates=10, seed=1, plugins=[note], run_dir=False, device="cpu")
-    trainer.fit(task, loader(fashion_mnist(batch_size=16).train))
-    assert betas == {(0.9, 0.999)}
-    assert rates.index(max(rates)) == 3
-    assert max(rates) == pytest.approx(0.01)
-    assert rates[-1] < 1e-6 < rates[0]

@@ -63,32 +63,6 @@ def test_without_a_network_weights_are_random_and_it_says_so(
 
 
 @pytest.mark.slow
-def test_grey_images_become_photographs_as_in_torchvision() -> None:
-    from torchvision.transforms import v2
-
-    images = torch.rand(2, 8, 8)
-    steps = [
-        v2.Resize((32, 32), antialias=False),
-        v2.Grayscale(3),
-        v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-    ]
-    made = Finetune(weights=False).as_photographs(images)
-    torch.testing.assert_close(made, v2.Compose(steps)(images.unsqueeze(1)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_each_part_learns_at_a_share_of_the_rate_above() -> None:
-    task = Finetune(weights=False, lr=0.1, decay=0.5)
-    groups = task.configure_optimizers().param_groups
-    assert [group["lr"] for group in groups] == [0.1 * 0.5**below for below in range(len(PARTS) + 1)]
-    assert [group["name"] for group in groups] == ["head", *reversed(PARTS)]
-    owned = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(owned) == sorted(id(parameter) for parameter in task.parameters())
-    top = {id(p) for p in task.backbone.get_submodule("layer4").parameters()}
-    assert {id(p) for p in groups[1]["params"]} == top
-
-
-@pytest.mark.slow
 def test_the_recipe_trains_the_head_then_the_top_then_everything() -> None:
     freeze = ["freeze.thaw={backbone.layer4: 2 updates, backbone: 4 updates}"]
     recipe = load_recipe("finetune", ["task.weights=false", "data.batch_size=4", "trainer.seed=1", *freeze])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import forge
 from forge.env import Env
 from forge.metrics import drawing
 from forge_recipes.looks import Looks
@@ -41,17 +40,6 @@ def test_the_mistakes_are_those_it_was_surest_of() -> None:
     captions = [f"{NAMES[int(labels[i])]}\nnot {NAMES[int(said[i])]}" for i in wrong]
     expected = drawing.grid(images[wrong], captions)
     assert torch.equal(looks.finish(Env("cpu"))["mistakes"].data, expected.data)
-
-
-def test_points_are_of_the_first_samples_with_names() -> None:
-    looks = Looks(NAMES, mean=0.5, std=0.25, points=7)
-    images, labels, _, hidden = evaluated(looks)
-    points = looks.finish(Env("cpu"))["embedding"]
-    assert isinstance(points, forge.Embedding)
-    assert torch.equal(points.vectors, hidden[:7])
-    assert list(points.labels) == [NAMES[i] for i in labels[:7].tolist()]
-    assert points.images is not None
-    torch.testing.assert_close(points.images, images[:7] * 0.25 + 0.5)
 
 
 def test_without_pillow_there_are_points_but_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:

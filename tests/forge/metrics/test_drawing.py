@@ -48,29 +48,6 @@ def test_a_png_holds_the_pixels(shape: tuple[int, ...], kind: torch.dtype) -> No
     assert (found.int() - expected.int()).abs().max() <= least
 
 
-def test_captions_are_written_below_their_images_and_make_room() -> None:
-    plain, told = (
-        drawing.grid(squares(2)),
-        drawing.grid(squares(2), ["a short one", "one that is much longer\nof two"]),
-    )
-    assert told.data.size(1) > plain.data.size(1)
-    assert told.data.size(2) > plain.data.size(2)
-    below = told.data[:, drawing.GAP + 64 :]
-    half = told.data.size(2) // 2
-    assert (below[:, :, :half] < 128).any()
-    assert (below[:, :, half:] < 128).any()
-
-
-def test_a_confusion_matrix_is_darker_for_larger_shares() -> None:
-    counts = torch.tensor([[90, 10, 0], [0, 50, 50], [0, 0, 0]])
-    drawn = drawing.confusion(counts, ["one", "two", "three"]).data.float().mean(0)
-    corner = drawn.size(0) - 3 * drawing.CELL - drawing.GAP
-    corners = [[corner + i * drawing.CELL + 2, corner + j * drawing.CELL + 2] for i in range(3) for j in range(3)]
-    shade = torch.tensor([drawn[i, j] for i, j in corners]).view(3, 3)
-    assert shade[0, 0] < shade[1, 1] == shade[1, 2] < shade[0, 1] < 255
-    assert shade[0, 2] == shade[2, 0] == shade[2, 2] == 255
-
-
 def test_a_confusion_matrix_has_its_names_and_numbers() -> None:
     empty = drawing.confusion(torch.zeros(2, 2), ["a", "b"]).data
     counted = drawing.confusion(torch.tensor([[0, 0], [0, 7]]), ["a", "b"]).data
