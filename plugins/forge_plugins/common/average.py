@@ -273,7 +273,7 @@ class Averaging(forge.Plugin):
             self._average, self._names = Average(trainer.task, self.averages_buffers()), {}
             missing = any(parameter.is_meta for parameter in trainer.task.parameters())
             self._average.scattered = bool(trainer.env.all_max([missing])[0])
-            if isinstance(trainer.model, FSDPModule) and not trainer.mesh_axes:
+            if isinstance(trainer.model, FSDPModule) and trainer.env.data_world == trainer.env.world:
                 self._average.sharded = dict(trainer.task.named_parameters())
                 self._average.device = trainer.env.device
                 self._average.dtype = trainer.model._get_fsdp_state()._mp_policy.param_dtype
