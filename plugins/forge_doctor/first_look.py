@@ -68,8 +68,6 @@ STEP_AGAIN = (
         influence.inputs,
         reading.leads,
         reading.errors,
-        losses.reduction,
-        start.activations,
     ),
     *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
 )
@@ -81,7 +79,7 @@ VALIDATION_AGAIN = (
 SECONDS = 1.0
 """Of the processor, that experiments of the first update, and of the first validation, may take."""
 FIRST_UPDATES = (
-    *(start.equal_rows, motion.rates, motion.losses),
+    *(start.equal_rows, start.activations, losses.reduction, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.splits),
     *(class_labels.labels, serving.noise, motion.gradients),
     *(values.unseen, values.giveaway),

@@ -65,14 +65,14 @@ def activations(patient: Patient) -> Iterator[Finding]:
         ends = torch.cat([_ends(kind, output) for output in outputs])
         share = float(ends.float().mean())
         if share > 0.8:
-            text = f"{share:.0%} of the outputs of {kind} are at its ends, before training begins."
+            text = f"{share:.0%} of the outputs of {kind} are at its ends, at the start."
             yield Finding("saturated", text, line, {"share": share})
             return
     units = torch.cat(dead) if dead else torch.zeros(0)
     if units.numel() >= 4 and float(units.mean()) > 0.5:
         text = (
             f"{float(units.mean()):.0%} of {units.numel()} units behind ReLUs are 0 for every input of {len(rounds)} "
-            "batches, before training begins."
+            "batches, at the start."
         )
         yield Finding("dead_units", text, first_line, {"share": float(units.mean()), "units": units.numel()})
 
