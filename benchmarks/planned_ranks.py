@@ -239,8 +239,8 @@ def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> UpdateClock:
     return watch
 
 
-def peak_of_rank(rank: int, strategy: str) -> float:
-    return _peak(strategy, cuda=False)
+def peaks_of_rank(rank: int, strategy: str) -> tuple[float, float]:
+    return _peaks(strategy)
 
 
 def _peak(strategy: str, cuda: bool) -> float:
@@ -251,11 +251,15 @@ def _peak(strategy: str, cuda: bool) -> float:
         torch.cuda.reset_peak_memory_stats()
         _trained(strategy, cuda, FEW)
         return torch.cuda.max_memory_allocated() - before
+    return _peaks(strategy)[1]
+
+
+def _peaks(strategy: str) -> tuple[float, float]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        _trained(strategy, cuda, FEW)
-    return held_at_most(recorded, _addresses())
+        _trained(strategy, False, FEW)
+    return held_between(recorded, _addresses())
 
 
 def _addresses() -> set[int]:
@@ -267,20 +271,22 @@ def _addresses() -> set[int]:
     return {each.untyped_storage().data_ptr() for each in plain if not each.is_meta}
 
 
-def held_at_most(recorded: Any, alive: set[int]) -> float:
-    """Return the peak of the recorded allocations, but for those that nobody released and that are not alive: torch's
-    profiler does not see what another thread releases, so that a buffer whose last user was gloo would count for ever,
-    and the more of them there were, the busier the machine was."""
+def held_between(recorded: Any, alive: set[int]) -> tuple[float, float]:
+    """Return two peaks of the recorded allocations: without those whose release was not seen and that are not alive,
+    and with them, as if they were held for ever. torch's profiler does not see what another thread releases, as gloo's
+    do with buffers whose last users they are: the more often, the busier the machine is."""
     held: dict[int, tuple[int, int]] = {}
-    changes: list[tuple[int, int]] = []
+    known: list[tuple[int, int]] = []
+    every: list[tuple[int, int]] = []
     for time_ns, address, size in sorted(_allocations(recorded)):
+        every.append((time_ns, size))
         if size > 0:
             held[address] = time_ns, size
         elif address in held:
-            began, size = held.pop(address)
-            changes += [(began, size), (time_ns, -size)]
-    changes += [change for address, change in held.items() if address in alive]
-    return max(itertools.accumulate((size for _, size in sorted(changes))), default=0)
+            known += [held.pop(address), (time_ns, size)]
+    known += [change for address, change in held.items() if address in alive]
+    low, high = (max(itertools.accumulate((s for _, s in sorted(each))), default=0) for each in (known, every))
+    return low, high
 
 
 def _allocations(recorded: Any) -> Iterator[tuple[int, int, int]]:

@@ -207,7 +207,8 @@ def test_memory_is_within_a_tenth_of_what_runs_hold(strategy: str, world: int) -
     layout = planned_ranks.layout_of(strategy, world)
     assert layout is not None
     predicted = memory_of(count_workload(planned_ranks.recipe_of(cuda=False), ("fp32",)), layout) - WORKSPACE
-    assert predicted == pytest.approx(planned_ranks.spawned(planned_ranks.peak_of_rank, world, strategy), rel=0.1)
+    low, high = planned_ranks.spawned(planned_ranks.peaks_of_rank, world, strategy)
+    assert 0.9 * low <= predicted <= 1.1 * high
 
 
 def test_what_another_thread_releases_is_not_held_for_ever() -> None:
@@ -220,5 +221,7 @@ def test_what_another_thread_releases_is_not_held_for_ever() -> None:
             thread.join()
             own.clear()
         kept = torch.empty(2**17)
-    assert planned_ranks.held_at_most(recorded, set()) == 4 * 2**16
-    assert planned_ranks.held_at_most(recorded, {kept.data_ptr()}) == 4 * 2**17
+    low, high = planned_ranks.held_between(recorded, set())
+    assert low == 4 * 2**16
+    assert high >= 8 * 4 * 2**18
+    assert planned_ranks.held_between(recorded, {kept.data_ptr()})[0] == 4 * 2**17
