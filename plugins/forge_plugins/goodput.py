@@ -145,7 +145,10 @@ class Goodput(forge.Plugin):
     def forge_step_end(self, step: forge.Step) -> None:
         if not self._active or self._step is not step:  # a window that was left out
             return
-        passed = self._switch("other")
+        now = clock.clock()  # `_switch`, written out: it runs in every update
+        passed = now - self._last
+        self._parts[self._part] += passed
+        self._part, self._last = "other", now
         usual = self._usual
         if step.index == self._from:
             pass  # the first update warms up

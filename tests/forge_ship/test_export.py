@@ -276,7 +276,7 @@ def test_a_hostile_card_is_refused(case: str, exported_file: Path, tmp_path: Pat
     (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
     values = json.loads(card.place_of(exported_file).read_text())
     body = change if isinstance(change, bytes) else json.dumps(values | change).encode()
-    (tmp_path / card.NAME).write_bytes(body)
+    card.place_of(tmp_path / "model.ts").write_bytes(body)
     with pytest.raises(ExportError):
         open_engine(tmp_path / "model.ts")
 

@@ -241,7 +241,7 @@ def test_a_card_that_claims_too_much_is_refused_in_a_line(claim: str, tmp_path: 
         "files": {file.name: note},
         **CLAIMS[claim],
     }
-    (tmp_path / card.NAME).write_text(json.dumps(values))
+    card.place_of(file).write_text(json.dumps(values))
     done = limited.call(partial(_main, ["serve", str(file), "--port", "0"]))
     assert done.returncode == 2, done.stderr
     assert "is no card of an export" in " ".join(done.stderr.split())

@@ -276,7 +276,8 @@ class Averaging(forge.Plugin):
             if isinstance(trainer.model, FSDPModule) and trainer.env.data_world == trainer.env.world:
                 self._average.sharded = dict(trainer.task.named_parameters())
                 self._average.device = trainer.env.device
-                self._average.dtype = trainer.model._get_fsdp_state()._mp_policy.param_dtype
+                computed = {plugin.precision for plugin in trainer.stack if "sharding" in plugin.provides}
+                self._average.dtype = torch.bfloat16 if "bf16" in computed else None
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._announced = False
             self._begins_when_asked = self.begins_when_asked and not self._start

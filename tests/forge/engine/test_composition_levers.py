@@ -52,6 +52,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "first_look": {},
     "duration": {"max_time": "1 h", "min_updates": 2},
     "goodput": {},
+    "health": {},
     "jsonl": {},
     "kernels": {},
     "ledger": {},
