@@ -104,7 +104,8 @@ def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
     lines = [line.strip().partition("  ")[0] for line in (parser.epilog or "").splitlines()]
     for words in (words for line in lines if line.startswith(f"forge {verb} ") for words in parts(line)):
         if words[:2] == ["forge", verb]:
-            parser.parse_intermixed_args(words[2:])
+            command, rest = cli.command_of(words[1:])  # a package may add to a verb
+            cli.module_of(command).parser().parse_intermixed_args(rest)
 
 
 def test_pages_that_scripts_write_are_known() -> None:
