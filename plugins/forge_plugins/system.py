@@ -175,9 +175,10 @@ def _gpus() -> list[Reader]:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
         def read() -> dict[str, float]:
+            memory: Any = pynvml.nvmlDeviceGetMemoryInfo(handle)
             return {
                 f"gpu{number}_percent": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-                f"gpu{number}_memory_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / GB,
+                f"gpu{number}_memory_gb": memory.used / GB,
                 f"gpu{number}_watts": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
                 f"gpu{number}_celsius": float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
             }
