@@ -247,14 +247,17 @@ def test_a_torn_or_strange_file_is_no_account(text: str, tmp_path: Path) -> None
     assert records.read(tmp_path) is None
 
 
-def test_the_list_and_the_report_show_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_and_the_report_show_the_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     full = dict.fromkeys(records.PARTS, 0.0)
     record = {"began": 0, "update": 0, "parts": {**full, "update": 90.0, "data": 10.0}, "marks": []}
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     (run / "card.json").write_text(json.dumps({"started": "2026-01-01 00:00:00 +0000", "task": {"class": "T"}}))
     (run / records.FILE).write_text(json.dumps({"promised": 0.95, "attempts": [record]}))
-    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert main(["runs", "runs"]) == 0
     assert "90%" in capsys.readouterr().out
     assert main(["runs", str(tmp_path / "runs"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["goodput"]["promised"] == 0.95
