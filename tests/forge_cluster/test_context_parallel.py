@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import functional
 
 import forge
+from forge.distributed.positions import set_slice
 from forge.errors import DataError, RecipeError, StackError, TaskError
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.calls import SequenceCalls
@@ -302,6 +304,12 @@ def undone() -> bool:
     kit.fit_tokens(kit.Full(), [], {}, max_epochs=1)
     assert forge.positions(torch.zeros(1, 5)).tolist() == [0, 1, 2, 3, 4]
     return [getattr(functional, name) for name in names] == before and vars(kit)[names[0]] is before[0]
+
+
+@pytest.fixture(autouse=True)
+def whole_sequences_again() -> Iterator[None]:
+    yield
+    set_slice(None)
 
 
 def watched_calls(positions: bool = False) -> tuple[SequenceCalls, list[bool]]:

@@ -251,6 +251,7 @@ def test_the_list_and_the_report_show_the_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     full = dict.fromkeys(records.PARTS, 0.0)
     record = {"began": 0, "update": 0, "parts": {**full, "update": 90.0, "data": 10.0}, "marks": []}
     run = tmp_path / "runs" / "a"

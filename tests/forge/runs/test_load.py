@@ -149,7 +149,7 @@ class Taught(Student):
     """Of this module, so that a load finds it by name."""
 
 
-class Drawn(TinyTask):
+class DrawnBySeed(TinyTask):
     """Its teacher has weights by chance, as that of random network distillation."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ def test_an_adapter_on_another_base_is_refused_and_statistics_that_changed_come_
 
 def test_a_teacher_that_the_seed_of_the_run_has_drawn_is_drawn_again(tmp_path: Path) -> None:
     trainer = forge.Trainer(seed=5, plugins=[], max_epochs=1, device="cpu", run_dir=tmp_path)
-    task = Drawn()
+    task = DrawnBySeed()
     trainer.fit(task, tiny_batches())
     torch.manual_seed(1)
     before = torch.get_rng_state()
