@@ -32,6 +32,11 @@ WEIGHT = 0.05
 """Of the latest update in what is usual."""
 
 
+def compiled_frames() -> list[Any]:
+    """Return what torch has compiled in this process, as far as it reports it."""
+    return list(internals.compilation_metrics()) if dynamo_is_loaded() else []
+
+
 class Goodput(forge.Plugin):
     """Account for the time of a run: the share in updates that count, and where the rest went.
 
@@ -109,6 +114,7 @@ class Goodput(forge.Plugin):
     def forge_configure(self, trainer: forge.Run) -> None:
         self._forget()
         self._active = trainer.verb == "fit"
+        self._frame = next(reversed(compiled_frames()), None)  # what was compiled before is not this run's
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
@@ -195,7 +201,7 @@ class Goodput(forge.Plugin):
 
     def _count_compiled(self) -> float:
         """Count the seconds in which torch compiled since the last call, as far as it reports them, and return them."""
-        frames = list(internals.compilation_metrics()) if dynamo_is_loaded() else []
+        frames = compiled_frames()
         seen = next((number for number, frame in enumerate(frames) if frame is self._frame), -1)
         self._frame = frames[-1] if frames else None
         took = sum((getattr(frame, "duration_us", None) or 0) / 1e6 for frame in frames[seen + 1 :])

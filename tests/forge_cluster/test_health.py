@@ -117,6 +117,7 @@ def test_a_checked_job_has_the_plugin(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "-p health" in text
 
 
+@pytest.mark.slow
 def test_the_command_prints_all_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--ranks", "--nproc", "2", "--device", "cpu", "--slower", "1000", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)

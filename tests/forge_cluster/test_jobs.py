@@ -57,6 +57,7 @@ def await_state(name: str, *states: str) -> str:
     return state
 
 
+@pytest.mark.slow
 def test_a_job_of_this_machine_is_cancelled_saved_and_retried_to_its_end(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,6 +268,7 @@ def test_shards_train_what_one_process_trains(options: dict[str, Any]) -> None:
         close(rank, alone)
 
 
+@pytest.mark.slow
 def test_shards_that_are_resumed_end_in_the_same_bits(tmp_path: Path) -> None:
     straight = ranks(2)(sharded, {}, str(tmp_path / "straight"))[0]
     ranks(2)(sharded, {}, str(tmp_path / "cut"), 3)

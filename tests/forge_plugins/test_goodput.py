@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import forge
 from forge.cli import main
 from forge.runs import goodput as records
 from forge.testing import TinyTask, check_plugin, tiny_batches
-from forge_plugins import Checkpoint, Goodput
+from forge_plugins import Checkpoint, Goodput, goodput
 from forge_plugins.common import clock
 from tests.support import forked
 
@@ -116,6 +117,14 @@ def test_every_second_is_in_one_part(watch: Watch, tmp_path: Path) -> None:
     assert spent.share == pytest.approx(10 / 50)
 
 
+def test_what_was_compiled_before_the_run_is_not_in_it(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [SimpleNamespace(duration_us=2e5)]
+    monkeypatch.setattr(goodput, "compiled_frames", lambda: frames)
+    assert fit(Paced(watch), tmp_path, 4).parts["compile"] == 0
+
+
 def test_updates_that_are_done_twice_are_lost(watch: Watch, tmp_path: Path) -> None:
     """The attempt dies after 10 updates, the next one goes on from the checkpoint at 8."""
     first = fit(Paced(watch, dies_at=10), tmp_path, 12)
@@ -184,7 +193,7 @@ import os, signal, sys
 import forge
 from forge.checkpoint import wait_until_written
 from forge.testing import TinyTask, tiny_batches
-from forge_plugins import Checkpoint, Goodput
+from forge_plugins import Checkpoint, Goodput, goodput
 
 class Dies(TinyTask):
     def training_step(self, batch):

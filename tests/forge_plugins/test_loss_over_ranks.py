@@ -197,6 +197,7 @@ def weights(task: type[Texts], looks: bool) -> list[Tensor]:
     return [*made.state_dict().values(), torch.get_rng_state(), torch.tensor(made.calls)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Texts, Noisy, Statistics])
 def test_the_comparison_leaves_no_trace(task: Any) -> None:
     for looked, left in zip(ranks(2)(weights, task, True), ranks(2)(weights, task, False), strict=True):

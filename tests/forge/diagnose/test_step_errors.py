@@ -353,6 +353,7 @@ def test_an_error_of_the_users_own_gets_no_cure(write: Write) -> None:
     assert where.startswith("forge: raised in Task.training_step")
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_the_same(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("return F.cross_entropy(self.body(x), y)  # here", "self.body[2] = nn.Linear(12, 3)")
     assert main(["fit", f"{path}:Task", "-q", "trainer.device=cpu", "trainer.max_epochs=1"]) == 1
