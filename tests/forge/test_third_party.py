@@ -108,6 +108,7 @@ def theirs(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     registry.installed.cache_clear()
 
 
+@pytest.mark.slow
 def test_planning_tries_their_strategy_and_their_lever(package: Path, run_forge: Any) -> None:
     """In a process of its own: threads of `forge plan` would be in the way of tests that fork."""
     done = run_forge("plan", "quickstart", "--devices", "2", "--memory", "0.0785", "--json", paths=[package])

@@ -136,6 +136,7 @@ def run_stack(name: str) -> dict[str, Any]:
         *(pytest.param(4, name, marks=pytest.mark.slow) for name in STACKS),
     ],
 )
+@pytest.mark.slow
 def test_a_scalar_trains_as_in_one_process(count: int, name: str) -> None:
     alone, together = run_stack(name), ranks(count)(run_stack, name)
     for rank in together:

@@ -194,6 +194,7 @@ def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_
         compare(saved(folder, 4), theirs, f"{pair[0]} to {pair[1]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", some(STRATEGIES))
 def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)
