@@ -70,6 +70,8 @@ FINDINGS = {
     "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # experiments
+    "line_is_constant": ("note", "Look at the line: a mask, a bound, a dimension or a threshold makes it one value."),
+    "line_does_nothing": ("note", "Look at the line: its mask, bound or factor never acts, if it is meant to."),
     "gradient_is_cut": ("note", "Look at detach(), no_grad() and .item(); check a backward of your own by gradcheck."),
     "tensor_ignored": ("note", "Use the tensor in the step, or leave it out of the batch."),
     "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),

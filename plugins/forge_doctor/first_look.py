@@ -72,9 +72,7 @@ STEP_AGAIN = (
     *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
 )
 """Experiments that run the step again, on a copy."""
-VALIDATION_AGAIN = (
-    *(stages.drawn, lossy.steps, reading.metrics, reachable.metrics, equivariance.samples, stages.best_at_first),
-)
+VALIDATION_AGAIN = (*(stages.drawn, lossy.steps, reachable.metrics, equivariance.samples, stages.best_at_first),)
 """Experiments that run the validation step again, on a copy."""
 SECONDS = 1.0
 """Of the processor, that experiments of the first update, and of the first validation, may take."""
@@ -115,7 +113,7 @@ class Observed(Patient):
 
     def take_twin(self) -> None:
         """Copy the task as it is now, where its step reaches nothing outside."""
-        if not step_reaches_outside(self.task, "training_step", "validation_step"):
+        if not step_reaches_outside(self.task, "training_step", "validation_step", "evaluation_end"):
             with suppress(Exception):  # it holds a graph, or what cannot be copied
                 self.twin = like(without_hooks(self.task), self.task)
 

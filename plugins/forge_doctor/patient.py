@@ -230,6 +230,18 @@ def loss_of(output: Any) -> Tensor:
     return output["loss"] if isinstance(output, Mapping) else output
 
 
+def numbers(result: Any) -> dict[str, float]:
+    """The scalars that a step returned, the loss included."""
+    items = result if isinstance(result, Mapping) else {"loss": result}
+    found = {}
+    for name, value in items.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            found[str(name)] = float(value.detach())
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[str(name)] = float(value)
+    return found
+
+
 def tensors(tree: Any) -> list[Tensor]:
     """All tensors of a batch, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

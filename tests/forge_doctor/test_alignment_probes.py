@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.experiments import reading
+from forge_doctor.experiments import reachable, reading
 from tests.support.patients import Healthy, found, loader
 from tests.support.profiles import some
 
@@ -121,7 +121,7 @@ def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_to_its_target(task: type[Healthy], given: Any) -> None:
-    assert found(task(), reading.leads, reading.metrics, data=given() if given else None) == {}
+    assert found(task(), reading.leads, reachable.metrics, data=given() if given else None) == {}
 
 
 class Rates(Numbers):
@@ -214,16 +214,41 @@ class Determination(Numbers):
         return {"r2": 1 - (y - scores).square().sum() / (y - y.mean()).square().sum()}
 
 
-@pytest.mark.parametrize(("task", "given"), [(FixedSize, None), (ThresholdOfZero, sides), (Upside, real_numbers)])
-def test_a_metric_that_is_wrong(task: type[Healthy], given: Any) -> None:
-    assert "metric_wrong" in found(task(), reading.metrics, data=given() if given else None)
+class AtTheEnd(Numbers):
+    """Collects what it says while it validates."""
+
+    factor = 0.5
+
+    def validation_step(self, batch: Any) -> Any:
+        scores = self(batch[0])
+        self.seen = [((scores > 0.5) == batch[1].bool()).float()]
+        return {"loss": self.loss(scores, batch[1])}
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        return {"right": self.factor * torch.cat(self.seen).mean().item()}
+
+
+class WholeAtTheEnd(AtTheEnd):
+    factor = 1.0
 
 
 @pytest.mark.parametrize(
-    ("task", "given"), [(InPerCent, None), (ThresholdOfHalf, sides), (Determination, real_numbers)]
+    ("task", "given", "name"),
+    [
+        *((FixedSize, None, "metric_wrong"), (ThresholdOfZero, sides, "metric_blind")),
+        *((Upside, real_numbers, "metric_wrong"), (AtTheEnd, sides, "metric_wrong")),
+    ],
+)
+def test_a_metric_that_is_wrong(task: type[Healthy], given: Any, name: str) -> None:
+    assert name in found(task(), reachable.metrics, data=given() if given else None)
+
+
+@pytest.mark.parametrize(
+    ("task", "given"),
+    [(InPerCent, None), (ThresholdOfHalf, sides), (Determination, real_numbers), (WholeAtTheEnd, sides)],
 )
 def test_a_metric_that_is_right(task: type[Healthy], given: Any) -> None:
-    assert found(task(), reading.metrics, data=given() if given else None) == {}
+    assert found(task(), reachable.metrics, data=given() if given else None) == {}
 
 
 # -- spreads, quantiles and penalties ---------------------------------------------------------------------------------

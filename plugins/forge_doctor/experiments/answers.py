@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.torch_internals import pytree
-from forge_doctor.patient import Patient, like, loss_of
+from forge_doctor.patient import Patient, like, loss_of, numbers
 
 Place = tuple[str, int, int]
 """A module's path, the number of its call, and the number of the tensor among its output."""
@@ -95,9 +95,10 @@ class Answers:
             is_answer = any(place[:2] == (path, number) for place in told)
             if is_answer:
                 self.used.add((path, number))
-            if not is_answer and any(True for _ in self.task.get_submodule(path).children()):
-                return output  # it has run, on what the layers inside it gave
-            kept = self.held.get((path, number))
+            ran = any(True for _ in self.task.get_submodule(path).children())  # on what the layers inside it gave
+            kept = output if ran else self.held.get((path, number))
+            if ran and not is_answer:
+                return output
             if kept is None:
                 raise LookupError(f"call {number} of {path}")
             flat, shape = pytree.tree_flatten(kept)
@@ -107,6 +108,21 @@ class Answers:
         task = like(self.task, self.patient.task) if stage == "train" else self.task.eval()
         with _idle(task), layer_calls(task, noted):
             return self.patient.run(task, self.batch if batch is None else batch, stage, self.name)
+
+    def metrics(self, values: list[Tensor]) -> dict[str, float] | None:
+        """What a validation of these answers says, its end included; None where it asks other layers."""
+        try:
+            with torch.no_grad():
+                self.task.evaluation_end("val")  # let go of what other steps collected
+        except Exception:  # as it was never told anything
+            pass
+        try:
+            with torch.no_grad():
+                said = self.step(values, stage="val")
+                ended = self.task.evaluation_end("val")
+        except LookupError:
+            return None
+        return None if self.used != {place[:2] for place in self.given} else {**numbers(said), **numbers(ended or {})}
 
     def loss_at(self, values: list[Tensor], batch: Any = None) -> Tensor:
         return loss_of(self.step(values, batch))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forge.util.walk import walk
 from forge_doctor.experiments.answers import layer_calls
-from forge_doctor.patient import SEED, Patient, tensors
+from forge_doctor.patient import SEED, Patient, numbers, tensors
 from forge_doctor.watch import CallWatch
 
 Calls = dict[tuple[str, int], list[Tensor]]
@@ -47,18 +47,6 @@ def named(path: str, patient: Patient) -> str:
     if key:
         return f"'{key.group(1) or key.group(2)}' of the batch"
     return "the batch" if path == "batch" else f"batch{path}"
-
-
-def numbers(result: Any) -> dict[str, float]:
-    """The scalars that a step returned, the loss included."""
-    items = result if isinstance(result, Mapping) else {"loss": result}
-    found = {}
-    for name, value in items.items():
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            found[str(name)] = float(value.detach())
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[str(name)] = float(value)
-    return found
 
 
 def says(

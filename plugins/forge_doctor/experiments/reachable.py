@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
 from forge_doctor.experiments.answers import Answers, held_of
-from forge_doctor.experiments.intervene import apart, numbers
+from forge_doctor.experiments.intervene import apart
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 from forge_doctor.probes.graph import nodes
@@ -24,6 +23,8 @@ from forge_doctor.watch import VIEWS
 
 HIGH = 0.4
 """The share of the loss by chance that the best answers may leave, where it is not the targets that keep it up."""
+NEAR, SHORT = 0.05, 0.9
+"""The share of the untrained loss below which answers are right; the share of its best that a metric then has."""
 FAR = 10.0
 """How many times the loss by chance, above which an untrained model is confidently wrong."""
 
@@ -70,31 +71,48 @@ def _ways(held: Answers) -> str:
 
 
 def metrics(patient: Patient) -> Iterator[Finding]:
-    """Validate the best answers, and the best answers of other samples."""
+    """Validate the best answers, and the best answers of other samples: a metric must tell them apart, and reach its
+    best."""
     batch = patient.val_batches[0] if patient.can_validate else None
     size, held = batch_size(batch), held_of(patient, batch) if batch is not None else None
     if held is None or size is None or size < 8 or any(len(x) != size for x in held.values if x.ndim):
         return
     floor, best = held.best()
     others = [x.roll(1, 0) if x.ndim else x for x in best]
-    said = {}
-    for what, values in (("untrained", held.values), ("best", best), ("others", others)):
-        with torch.no_grad(), suppress(LookupError):
-            said[what] = numbers(held.step(values, stage="val"))
-    if {"best", "others", "untrained"} - said.keys() or held.used != {place[:2] for place in held.given}:
-        return  # validation asks other layers
     wrong = held.value_at(others)
     if not wrong > floor + 0.1 * abs(floor) + 1e-3 or floor > 0.3 * max(held.loss, 1e-9):
         return  # the loss does not tell right from wrong here
-    for name, value in said["best"].items():
-        if apart(value, said["others"].get(name, value)) > 0.2:
-            patient.directions[f"val/{name}"] = "max" if value > said["others"][name] else "min"
-        if mode_of(name) is None or "loss" in name or name not in said["others"]:
+    said = [held.metrics(values) for values in (best, others, held.values)]
+    if None in said:
+        return
+    right, other, untrained = (x or {} for x in said)
+    for name in right.keys() & other.keys() & untrained.keys():
+        value = right[name]
+        if apart(value, other[name]) > 0.2:
+            patient.directions[f"val/{name}"] = "max" if value > other[name] else "min"
+        fault = _fault(name, value, other[name], untrained[name], floor < NEAR * held.loss)
+        if "loss" in name or value != value or not fault:
             continue  # a part of the loss, or a number whose best is not known
-        other, untrained = said["others"][name], said["untrained"].get(name, value)
-        if apart(value, other) < 1e-6:
-            text = (
-                f"{name} is {value:.4g} for the best answers and for those of other samples ({untrained:.4g} for the "
-                "untrained model): it does not see which answers are right."
-            )
-            yield Finding("metric_blind", text, patient.place("val"), {"best": value, "others": other})
+        evidence = {"metric": name, "best": value, "others": other[name], "untrained": untrained[name]}
+        level = "note" if "if its best" in fault[1] else ""  # nothing but its name says what its best is
+        yield Finding(*fault, patient.place("val"), evidence, level=level)
+
+
+def _fault(name: str, value: float, other: float, untrained: float, is_perfect: bool) -> tuple[str, str] | None:
+    """What is wrong with a metric that answers which are right, those of other samples, and untrained ones have."""
+    mode = mode_of(name)
+    seen = f"{name} is {value:.4g} for the best answers, {other:.4g} for those of other samples"
+    if mode and apart(value, other) < 1e-6:
+        return "metric_blind", f"{seen} ({untrained:.4g} for the untrained model): it does not see which are right."
+    way = "max" if value > other else "min"
+    if mode and mode != way and apart(value, other) > 0.05:
+        return "metric_wrong", f"{seen}: it should be better."
+    if not is_perfect:
+        return None
+    if way == "max" and min(other, untrained) >= 0 and max(value, other, untrained) <= 1 and value < SHORT:
+        return "metric_wrong", f"{seen}: if its best is 1, right answers do not reach it."
+    if mode == "max" and value > 1.01 and abs(value - 100) > 0.5 and max(other, untrained) <= 1.5:
+        return "metric_wrong", f"{seen}: it should not be above 1."
+    if way == "min" and min(value, other) >= 0 and value > (1 - SHORT) * max(other, untrained):
+        return "metric_wrong", f"{seen}: if its best is 0, right answers do not reach it."
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,17 +13,10 @@ from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
 from forge_doctor.experiments.answers import Answers, answers, held_of
-from forge_doctor.experiments.intervene import exchanged, numbers, parts
+from forge_doctor.experiments.intervene import exchanged, parts
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 
-WHOLE = {"accuracy", "acc", "top1", "r2"}
-"""Names of metrics that a perfect answer brings to 1, or 100 per cent, whatever classes a batch has."""
-BETTER = {*WHOLE, "f1", "iou", "miou", "dice", "auc", "auroc", "precision", "recall", "jaccard"}
-"""Names of metrics whose best value is 1, or 100 per cent."""
-WORSE = {"error", "mae", "mse", "rmse", "mape", "wer", "cer"}
-"""Names of metrics whose best value is 0."""
-NOT_PLAIN = {"macro", "balanced", "class", "mean", "weighted", "adversarial", "robust", "top5", "top3", "k"}
 GROWS = (1.0, 10.0, 100.0, 1000.0)
 """By how much answers are enlarged, to see whether the loss falls without end."""
 
@@ -34,7 +26,6 @@ class Reading:
 
     def __init__(self, held: Answers, leaf: int, target: Tensor, classes: int | None):
         self.held, self.leaf, self.target, self.classes = held, leaf, target, classes
-        self.scale = float(target.float().std()) or 1.0 if self.kind == "numbers" else 1.0
 
     @property
     def kind(self) -> str:
@@ -45,16 +36,6 @@ class Reading:
     @property
     def raw(self) -> Tensor:
         return self.held.values[self.leaf]
-
-    def is_perfect(self, x: Tensor) -> bool:
-        """Whether an answer agrees with the target everywhere."""
-        y = self.target
-        if self.kind == "classes":
-            keep = y >= 0
-            return bool((x.argmax(self.classes) == y)[keep].all()) and bool(keep.any())
-        if self.kind == "sides":
-            return bool(((x.flatten() > 0) == (y.flatten() > 0)).all())
-        return float((x.flatten() - y.flatten()).abs().max()) < 0.1 * self.scale
 
 
 def target_of(held: Answers) -> Tensor | None:
@@ -274,45 +255,3 @@ def _endless(what: str, falls: list[float], where: str) -> Finding:
 def _is_endless(losses: list[float]) -> bool:
     steps = [b - a for a, b in itertools.pairwise(losses[1:])]
     return all(step < 0 for step in steps) and losses[1] < losses[0] and steps[1] < 30 * steps[0]
-
-
-def metrics(patient: Patient) -> Iterator[Finding]:
-    """Validate perfect answers: what is called accuracy must be 1, and no error larger than before."""
-    found = read(patient, patient.val_batches[0]) if patient.can_validate else None
-    if found is None:
-        return
-    held = found.held
-    best = held.best()[1]
-    if found.kind == "numbers":
-        exact = [found.target.reshape(x.shape).to(x) if i == found.leaf else x for i, x in enumerate(best)]
-        best = exact if held.value_at(exact) <= held.value_at(best) else best
-    if not found.is_perfect(best[found.leaf]):
-        return
-    with torch.no_grad(), suppress(LookupError):
-        perfect = numbers(held.step(best, stage="val"))
-        if held.used != {place[:2] for place in held.given}:
-            return  # validation asks other layers
-        untrained = numbers(held.step(held.values, stage="val"))
-        for name, value in perfect.items():
-            wrong = _is_wrong(name, value, untrained.get(name, value), found)
-            if wrong:
-                evidence = {"metric": name, "perfect": value, "untrained": untrained.get(name)}
-                text = f"{name} of perfect answers is {value:.4g}{wrong}"
-                yield Finding("metric_wrong", text, patient.place("val"), evidence)
-                return
-
-
-def _is_wrong(name: str, value: float, untrained: float, read: Reading) -> str:
-    """What is wrong with a metric of perfect answers, or nothing."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    if words & NOT_PLAIN or value != value:
-        return ""
-    fits = (read.kind == "numbers") == ("r2" in words)
-    if words & BETTER and fits and value > 1.01 and abs(value - 100) > 0.5:
-        return ": it cannot be above 1."
-    if words & WHOLE and fits and value < 0.9:
-        return f" ({untrained:.4g} for the untrained model), and should be 1."
-    worse = words & WORSE and value > untrained + 0.05 * abs(untrained)
-    if (words & BETTER and fits and value < untrained - 0.05) or worse:
-        return f", and {untrained:.4g} for the untrained model: it should be better."
-    return ""

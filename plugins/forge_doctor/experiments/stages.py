@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -165,16 +166,20 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
     """A metric that is at its best before any training."""
     if not patient.can_validate:
         return
-    said = [says(patient, batch) for batch in patient.val_batches]
-    for name in said[0]:
-        mode, values = mode_of(name), [row.get(name, float("nan")) for row in said]
-        best = all(value in (1.0, 100.0) for value in values) if mode == "max" else all(v == 0 for v in values)
-        if mode is not None and best:
+    task = patient.clone().eval()
+    with torch.no_grad():
+        said = [numbers(patient.run(task, batch, "val")) for batch in patient.val_batches]
+        ended = numbers(task.evaluation_end("val") or {})
+    means = {name: sum(row.get(name, math.nan) for row in said) / len(said) for name in said[0]}
+    for name, value in (means | ended).items():
+        mode = mode_of(name)
+        if value in ((1.0, 100.0) if mode == "max" else (0.0,) if mode == "min" else (1.0, 100.0)):
             text = (
-                f"{name} of the untrained model is {values[0]:g} already, its best: it compares something with itself, "
-                "or with what every answer fits."
+                f"{name} of the untrained model is {value:g} already{', its best' if mode else ''}: it compares "
+                "something with itself, or with what every answer fits."
             )
-            yield Finding("metric_blind", text, patient.place("val"), {"metric": name, "untrained": values[0]})
+            evidence = {"metric": name, "untrained": value}
+            yield Finding("metric_blind", text, patient.place("val"), evidence, level="" if mode else "note")
 
 
 def stale(patient: Patient) -> Iterator[Finding]:
