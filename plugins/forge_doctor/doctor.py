@@ -25,6 +25,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
+from forge.data.adapt import by_name
 from forge.data.splits import live_loaders
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError
@@ -47,7 +48,18 @@ from forge_doctor.experiments import (
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
-from forge_doctor.patient import NotApplicable, Patient, copied, copied_task, first, loss_of, moved, no_trace, rows
+from forge_doctor.patient import (
+    NotApplicable,
+    Patient,
+    copied,
+    copied_task,
+    each,
+    first,
+    loss_of,
+    moved,
+    no_trace,
+    rows,
+)
 from forge_doctor.probes import (
     aliases,
     class_labels,
@@ -192,14 +204,19 @@ def doctor(
     is filled, if one is given, so that it holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()
-    for loader in (*live_loaders(train), *live_loaders(val)):
+    train, val = by_name(train, "train"), by_name(val, "val")  # as the Trainer serves them
+    if isinstance(val, dict) and len(val) > 1:
+        report.skipped[f"val {', '.join(list(val)[1:])}"] = (
+            "of several loaders of val only the first is experimented on"
+        )
+    for loader in live_loaders(each({"train": train, "val": val})):
         loader.attach(task)
     plan = planned(trainer)
     settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
     if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
     device = torch.device("cpu")
-    with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
+    with no_trace(device), kept(*each({"train": train, "val": val}).values()):
         examination = Examination(report, train, val, tell, rebuild, deadline)
         examination.original = task
         examination.validate_every = plan.get("validate_every")
@@ -294,9 +311,8 @@ class Examination(Plugin):
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
         self._hidden = fingerprint_hidden(trainer)
-        loaders = {"train": self.given[0], "val": _first_of(self.given[1])}
         with suppress(Exception):  # before anything is read: reading itself may change the data
-            self.report.findings.extend(serving.changed(loaders))
+            self.report.findings.extend(serving.changed(each(dict(zip(("train", "val"), self.given, strict=True)))))
         self.patient = admitted(trainer, *self.given, self.deadline)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
@@ -330,7 +346,8 @@ class Examination(Plugin):
                 pass
             except Exception as error:
                 why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"[:200]
-                self.report.skipped[what] = why.partition("\n")[0]
+                refused = f"{patient.place(patient.asked)} does not take the batch of this experiment, which says: "
+                self.report.skipped[what] = (refused if error is patient.refused else "") + why.partition("\n")[0]
             else:
                 if len(self.report.findings) == before and not patient.is_late:
                     self.report.good.append(what)
@@ -409,6 +426,10 @@ class TimedPatient(Patient):
 
     within = Deadline()
     is_late = False
+    asked = "train"
+    "The stage of the last step."
+    refused: Exception | None = None
+    "The last error of a step."
 
     def begin(self, within: Deadline) -> None:
         self.within, self.is_late = within, False
@@ -423,7 +444,12 @@ class TimedPatient(Patient):
         if self.within.is_over or self.is_stopped:
             self.is_late = True
             raise OutOfTime
-        return super().run(*args, **kwargs)
+        self.asked = kwargs.get("stage", args[2] if len(args) > 2 else "train")
+        try:
+            return super().run(*args, **kwargs)
+        except Exception as error:
+            self.refused = error
+            raise
 
 
 def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:

@@ -367,7 +367,7 @@ def learn(
         report.skipped[what] = NO_TIME
         return
     try:
-        (batch,) = first(by_name(patient.train, "train"), 1)
+        (batch,) = first(patient.train, 1)
         trials = OneBatch(make(), batch, plugins, settings, updates, deadline.part(0.75), tell)
         curve = report.one_batch = trials.curve()
     except Exception as error:

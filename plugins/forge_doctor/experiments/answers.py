@@ -97,12 +97,12 @@ class Answers:
                 self.used.add((path, number))
             if not is_answer and any(True for _ in self.task.get_submodule(path).children()):
                 return output  # it has run, on what the layers inside it gave
-            kept = self.held.get((path, number))
+            kept = self.held.get((path, number))  # copies are given: a step may write into them
             if kept is None:
                 raise LookupError(f"call {number} of {path}")
             flat, shape = pytree.tree_flatten(kept)
             places = [told.get((path, number, i), x) for i, x in enumerate(flat)]
-            return pytree.tree_unflatten(places, shape)
+            return pytree.tree_unflatten([x.clone() if isinstance(x, Tensor) else x for x in places], shape)
 
         task = like(self.task, self.patient.task) if stage == "train" else self.task.eval()
         with _idle(task), layer_calls(task, noted):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.data.adapt import by_name
 from forge.rng import seed_all
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, first, tensors
@@ -234,7 +235,7 @@ def sampler_of(patient: Patient) -> str:
 
 def dropped(patient: Patient) -> Iterator[Finding]:
     """Samples that drop_last leaves out."""
-    for stage, loader in patient.loaders.items():
+    for stage, loader in patient.sources.items():
         dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
         if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
             continue
@@ -251,7 +252,7 @@ def generator(patient: Patient) -> Iterator[Finding]:
     served: list[Any] = []
     for make in [patient.rebuild] * 2 if patient.rebuild is not None else []:
         seed_all(1)
-        served.append(_hashes([tuple(tensors(batch)) for batch in first(make(), 2)]))
+        served.append(_hashes([tuple(tensors(batch)) for batch in first(by_name(make(), "train"), 2)]))
     if served and served[0] and served[0] != served[1]:
         text = (
             "Two loaders that are made with the same seed serve different batches: something draws from a generator "
