@@ -206,9 +206,7 @@ def doctor(
     report, deadline = report or DoctorReport(), deadline or Deadline()
     train, val = by_name(train, "train"), by_name(val, "val")  # as the Trainer serves them
     if isinstance(val, dict) and len(val) > 1:
-        report.skipped[f"val {', '.join(list(val)[1:])}"] = (
-            "of several loaders of val only the first is experimented on"
-        )
+        report.skipped[f"val {', '.join(list(val)[1:])}"] = "experiments take the first of several loaders"
     for loader in live_loaders(each({"train": train, "val": val})):
         loader.attach(task)
     plan = planned(trainer)
