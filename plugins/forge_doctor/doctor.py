@@ -204,9 +204,6 @@ def doctor(
     is filled, if one is given, so that it holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()
-    train, val = by_name(train, "train"), by_name(val, "val")  # as the Trainer serves them
-    if isinstance(val, dict) and len(val) > 1:
-        report.skipped[f"val {', '.join(list(val)[1:])}"] = "experiments take the first of several loaders"
     for loader in live_loaders(each({"train": train, "val": val})):
         loader.attach(task)
     plan = planned(trainer)
@@ -295,7 +292,11 @@ class Examination(Plugin):
             for label, entry in offered().items()
         }
         self.last_probes, self.updates = AFTER, UPDATES
-        self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
+        self.report, self.tell, self.rebuild = report, tell, rebuild
+        self.given = by_name(train, "train"), by_name(val, "val")  # as the Trainer serves them
+        if isinstance(self.given[1], dict) and len(self.given[1]) > 1:
+            others = f"val {', '.join(list(self.given[1])[1:])}"
+            report.skipped[others] = "experiments take the first of several loaders"
         self.original: TaskModule | None = None
         self.validate_every: str | None = None
         "Of the planned run; this one does not validate."
@@ -344,7 +345,7 @@ class Examination(Plugin):
                 pass
             except Exception as error:
                 why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"[:200]
-                refused = f"{patient.place(patient.asked)} does not take the batch of this experiment, which says: "
+                refused = f"{patient.place(patient.asked)} does not take the batch of this experiment: "
                 self.report.skipped[what] = (refused if error is patient.refused else "") + why.partition("\n")[0]
             else:
                 if len(self.report.findings) == before and not patient.is_late:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
+from forge.data.combined import Combined
 from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import (
     calls_of,
@@ -239,7 +240,8 @@ def inputs(patient: Patient) -> Iterator[Finding]:
             with suppress(Exception):  # one that the step refuses when it is another is read
                 other[path] = says(patient, exchanged(batch, x, _alike), stage)
         matter = [path for path in whole if not _same(base, other.get(path, {}))]
-        is_paired = "loss" in base and len(matter) > 1 and are_samples(batch)
+        several = stage == "train" and isinstance(patient.train, Combined)  # whose samples are no pairs
+        is_paired = "loss" in base and len(matter) > 1 and are_samples(batch) and not several
         unpaired: list[Finding] = []
         for path, x in whole.items():
             with suppress(Exception):

@@ -232,14 +232,14 @@ def splits(patient: Patient) -> Iterator[Finding]:
 def _compared(x: Tensor, y: Tensor, most: float, own: Tensor, moved: Tensor | float = 0.0) -> tuple[float, float, bool]:
     """By how much means and deviations differ, and whether that is certain and much.
 
-    `own` is the deviation of train that is compared, `moved` what reading a sample again changes it by.
+    `own` is the least deviation that train has, `moved` what reading a sample again changes it by.
     """
     spread, apart = x.std(0).clamp_min(1e-6), (x.mean(0) - y.mean(0)).abs()
     error = spread * (1 / len(x) + 1 / len(y)) ** 0.5
     shift = float((apart / spread).mean())
     certain = bool(((apart > 8 * error) & (apart > 2 * moved)).float().mean() > 0.5)
-    factor = float((y.std(0).clamp_min(1e-6) / own.clamp_min(1e-6)).log().mean().exp())
-    differ = (certain and shift > most / 4) or not 1 / most <= factor <= most
+    least, factor = (float((y.std(0).clamp_min(1e-6) / z.clamp_min(1e-6)).log().mean().exp()) for z in (own, spread))
+    differ = (certain and shift > most / 4) or least < 1 / most or factor > most
     return shift, factor, differ and math.isfinite(shift + factor)  # one NaN would say that all differ
 
 
@@ -247,7 +247,7 @@ def _read_again(patient: Patient, place: int, x: Tensor) -> tuple[Tensor, Tensor
     """The deviation between samples of train, without what reading one of them again changes it by; and that."""
     total = count_of(patient.train) if patient.reads else 0
     served = [
-        torch.stack([_by_column(read(patient.train, i, SEED + k)[place][None])[0] for k in range(READS)])
+        torch.stack([_by_column(read(patient.train, i, SEED + READS * i + k)[place][None])[0] for k in range(READS)])
         for i in range(0, total, max(1, total // REREAD))
     ]
     if len(served) < 8 or served[0].shape[1:] != x.shape[1:]:
