@@ -54,9 +54,7 @@ from forge_doctor.patient import (
     copied,
     copied_task,
     each,
-    first,
     loss_of,
-    moved,
     no_trace,
     rows,
 )
@@ -453,20 +451,13 @@ class TimedPatient(Patient):
 
 def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:
     """Read the first batches and samples, on the run's device; of slow loaders as many as there is time for."""
-    device, deadline = trainer.env.device, deadline or Deadline()
-    loader = _first_of(val)
-    served, samples = _served(train, deadline.part(READ_SHARE))
-    val_served, val_samples = _served(loader, deadline.part(READ_SHARE))
-    patient = TimedPatient(
-        trainer.task, trainer, train, val, moved(served[:BATCHES], device), moved(val_served[:2], device)
-    )
-    patient.samples, patient.val_samples = samples, val_samples
+    deadline, move = deadline or Deadline(), trainer.env.move
+    patient = TimedPatient(trainer.task, trainer, train, val, [], [])
+    served, patient.samples = _served(train, deadline.part(READ_SHARE))
+    val_served, patient.val_samples = _served(patient.loaders["val"], deadline.part(READ_SHARE))
+    patient.batches, patient.val_batches = move(served), move(val_served[:2])
     patient.headroom = start.headroom(trainer)
     return patient
-
-
-def _first_of(val: Any) -> Any:
-    return next(iter(val.values()), None) if isinstance(val, dict) else val
 
 
 def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
@@ -483,7 +474,7 @@ def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor
         is_enough = len(kept) >= BATCHES and (not fresh or within.is_over)
         if len(samples) >= SAMPLES or is_enough:
             break
-    return kept or first(loader, BATCHES), samples[:SAMPLES]
+    return kept, samples[:SAMPLES]
 
 
 def _sort(report: DoctorReport, expected: Any) -> None:

@@ -246,11 +246,6 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def moved(tree: Any, device: torch.device | str) -> Any:
-    """The same batch on a device."""
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
-
-
 def are_samples(batch: Any) -> bool:
     """Whether the rows of a batch are samples: not where tensors differ in length, or one relates each row to each."""
     size, found = batch_size(batch), [x for x in tensors(batch) if x.ndim]

@@ -33,11 +33,8 @@ def worst_samples(patient: Patient) -> list[dict[str, Any]]:
             losses.append(float(loss_of(patient.run(task, one))))
     typical = median(losses)
     order = sorted(range(len(losses)), key=lambda i: -losses[i])[:SHOWN]
-    far = [i for i in order if losses[i] > FAR * typical]
-    alone = [shown(with_rows_changed(batch, size, lambda x, i=i: x[i])) for i in far]
-    return [
-        {"sample": i, "loss": losses[i], "median": typical, "shown": text} for i, text in zip(far, alone, strict=True)
-    ]
+    far = {i: with_rows_changed(batch, size, lambda x, i=i: x[i]) for i in order if losses[i] > FAR * typical}
+    return [{"sample": i, "loss": losses[i], "median": typical, "shown": shown(one)} for i, one in far.items()]
 
 
 def shown(sample: Any) -> str:

@@ -47,7 +47,7 @@ class SampleGroup:
     def turned(self) -> Any:
         """The batch in reverse order; None where the loader's collate gives it an order of its own."""
         batch, back = self.take(range(self.size)), self.take(range(self.size)[::-1])
-        pairs = list(zip(parts(batch).values(), parts(back).values(), strict=True))
+        pairs = zip(parts(batch).values(), parts(back).values(), strict=True)
         return back if all(x.ndim and len(x) == self.size and _equal(x.flip(0), y) for x, y in pairs) else None
 
     def with_others(self, places: Sequence[int]) -> tuple[Any, Tensor | None]:
@@ -64,8 +64,7 @@ class SampleGroup:
             if x.shape != y.shape:
                 return batch, None
             if x.ndim and len(x) == self.size:
-                same = (x == y) | ((x != x) & (y != y))
-                stayed &= same.reshape(self.size, -1).all(1).cpu()
+                stayed &= _same(x, y).reshape(self.size, -1).all(1).cpu()
         touched = int((~stayed).sum())
         is_plain = 0 < touched < self.size and count in (None, touched)  # else rows are no samples, or move
         return batch, stayed if is_plain else None
@@ -119,4 +118,8 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+    return x.shape == y.shape and bool(_same(x, y).all())
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | ((x != x) & (y != y))
