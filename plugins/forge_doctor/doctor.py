@@ -25,6 +25,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
+from forge.data.adapt import by_name
 from forge.data.splits import live_loaders
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError
@@ -48,7 +49,16 @@ from forge_doctor.experiments import (
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
-from forge_doctor.patient import NotApplicable, Patient, copied, copied_task, first, loss_of, moved, no_trace, rows
+from forge_doctor.patient import (
+    NotApplicable,
+    Patient,
+    copied,
+    copied_task,
+    each,
+    loss_of,
+    no_trace,
+    rows,
+)
 from forge_doctor.probes import (
     aliases,
     class_labels,
@@ -193,14 +203,14 @@ def doctor(
     is filled, if one is given, so that it holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()
-    for loader in (*live_loaders(train), *live_loaders(val)):
+    for loader in live_loaders(each({"train": train, "val": val})):
         loader.attach(task)
     plan = planned(trainer)
     settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
     if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
     device = torch.device("cpu")
-    with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
+    with no_trace(device), kept(*each({"train": train, "val": val}).values()):
         examination = Examination(report, train, val, tell, rebuild, deadline)
         examination.original = task
         examination.validate_every = plan.get("validate_every")
@@ -281,7 +291,11 @@ class Examination(Plugin):
             for label, entry in offered().items()
         }
         self.last_probes, self.updates = AFTER, UPDATES
-        self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
+        self.report, self.tell, self.rebuild = report, tell, rebuild
+        self.given = by_name(train, "train"), by_name(val, "val")  # as the Trainer serves them
+        if isinstance(self.given[1], dict) and len(self.given[1]) > 1:
+            others = f"val {', '.join(list(self.given[1])[1:])}"
+            report.skipped[others] = "experiments take the first of several loaders"
         self.original: TaskModule | None = None
         self.validate_every: str | None = None
         "Of the planned run; this one does not validate."
@@ -295,9 +309,8 @@ class Examination(Plugin):
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
         self._hidden = fingerprint_hidden(trainer)
-        loaders = {"train": self.given[0], "val": _first_of(self.given[1])}
         with suppress(Exception):  # before anything is read: reading itself may change the data
-            self.report.findings.extend(serving.changed(loaders))
+            self.report.findings.extend(serving.changed(each(dict(zip(("train", "val"), self.given, strict=True)))))
         self.patient = admitted(trainer, *self.given, self.deadline)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
@@ -331,7 +344,8 @@ class Examination(Plugin):
                 pass
             except Exception as error:
                 why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"[:200]
-                self.report.skipped[what] = why.partition("\n")[0]
+                refused = f"{patient.place(patient.asked)} does not take the batch of this experiment: "
+                self.report.skipped[what] = (refused if error is patient.refused else "") + why.partition("\n")[0]
             else:
                 if len(self.report.findings) == before and not patient.is_late:
                     self.report.good.append(what)
@@ -410,6 +424,10 @@ class TimedPatient(Patient):
 
     within = Deadline()
     is_late = False
+    asked = "train"
+    "The stage of the last step."
+    refused: Exception | None = None
+    "The last error of a step."
 
     def begin(self, within: Deadline) -> None:
         self.within, self.is_late = within, False
@@ -424,25 +442,23 @@ class TimedPatient(Patient):
         if self.within.is_over or self.is_stopped:
             self.is_late = True
             raise OutOfTime
-        return super().run(*args, **kwargs)
+        self.asked = kwargs.get("stage", args[2] if len(args) > 2 else "train")
+        try:
+            return super().run(*args, **kwargs)
+        except Exception as error:
+            self.refused = error
+            raise
 
 
 def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:
     """Read the first batches and samples, on the run's device; of slow loaders as many as there is time for."""
-    device, deadline = trainer.env.device, deadline or Deadline()
-    loader = _first_of(val)
-    served, samples = _served(train, deadline.part(READ_SHARE))
-    val_served, val_samples = _served(loader, deadline.part(READ_SHARE))
-    patient = TimedPatient(
-        trainer.task, trainer, train, val, moved(served[:BATCHES], device), moved(val_served[:2], device)
-    )
-    patient.samples, patient.val_samples = samples, val_samples
+    deadline, move = deadline or Deadline(), trainer.env.move
+    patient = TimedPatient(trainer.task, trainer, train, val, [], [])
+    served, patient.samples = _served(train, deadline.part(READ_SHARE))
+    val_served, patient.val_samples = _served(patient.loaders["val"], deadline.part(READ_SHARE))
+    patient.batches, patient.val_batches = move(served), move(val_served[:2])
     patient.headroom = start.headroom(trainer)
     return patient
-
-
-def _first_of(val: Any) -> Any:
-    return next(iter(val.values()), None) if isinstance(val, dict) else val
 
 
 def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
@@ -459,7 +475,7 @@ def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor
         is_enough = len(kept) >= BATCHES and (not fresh or within.is_over)
         if len(samples) >= SAMPLES or is_enough:
             break
-    return kept or first(loader, BATCHES), samples[:SAMPLES]
+    return kept, samples[:SAMPLES]
 
 
 def _sort(report: DoctorReport, expected: Any) -> None:

@@ -92,6 +92,7 @@ class Unseen(Exception):
 class Observed(Patient):
     """A patient whose first step is that of its fit. `twin`: a copy of a small task, on which steps may run."""
 
+    reads = False
     twin: TaskModule | None = None
     in_memory: bool
     "Whether the samples are those of tensors in memory, rather than of the first batches."

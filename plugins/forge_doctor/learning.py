@@ -23,7 +23,7 @@ from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, copied, first, moved, no_trace, parameters
+from forge_doctor.patient import Patient, copied, first, no_trace, parameters
 from forge_doctor.report import DoctorReport
 from forge_doctor.trial import Trial, Variation
 
@@ -294,7 +294,7 @@ class TrialLook(Plugin):
             return
         self.looks, self.trainer = False, trainer
         self._before = copied(trainer.task)
-        self.batch = moved(self.batch, trainer.env.device)
+        self.batch = trainer.env.move(self.batch)
         patient = Patient(trainer.task, trainer, None, None, [self.batch], [])
         self.names = patient.names
         groups = [group for entry in trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
@@ -367,7 +367,7 @@ def learn(
         report.skipped[what] = NO_TIME
         return
     try:
-        (batch,) = first(by_name(patient.train, "train"), 1)
+        (batch,) = first(patient.train, 1)
         trials = OneBatch(make(), batch, plugins, settings, updates, deadline.part(0.75), tell)
         curve = report.one_batch = trials.curve()
     except Exception as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.accumulation_windows import batch_size
+from forge.data.combined import Combined
 from forge.errors import TaskError
 from forge.rng import RNGState, reseed
 from forge.torch_internals import pytree
@@ -79,6 +80,11 @@ class Patient:
     "The weights before and after the last updates."
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
     "What the last layers answer to a batch, by the batch's id and the number of updates."
+    groups: dict[str, Any] = field(default_factory=dict)
+    "Samples of each stage that batches are made of."
+
+    reads: ClassVar[bool] = True
+    "Whether samples of datasets may be read: that may change them."
 
     @property
     def shrinks(self) -> bool:
@@ -118,6 +124,11 @@ class Patient:
         """The loaders of train and of val, the first of several."""
         val = next(iter(self.val.values()), None) if isinstance(self.val, Mapping) else self.val
         return {"train": self.train, "val": val}
+
+    @property
+    def sources(self) -> dict[str, Any]:
+        """Every loader by its name, those of several sources one by one."""
+        return each({"train": self.train, "val": self.val})
 
     @property
     def stages(self) -> list[tuple[str, list[Any]]]:
@@ -247,11 +258,6 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def moved(tree: Any, device: torch.device | str) -> Any:
-    """The same batch on a device."""
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
-
-
 def are_samples(batch: Any) -> bool:
     """Whether the rows of a batch are samples: not where tensors differ in length, or one relates each row to each."""
     size, found = batch_size(batch), [x for x in tensors(batch) if x.ndim]
@@ -272,9 +278,13 @@ def rows(batch: Any) -> list[tuple[Tensor, ...]]:
     return list(zip(*(x.detach().cpu().unbind() for x in tensors(batch) if x.ndim), strict=True))
 
 
-def with_rows(tree: Any, size: int, change: Any) -> Any:
-    """Apply a change to the tensors that have a sample in each of `size` rows."""
-    return pytree.tree_map(lambda x: change(x) if isinstance(x, Tensor) and x.ndim and len(x) == size else x, tree)
+def each(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The loaders of some stages by name, those of several sources one by one."""
+    found: dict[str, Any] = {}
+    for stage, loader in given.items():
+        several = loader.loaders if isinstance(loader, Combined) else loader
+        found |= {f"{stage} {name}": x for name, x in several.items()} if isinstance(several, dict) else {stage: loader}
+    return {name: loader for name, loader in found.items() if loader is not None}
 
 
 def first(loader: Any, count: int) -> list[Any]:

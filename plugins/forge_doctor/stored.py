@@ -31,6 +31,11 @@ def indexed(loader: Any) -> Any:
     return dataset if is_indexed and not isinstance(dataset, (IterableDataset, dict)) and len(dataset) else None
 
 
+def collate_of(loader: Any) -> Any:
+    """What puts the samples of a loader together, or None."""
+    return data_roots(loader, "", copied=True).get(" collate_fn") if loader is not None else None
+
+
 def leaves(item: Any) -> Sample:
     """The numbers of one item of a dataset as tensors, in order."""
     kinds = (Tensor, np.ndarray, np.generic, float, int)

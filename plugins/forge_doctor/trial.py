@@ -19,7 +19,8 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.optim.optimizers import Optimizers
 from forge.rng import reseed
 from forge.snapshot.left_out import SCHEDULE, is_left_out
-from forge_doctor.patient import SEED, loss_of, with_rows
+from forge_doctor.experiments.intervene import with_rows_changed
+from forge_doctor.patient import SEED, loss_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Trial:
         change = change or Variation()
         size, batch = batch_size(self.batch), self.batch
         if change.samples is not None and size is not None:
-            batch = with_rows(batch, size, lambda x: x[: change.samples])
+            batch = with_rows_changed(batch, size, lambda x: x[: change.samples])
         return fit(task, Again(batch, updates), self.plugins, self.settings, updates, change, is_over, self.more)
 
 

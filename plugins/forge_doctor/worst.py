@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge_doctor.patient import Patient, loss_of, tensors, with_rows
+from forge_doctor.experiments.intervene import with_rows_changed
+from forge_doctor.patient import Patient, loss_of, tensors
 
 SHADES = " .:-=+*#%@"
 FAR = 6
@@ -28,15 +29,12 @@ def worst_samples(patient: Patient) -> list[dict[str, Any]]:
     losses: list[float] = []
     with torch.no_grad():
         for i in range(min(size, SAMPLES)):
-            one = with_rows(batch, size, lambda x, i=i: x[i : i + 1])
+            one = with_rows_changed(batch, size, lambda x, i=i: x[i : i + 1])
             losses.append(float(loss_of(patient.run(task, one))))
     typical = median(losses)
     order = sorted(range(len(losses)), key=lambda i: -losses[i])[:SHOWN]
-    return [
-        {"sample": i, "loss": losses[i], "median": typical, "shown": shown(with_rows(batch, size, lambda x, i=i: x[i]))}
-        for i in order
-        if losses[i] > FAR * typical
-    ]
+    far = {i: with_rows_changed(batch, size, lambda x, i=i: x[i]) for i in order if losses[i] > FAR * typical}
+    return [{"sample": i, "loss": losses[i], "median": typical, "shown": shown(one)} for i, one in far.items()]
 
 
 def shown(sample: Any) -> str:

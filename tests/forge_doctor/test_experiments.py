@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from forge_doctor.experiments import (
@@ -21,13 +21,17 @@ from forge_doctor.experiments import (
     motion,
     pairs,
     reachable,
+    reading,
     scale,
     stages,
     values,
 )
+from forge_doctor.experiments.regroup import group_of
+from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
+from forge_doctor.probes import data as probes_of_data
 from forge_doctor.probes import losses
-from tests.support.patients import Healthy, found, loader, numbers
+from tests.support.patients import Healthy, found, loader, numbers, splits
 from tests.support.probes_kit import task_with
 
 
@@ -290,6 +294,83 @@ def test_a_sample_alone_and_in_company() -> None:
     rows = DataLoader(Sentences(), 6, collate_fn=padded)
     assert "depends_on_company" in found(PooledWithPadding(), company.alone, data=(rows, rows))
     assert found(Pooled(), company.alone, data=(rows, rows)) == {}
+
+
+def longest_first(items: list[Any]) -> Any:
+    items = sorted(items, key=lambda item: -len(item[0]))
+    return *padded(items), torch.tensor([len(x) for x, _ in items]), torch.cat([x for x, _ in items])
+
+
+class BothWays(Pooled):
+    """One class for a row of words, read in both directions; the words come in the batch a second time, in one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.net = nn.GRU(8, 2, bidirectional=True), nn.Linear(4, 4)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y, lengths, _ = batch
+        packed = pack_padded_sequence(self.words(x), lengths, batch_first=True)  # which refuses any other order
+        return self.loss(self.joined(self.read(packed)[1]), y)
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+    def joined(self, hidden: Tensor) -> Tensor:
+        return self.net(hidden.transpose(0, 1).flatten(1))
+
+
+class Shuffles(BothWays):
+    def joined(self, hidden: Tensor) -> Tensor:
+        return self.net(hidden.reshape(hidden.shape[1], -1))
+
+
+def regrouped(patient: Patient) -> Iterator[Finding]:
+    group = group_of(patient)
+    assert group is not None
+    assert group.turned() is None
+    (batch, stayed), before = group.with_others(range(4)), group.take(range(8))
+    assert stayed is not None
+    assert 4 <= stayed.sum() < 8  # a sample may read the same backwards
+    assert torch.equal(batch[2], before[2])  # as many words
+    assert not torch.equal(batch[0], before[0])
+    return iter(())
+
+
+def test_batches_of_chosen_samples_are_made_by_the_loaders_collate() -> None:
+    rows = DataLoader(Sentences(), 8, collate_fn=longest_first)
+    assert "batch_dependence" in found(Shuffles(), equivariance.samples, data=(rows, rows))
+    probes = losses.reduction, stages.whole_and_parts, influence.unread, influence.inputs, reading.errors, regrouped
+    assert set(found(BothWays(), equivariance.samples, *probes, data=(rows, rows))) == {"tensor_ignored"}
+
+
+class Fills(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        scores[:, 3] = -1e4  # what is never right
+        return F.cross_entropy(scores, y)
+
+
+def test_a_step_may_write_into_its_answers() -> None:
+    x, y = numbers()
+    data = loader(x, y % 3), loader(x, y % 3)
+    assert found(Fills(), equivariance.answers_seen, reachable.bounds, reading.leads, data=data) == {}
+
+
+class TwoSources(Healthy):
+    def training_step(self, batch: Any) -> Any:
+        (x, y), (other,) = batch["known"], batch["unknown"]
+        return self.loss(self(x), y) + self(other).square().mean()
+
+
+def test_several_sources_are_served_as_a_fit_serves_them() -> None:
+    x, y = numbers()
+    data = {"known": loader(x, y), "unknown": loader(x + 1)}, splits()[1]
+    probes = losses.reduction, equivariance.samples, influence.inputs, lossy.reading, probes_of_data.dropped
+    assert found(TwoSources(), *probes, data=data) == {}
+    with pytest.raises(AssertionError, match="training_step does not take the batch of this experiment: TypeError"):
+        found(TwoSources(), reachable.metrics, data=data)
+    with pytest.raises(AssertionError, match="'val b': 'experiments take the first of several loaders'"):
+        found(Healthy(), data=(splits()[0], {"a": splits()[1], "b": splits()[1]}))
 
 
 # -- what can be reached ----------------------------------------------------------------------------------------------
@@ -654,3 +735,10 @@ def test_samples_of_val_that_change() -> None:
     fixed = DataLoader(Read(lambda x: (x, 1)), 16)
     assert "random_validation_data" in found(Healthy(), pairs.fixed, data=(fixed, noisy))
     assert found(Healthy(), pairs.fixed, data=(noisy, fixed)) == {}
+
+
+def test_augmentation_is_no_difference_of_splits() -> None:
+    data = [DataLoader(Read(make, 160), 16) for make in (lambda x: (x + 3 * torch.randn(()), 1), lambda x: (x, 1))]
+    assert found(Healthy(), probes_of_data.splits, data=data)["split_statistics"].level == "note"
+    scaled = DataLoader(Read(lambda x: (9 * x, 1), 160), 16)
+    assert found(Healthy(), probes_of_data.splits, data=(data[0], scaled))["split_statistics"].level == "warning"

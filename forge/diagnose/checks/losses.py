@@ -91,7 +91,7 @@ def _look_at_kl_div(given: dict[str, Any]) -> None:
 def _look_at_bce_logits(given: dict[str, Any]) -> None:
     _look_at_binary_targets("binary_cross_entropy_with_logits", given)
     logits = given["input"]
-    if logits.numel() >= 16 and bool(((logits >= 0) & (logits <= 1)).all()):
+    if logits.numel() >= 16 and bool(((logits >= 0) & (logits <= 1)).all()) and not _is_raw(logits):
         warn(
             "binary_cross_entropy_with_logits got values that all lie in [0, 1]. It applies sigmoid itself: if there "
             "is a sigmoid before it, remove it.",
@@ -136,6 +136,14 @@ def _are_probabilities(scores: Tensor, dim: int) -> bool:
     values = scores.detach().float()
     constant = len(values) > 1 and bool((values == values[:1]).all())  # the outputs of an untrained head
     return not constant and bool((values >= 0).all()) and bool(((values.sum(dim) - 1).abs() < 1e-3).all())
+
+
+def _is_raw(values: Tensor) -> bool:
+    """Whether an operation with a weight gave these values: they grow with it, so that no activation bounds them."""
+    node = (values if values._base is None else values._base).grad_fn
+    operands = [operand for operand, _ in node.next_functions if operand is not None] if node is not None else []
+    turned = [inner for x in operands if x.name().startswith("TBackward") for inner, _ in x.next_functions]
+    return any(hasattr(operand, "variable") for operand in (*operands, *turned))
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from forge_doctor.experiments.intervene import calls_of, parts
+from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, moved
-from forge_doctor.stored import indexed
+from forge_doctor.patient import SEED, Patient
 
 SAMPLES = 6
 NEAR = 1e-3
@@ -21,16 +21,14 @@ NEAR = 1e-3
 def alone(patient: Patient) -> Iterator[Finding]:
     """Collate some samples together and one by one: what the last layer says of each must stay."""
     stage = "val" if patient.can_validate else "train"
-    loader = patient.loaders[stage]
-    dataset, collate = indexed(loader), getattr(loader, "collate_fn", None)
-    if dataset is None or collate is None or len(dataset) < SAMPLES or getattr(loader, "batch_size", None) in (None, 1):
+    group = group_of(patient, stage)
+    if group is None or not group.is_collated or group.size < SAMPLES:
         return
-    items = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES)][:SAMPLES]
-    batches = [collate([item]) for item in items]
-    if not _serves_the_same(collate(items), batches):
-        return  # what is drawn as samples are put together
-    together = _outputs(patient, collate(items), stage)
-    again = _outputs(patient, collate(items), stage, SEED + 1)
+    places = range(0, group.size, group.size // SAMPLES)[:SAMPLES]
+    whole, batches = group.take(places), [group.take([i]) for i in places]
+    if not _serves_the_same(whole, batches):
+        return  # what is drawn as samples are put together, or an order of its own
+    together, again = (_outputs(patient, whole, stage, seed) for seed in (SEED, SEED + 1))
     singles = [_outputs(patient, batch, stage) for batch in batches]
     for key, x in together.items():
         if any(key not in single for single in singles) or not _same(x, again.get(key)):
@@ -66,7 +64,7 @@ def _serves_the_same(whole: Any, singles: list[Any]) -> bool:
 
 
 def _outputs(patient: Patient, batch: Any, stage: str, seed: int = SEED) -> dict[tuple[str, int], Tensor]:
-    calls, _ = calls_of(patient, moved(batch, patient.device), stage, seed=seed)
+    calls, _ = calls_of(patient, batch, stage, seed=seed)
     return {key: out[0] for key, out in calls.items() if len(out) == 1}
 
 

@@ -23,11 +23,11 @@ from forge_doctor.experiments.intervene import (
     parts,
     replaced,
     says,
-    with_rows_changed,
 )
 from forge_doctor.experiments.reading import target_of
+from forge_doctor.experiments.regroup import SampleGroup, group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, are_samples
+from forge_doctor.patient import SEED, Patient
 
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
@@ -38,25 +38,23 @@ COUNTS = 0.05
 
 def samples(patient: Patient) -> Iterator[Finding]:
     """Change one half of a batch: what layers give for the other half must stay, in evaluation mode."""
-    for stage, batches in patient.stages[::-1]:
-        with suppress(Exception):
-            found = list(_mixed(patient, stage, batches[0]))
-            yield from found
-            if found:
-                return
+    for stage, _ in patient.stages[::-1]:
+        found = list(_mixed(patient, stage))
+        yield from found
+        if found:
+            return
 
 
-def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
-    size = batch_size(batch)
-    if size is None or size < 4 or not are_samples(batch):
+def _mixed(patient: Patient, stage: str) -> Iterator[Finding]:
+    group = group_of(patient, stage)
+    if group is None or group.size < 4:
         return  # a graph, or several lengths: rows are no samples
+    size, batch = group.size, group.take(range(group.size))
     base = calls_of(patient, batch, stage, every=True)[0]
     if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1, every=True)[0], size, slice(None)):
         return  # it draws random numbers, of which the rows get others
-    half = size // 2
-    turned = calls_of(patient, with_rows_changed(batch, size, lambda x: x.flip(0)), stage, every=True)[0]
-    found = _differing(base, turned, size, slice(None), last=True, change=lambda x: x.flip(0))
-    if found and not draws(patient, stage, batch):  # noise of a fixed seed belongs to places
+    found = _turned(patient, stage, batch, group, base)
+    if found:
         path, worst = found[0]
         text = (
             f"What {path} gives for a sample changes by {worst:.2g} of its deviation when the order of the samples in "
@@ -64,10 +62,13 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
         )
         yield Finding("batch_dependence", text, path, {"difference": worst})
         return
-    for kept, other in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
-        after = calls_of(patient, with_rows_changed(batch, size, other), stage, every=True)[0]
+    for half in (range(size // 2, size), range(size // 2)):
+        other, kept = group.with_others(half)
+        if kept is None:
+            continue
+        after = calls_of(patient, other, stage, every=True)[0]
         found = _differing(base, after, size, kept)
-        if found and _is_certain(patient, batch, stage, size, base):
+        if found and _differing(base, after, size, kept, last=True):  # some modules keep rows together on their way
             path, worst = found[0]
             yield Finding(
                 "batch_dependence",
@@ -79,29 +80,21 @@ def _mixed(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
             return
 
 
-def _is_certain(patient: Patient, batch: Any, stage: str, size: int, base: Calls) -> bool:
-    """Whether the last layer's answers mix samples too: some modules keep rows of all samples together on their way."""
-    half = size // 2
-    after = calls_of(patient, with_rows_changed(batch, size, _last_alike), stage, every=True)[0]
-    return bool(_differing(base, after, size, slice(half), last=True))
-
-
-def _last_alike(x: Tensor) -> Tensor:
-    """The second half of a batch becomes copies of its last row."""
-    half = len(x) // 2
-    return torch.cat([x[:half], x[-1:].expand_as(x[half:])])
-
-
-def _first_alike(x: Tensor) -> Tensor:
-    half = len(x) // 2
-    return torch.cat([x[:1].expand_as(x[:half]), x[half:]])
+def _turned(patient: Patient, stage: str, batch: Any, group: SampleGroup, base: Calls) -> list[tuple[str, float]]:
+    """The last layer, where its answers do not follow a batch in reverse order; noise of a fixed seed cannot."""
+    back = group.turned()
+    if back is not None and not draws(patient, stage, batch):
+        with suppress(Exception):  # an order that the step refuses
+            turned = calls_of(patient, back, stage, every=True)[0]
+            return _differing(base, turned, group.size, slice(None), last=True, change=lambda x: x.flip(0))
+    return []
 
 
 def _differing(
     before: Calls,
     after: Calls,
     size: int,
-    kept: slice,
+    kept: slice | Tensor,
     last: bool = False,
     change: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> list[tuple[str, float]]:

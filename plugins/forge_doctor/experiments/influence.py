@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
+from forge.data.combined import Combined
 from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import (
     calls_of,
@@ -25,8 +26,8 @@ from forge_doctor.experiments.intervene import (
     named,
     parts,
     says,
-    with_rows_changed,
 )
+from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.patient import Patient, are_samples
 from forge_doctor.patient import named as listed
@@ -234,9 +235,13 @@ def inputs(patient: Patient) -> Iterator[Finding]:
         if (batch_size(batch) or 0) < 4:
             continue
         whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) >= 4 and _varies(x)}
-        base = says(patient, batch, stage)
-        other = {path: says(patient, exchanged(batch, x, _alike), stage) for path, x in whole.items()}
-        matter = [path for path in whole if not _same(base, other[path])]
+        base, other = says(patient, batch, stage), dict[str, dict[str, float]]()
+        for path, x in whole.items():
+            with suppress(Exception):  # one that the step refuses when it is another is read
+                other[path] = says(patient, exchanged(batch, x, _alike), stage)
+        matter = [path for path in whole if not _same(base, other.get(path, {}))]
+        several = stage == "train" and isinstance(patient.train, Combined)  # whose samples are no pairs
+        is_paired = "loss" in base and len(matter) > 1 and are_samples(batch) and not several
         unpaired: list[Finding] = []
         for path, x in whole.items():
             with suppress(Exception):
@@ -249,7 +254,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         "another, and every number that the step returns stays."
                     )
                     yield Finding("tensor_ignored", text, patient.place(stage))
-                elif "loss" in base and len(matter) > 1 and are_samples(batch) and _is_plain(base, other[path]):
+                elif is_paired and _is_plain(base, other.get(path, base)):
                     unpaired.append(
                         Finding(
                             "broadcast_loss",
@@ -283,12 +288,13 @@ def _is_target(patient: Patient, batch: Any, x: Tensor) -> bool:
 
 def unread(patient: Patient) -> Iterator[Finding]:
     """Give all samples of a batch what the first one has: some answer must change."""
-    batch = patient.batches[0]
-    size = batch_size(batch)
-    rows = [x for x in parts(batch).values() if x.ndim and len(x) == size]
-    if size is None or size < 4 or not any(map(_varies, rows)):
+    group = group_of(patient)
+    if group is None or group.size < 4:
         return
-    held, other = answers(patient, batch), answers(patient, with_rows_changed(batch, size, _alike))
+    batch = group.take(range(group.size))
+    if not any(x.ndim and _varies(x) for x in parts(batch).values()):
+        return
+    held, other = answers(patient, batch), answers(patient, group.take([0] * group.size))
     if held is None or other is None:
         return
     pairs = list(zip(held.values, other.values, strict=False))

@@ -122,8 +122,8 @@ def reading(patient: Patient) -> Iterator[Finding]:
         with LossyWatch() as watch:
             patient.rebuild()
         yield from _told(watch, "data")
-    for split, loader in patient.loaders.items():
-        total = count_of(loader) if loader is not None else 0
+    for split, loader in patient.sources.items():
+        total = count_of(loader)
         with LossyWatch() as watch:
             for i in range(0, total, max(1, total // SAMPLES)):
                 read(loader, i, SEED + i)

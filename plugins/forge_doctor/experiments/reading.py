@@ -46,11 +46,12 @@ def target_of(held: Answers) -> Tensor | None:
         if not x.ndim or len(x) != size or torch.equal(x, x.roll(1, 0)):
             continue
         other = exchanged(batch, x, lambda x: x.roll(1, 0))
-        if all(torch.allclose(a, b) for a, b in zip(slopes, held.slopes(batch=other), strict=True)):
-            continue
-        now = answers(held.patient, other)
-        if now is not None and all(torch.equal(a, b) for a, b in zip(held.values, now.values, strict=True)):
-            found.append(x)
+        with suppress(Exception):  # the step refuses it: a length or an offset, no target
+            if all(torch.allclose(a, b) for a, b in zip(slopes, held.slopes(batch=other), strict=True)):
+                continue
+            now = answers(held.patient, other)
+            if now is not None and all(torch.equal(a, b) for a, b in zip(held.values, now.values, strict=True)):
+                found.append(x)
     marks = [x for x in found if any(x is not y and _marks(x, y) for y in found)]
     left = [x for x in found if all(x is not y for y in marks)]
     return left[0] if len(left) == 1 else None

@@ -17,7 +17,7 @@ from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.experiments.reading import read
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, first, like, moved
+from forge_doctor.patient import Patient, first, like
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
@@ -110,7 +110,7 @@ def generalises(patient: Patient) -> Iterator[Finding]:
     """Train on some batches of train: others of train that were held out must not be much easier than those of val."""
     if not patient.can_validate or len(patient.names) > 1:
         return
-    served = [moved(batch, patient.device) for batch in first(patient.train, MOST_BATCHES)]
+    served = patient.trainer.env.move(first(patient.train, MOST_BATCHES))
     held = max(1, len(served) // 5)
     if len(served) < 5:
         return

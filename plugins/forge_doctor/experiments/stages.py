@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from forge.contract.task import TaskModule
-from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random, numbers, says, with_rows_changed
+from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random, numbers, says
+from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, are_samples
+from forge_doctor.patient import SEED, Patient
 from forge_doctor.probes.graph import awake_layers
 from forge_doctor.watch import CallWatch, where
 
@@ -70,30 +70,27 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
     """Validate a batch as a whole and in unequal parts: a mean over samples, weighed by num_items, is the same."""
     if not patient.can_validate:
         return
-    batch = patient.val_batches[0]
-    size = batch_size(batch)
-    if size is None or size < 8 or not are_samples(batch):
+    group = group_of(patient, "val")
+    if group is None or group.size < 8:
         return
-    cut = 3 * size // 4
+    size, cut = group.size, 3 * group.size // 4
+    batch, pieces = group.take(range(size)), [group.take(range(cut)), group.take(range(cut, size))]
     if is_random(patient, "val", batch):
         return
-    with suppress(Exception):
-        pieces = [with_rows_changed(batch, size, lambda x: x[:cut]), with_rows_changed(batch, size, lambda x: x[cut:])]
-        weights = [float(patient.task.num_items(piece)) for piece in pieces]
-        whole, some = says(patient, batch), [says(patient, piece) for piece in pieces]
-        for name, value in whole.items():
-            if any(name not in piece for piece in some):
-                continue
-            mean = sum(w * piece[name] for w, piece in zip(weights, some, strict=True)) / sum(weights)
-            if apart(value, mean) > OFF and abs(value - mean) > 1e-4:
-                yield Finding(
-                    "metric_by_batch",
-                    f"{name} of {size} validation samples is {value:.4g} in one batch, and {mean:.4g} as the mean of a "
-                    f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are "
-                    "batched.",
-                    patient.place("val"),
-                    {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
-                )
+    weights = [float(patient.task.num_items(piece)) for piece in pieces]
+    whole, some = says(patient, batch), [says(patient, piece) for piece in pieces]
+    for name, value in whole.items():
+        if any(name not in piece for piece in some):
+            continue
+        mean = sum(w * piece[name] for w, piece in zip(weights, some, strict=True)) / sum(weights)
+        if apart(value, mean) > OFF and abs(value - mean) > 1e-4:
+            yield Finding(
+                "metric_by_batch",
+                f"{name} of {size} validation samples is {value:.4g} in one batch, and {mean:.4g} as the mean of a "
+                f"batch of {cut} and one of {size - cut}: what validation reports depends on how samples are batched.",
+                patient.place("val"),
+                {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
+            )
 
 
 def drawn(patient: Patient) -> Iterator[Finding]:

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.data.adapt import by_name
 from forge.rng import seed_all
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, first, tensors
+from forge_doctor.patient import SEED, Patient, first, tensors
+from forge_doctor.stored import Sample, count_of, read
 from forge_doctor.watch import REGRESSION
 
-Sample = tuple[Tensor, ...]
+REREAD, READS = 64, 6
+"""Samples of train that are read again, and how often, to see what augmentation changes."""
 
 STEPS, MOST_LENGTH = 8, 2000
 """Steps of a stretch of a series that is looked up, and those of a window at most."""
@@ -210,22 +213,53 @@ def splits(patient: Patient) -> Iterator[Finding]:
         as_target = is_target(patient, place)
         if x.ndim < 2 and not as_target:
             continue
-        x, y = (z.float().flatten(2).mean(2) if z.ndim > 2 else z.float() for z in (x, y))
-        spread = x.std(0).clamp_min(1e-6)
-        error = spread * (1 / len(x) + 1 / len(y)) ** 0.5
-        shift = float(((x.mean(0) - y.mean(0)).abs() / spread).mean())
-        certain = bool(((x.mean(0) - y.mean(0)).abs() > 8 * error).float().mean() > 0.5)
-        factor = float((y.std(0).clamp_min(1e-6) / spread).log().mean().exp())
+        x, y = _by_column(x), _by_column(y)
         most = 4.0 if as_target else 2.0
-        if not math.isfinite(shift + factor):  # one NaN would say that all differ
-            continue
-        if (certain and shift > most / 4) or not 1 / most <= factor <= most:
+        shift, factor, differ = _compared(x, y, most, x.std(0))
+        if differ:
+            drawn = not _compared(x, y, most, *_read_again(patient, place, x))[2]
             text = (
                 f"{'Targets' if as_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
                 f"deviations, deviations by a factor of {factor:.3g}."
+                + " Reading the same samples of train again moves them by as much: augmentation."
+                * drawn
             )
-            yield Finding("split_statistics", text, "val", {"shift": shift, "factor": factor})
+            cure, level = ("Nothing, if train is meant to vary more than val.", "note") if drawn else ("", "")
+            yield Finding("split_statistics", text, "val", {"shift": shift, "factor": factor}, cure, level)
             return
+
+
+def _compared(x: Tensor, y: Tensor, most: float, own: Tensor, moved: Tensor | float = 0.0) -> tuple[float, float, bool]:
+    """By how much means and deviations differ, and whether that is certain and much.
+
+    `own` is the least deviation that train has, `moved` what reading a sample again changes it by.
+    """
+    spread, apart = x.std(0).clamp_min(1e-6), (x.mean(0) - y.mean(0)).abs()
+    error = spread * (1 / len(x) + 1 / len(y)) ** 0.5
+    shift = float((apart / spread).mean())
+    certain = bool(((apart > 8 * error) & (apart > 2 * moved)).float().mean() > 0.5)
+    least, factor = (float((y.std(0).clamp_min(1e-6) / z.clamp_min(1e-6)).log().mean().exp()) for z in (own, spread))
+    differ = (certain and shift > most / 4) or least < 1 / most or factor > most
+    return shift, factor, differ and math.isfinite(shift + factor)  # one NaN would say that all differ
+
+
+def _read_again(patient: Patient, place: int, x: Tensor) -> tuple[Tensor, Tensor | float]:
+    """The deviation between samples of train, without what reading one of them again changes it by; and that."""
+    total = count_of(patient.train) if patient.reads else 0
+    served = [
+        torch.stack([_by_column(read(patient.train, i, SEED + READS * i + k)[place][None])[0] for k in range(READS)])
+        for i in range(0, total, max(1, total // REREAD))
+    ]
+    if len(served) < 8 or served[0].shape[1:] != x.shape[1:]:
+        return x.std(0), 0.0
+    z = torch.stack(served)
+    within = z.var(1).mean(0)
+    return (z.mean(1).var(0) - within / READS).clamp_min(0).sqrt(), within.sqrt()
+
+
+def _by_column(x: Tensor) -> Tensor:
+    """Samples as rows of numbers: those of a picture by channel."""
+    return x.float().flatten(2).mean(2) if x.ndim > 2 else x.float()
 
 
 def sampler_of(patient: Patient) -> str:
@@ -234,7 +268,7 @@ def sampler_of(patient: Patient) -> str:
 
 def dropped(patient: Patient) -> Iterator[Finding]:
     """Samples that drop_last leaves out."""
-    for stage, loader in patient.loaders.items():
+    for stage, loader in patient.sources.items():
         dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
         if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
             continue
@@ -251,7 +285,7 @@ def generator(patient: Patient) -> Iterator[Finding]:
     served: list[Any] = []
     for make in [patient.rebuild] * 2 if patient.rebuild is not None else []:
         seed_all(1)
-        served.append(_hashes([tuple(tensors(batch)) for batch in first(make(), 2)]))
+        served.append(_hashes([tuple(tensors(batch)) for batch in first(by_name(make(), "train"), 2)]))
     if served and served[0] and served[0] != served[1]:
         text = (
             "Two loaders that are made with the same seed serve different batches: something draws from a generator "

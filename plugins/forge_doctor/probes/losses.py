@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
+from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, with_rows
+from forge_doctor.patient import Patient
 from forge_doctor.probes.graph import leaves
 from forge_doctor.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
 
@@ -54,12 +55,12 @@ def options(patient: Patient) -> Iterator[Finding]:
 
 def _of_half(patient: Patient) -> list[Oddity]:
     """What half of a batch shows: as many classes as samples hide what runs over the batch."""
-    size = batch_size(patient.batches[0])
-    if size is None or size < 4:
+    group = group_of(patient)
+    if group is None or group.size < 4:
         return []
-    watch = StepWatch(size // 2)
+    watch = StepWatch(group.size // 2)
     with suppress(Exception), watch:  # a step that only takes whole batches
-        patient.run(patient.clone(), with_rows(patient.batches[0], size, lambda x: x[: size // 2]))
+        patient.run(patient.clone(), group.take(range(group.size // 2)))
     return watch.oddities
 
 
@@ -165,14 +166,11 @@ def _short(x: Tensor) -> str:
 
 def reduction(patient: Patient) -> Iterator[Finding]:
     """How the loss grows with the batch: a mean does not, a sum does, and a mixture is in between."""
-    batch = patient.batches[0]
-    size = batch_size(batch)
-    if size is None or size < 4 or len(patient.names) > 1:
+    group = group_of(patient)
+    if group is None or group.size < 4 or len(patient.names) > 1:
         return
-    half = size // 2
-    twice = with_rows(batch, size, lambda x: torch.cat([x[:half], x[:half]]))
-    once = with_rows(batch, size, lambda x: x[:half])
-    (a, terms_a), (b, terms_b) = _loss_and_terms(patient, once), _loss_and_terms(patient, twice)
+    half = list(range(group.size // 2))
+    (a, terms_a), (b, terms_b) = (_loss_and_terms(patient, group.take(places)) for places in (half, half * 2))
     if not abs(a) > 1e-6:
         return
     ratio = b / a
@@ -183,7 +181,7 @@ def reduction(patient: Patient) -> Iterator[Finding]:
             f"The loss of the same samples twice is {ratio:.2f} times as large: it is a sum over the batch, so the "
             "learning rate grows with the batch size."
         )
-        yield Finding("sum_reduction", text, where, {"once": a, "twice": b}, level=_level_of_sum(patient, size))
+        yield Finding("sum_reduction", text, where, {"once": a, "twice": b}, level=_level_of_sum(patient, group.size))
     elif len(terms_a) == len(terms_b) > 1:
         ratios = [y / x for (x, _), (y, _) in zip(terms_a, terms_b, strict=True) if abs(x) > 1e-6]
         sums, means = [r for r in ratios if abs(r - 2) < 0.05], [r for r in ratios if abs(r - 1) < 0.05]

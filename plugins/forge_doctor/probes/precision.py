@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.env import move
 from forge_doctor.experiments.intervene import calls_of, numbers
 from forge_doctor.findings import Finding
-from forge_doctor.patient import NotApplicable, Patient, moved
+from forge_doctor.patient import NotApplicable, Patient
 
 ALLOWED = {"device": 1e-2, "compile": 1e-2, "amp": 0.3}
 """Differences of a module's outputs that rounding explains, as a share of their deviation."""
@@ -21,7 +22,7 @@ def devices(patient: Patient) -> Iterator[Finding]:
     """The same step on the CPU, where the run is on an accelerator."""
     if patient.device.type == "cpu":
         raise NotApplicable
-    other, batch = copy.copy(patient), moved(_given(patient), "cpu")
+    other, batch = copy.copy(patient), move(_given(patient), torch.device("cpu"))
     other.task = patient.clone().cpu()
     yield from _compared(patient, "device", f"on {patient.device.type} and on the CPU", lambda: _outputs(other, batch))
 

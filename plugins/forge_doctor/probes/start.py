@@ -55,9 +55,11 @@ def activations(patient: Patient) -> Iterator[Finding]:
     first_line = ""
     for calls in zip(*rounds, strict=True):
         kind, line = calls[0][:2]
-        outputs = [_by_unit(output) for _, _, output in calls if output.ndim > 1 and output.numel() > 64]
-        if not outputs:
+        given = [output for _, _, output in calls if output.ndim > 1 and output.numel() > 64]
+        dim = _unit_dimension(given)
+        if dim is None:
             continue
+        outputs = [output.movedim(dim, -1).flatten(0, -2) for output in given]
         if kind == "relu":
             first_line = first_line or line
             dead.append(torch.stack([(output <= 0).all(0) for output in outputs]).all(0).float())
@@ -77,9 +79,13 @@ def activations(patient: Patient) -> Iterator[Finding]:
         yield Finding("dead_units", text, first_line, {"share": float(units.mean()), "units": units.numel()})
 
 
-def _by_unit(output: Tensor) -> Tensor:
-    """Inputs by units: channels of a picture, or the last dimension."""
-    return output.movedim(1, -1).flatten(0, -2) if output.ndim == 4 else output.flatten(0, -2)
+def _unit_dimension(outputs: list[Tensor]) -> int | None:
+    """The dimension of units: channels of pictures, or the last one that has one size in all batches."""
+    if len({x.ndim for x in outputs}) != 1:
+        return None
+    sizes = [set(size) for size in zip(*(x.shape for x in outputs), strict=True)]
+    fixed = [dim for dim, size in enumerate(sizes) if dim and len(size) == 1]
+    return None if not fixed else 1 if len(sizes) == 4 else fixed[-1]
 
 
 def _ends(kind: str, output: Tensor) -> Tensor:

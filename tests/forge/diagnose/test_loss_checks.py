@@ -140,6 +140,17 @@ class TestLoss:
         with pytest.warns(UserWarning, match="if there is a sigmoid before it, remove it"):
             fit(with_loss(loss), make_batches(1, size=8))
 
+    def test_what_a_layer_gives_is_no_activation_wherever_it_lies(self) -> None:
+        def loss(task: Any, x: Any, y: Any) -> Any:
+            return F.binary_cross_entropy_with_logits(task(1e-3 * x)[:, 0], (y > 1).float())
+
+        task: Any = with_loss(loss)
+        task.net[2].bias.data.fill_(0.5)
+        assert said_by(task, make_batches(1, size=16)) == []
+        task.net[2] = torch.nn.Linear(8, 3, bias=False)
+        task.net[2].weight.data.abs_()
+        assert said_by(task, make_batches(1, size=16)) == []
+
     def test_a_number_as_target_a_constant_head_and_vmap_are_fine(self) -> None:
         def loss(task: Any, x: Any, y: Any) -> Any:
             constant = torch.full((4, 2), 0.5) + task(x)[:, :2] * 0
