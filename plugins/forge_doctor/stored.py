@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from forge.data.own_generators import data_roots
 from forge.data.tensor import TensorLoader
-from forge.rng import seed_all
+from forge.rng import reseed
 from forge.torch_internals import pytree
 from forge.util.walk import walk
 from forge_doctor.deadline import Deadline
@@ -50,7 +50,7 @@ def count_of(loader: Any) -> int:
 
 def read(loader: Any, index: int, seed: int) -> Sample:
     """Read one sample as a fit would, with this seed."""
-    seed_all(seed)
+    reseed(seed)
     if not isinstance(loader, TensorLoader):
         return leaves(loader.dataset[index])
     batch = tuple(x[index : index + 1].clone() for x in loader.tensors)

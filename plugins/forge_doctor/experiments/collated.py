@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.data.tensor import TensorLoader
-from forge.rng import seed_all
+from forge.rng import reseed
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, tensors
 from forge_doctor.stored import count_of, indexed
@@ -79,7 +79,7 @@ def _serves(loader: Any) -> Callable[[list[int]], Any] | None:
 
 
 def _seeded(call: Callable[[Any], Any], given: Any) -> Any:
-    seed_all(SEED)
+    reseed(SEED)
     return call(given)
 
 

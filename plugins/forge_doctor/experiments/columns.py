@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ KINDS, BINS, FOLDS, BLOCKS = 64, 16, 5, 10
 TELLS, LESS, FAR = 0.15, 0.65, 5.0
 """A correlation that is worth a look, the share of it that must be left in the other split, and how many errors it must
 be away."""
+ALIKE = 0.3
+"""The share of samples by which values may differ in the splits that are compared by what they say."""
 NEVER = 1e-9
 """The chance at which a column that does not vary by luck is told."""
 
@@ -38,10 +41,32 @@ class Column:
     number: int
     train: Tensor
     val: Tensor
+    is_channel: bool
+    "A channel of pictures or series, by its one value; NaN where it has several in a sample."
+    orders: tuple[Tensor, Tensor]
+    "The samples of both splits, with those that are equal in this tensor side by side."
 
     @property
     def name(self) -> str:
         return f"number {self.number} of tensor {self.place}"
+
+    @cached_property
+    def codes(self) -> tuple[Tensor, Tensor]:
+        """The kinds, or bins, of the values in both splits."""
+        both = torch.cat([self.train, self.val])
+        edges = both.unique()
+        if len(edges) > KINDS:
+            edges = both.quantile(torch.linspace(0, 1, BINS + 1, dtype=both.dtype)[1:-1]).unique()
+        return torch.bucketize(self.train, edges), torch.bucketize(self.val, edges)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the values are as frequent in one split as in the other."""
+        if min(len(self.train), len(self.val)) < FEWEST:
+            return False
+        most = int(torch.cat(self.codes).max()) + 1
+        one, other = (torch.bincount(code, minlength=most) / len(code) for code in self.codes)
+        return float((one - other).abs().sum()) / 2 < ALIKE
 
 
 def samples(patient: Patient, split: str) -> list[Sample]:
@@ -54,58 +79,69 @@ def samples(patient: Patient, split: str) -> list[Sample]:
     return found if found and all([x.shape for x in sample] == shapes for sample in found) else served
 
 
-def _columns(patient: Patient, channels: bool = False) -> list[Column]:
-    """The numbers of samples that have few of them; and whole channels of others, by their level and their spread."""
+def _columns(patient: Patient) -> list[Column]:
+    """The numbers of samples that have few of them, and the channels of others."""
     train, val = (stacked(patient, samples(patient, split)) for split in ("train", "val"))
     found = []
     for place, x in train.items():
         y = val.get(place, x[:0])
         y = y if x.shape[1:] == y.shape[1:] else x[:0]
-        if channels and x.ndim > 2 and x.is_floating_point():
-            x, y = (z.float().flatten(2).mean(2) + z.float().flatten(2).std(2) for z in (x, y))
-        if x.ndim <= 2 and x[0].numel() <= MOST_COLUMNS and not x.is_complex():
-            one, other = (z.reshape(len(z), -1).double() for z in (x, y))
-            found += [Column(place, i, one[:, i], other[:, i]) for i in range(one.shape[1])]
+        is_channel = x.ndim > 2 and x.is_floating_point() and x[0].numel() > 0
+        if is_channel:
+            x, y = (_level(z.float().flatten(2)) for z in (x, y))
+        if x.ndim <= 2 and 0 < x[0].numel() <= MOST_COLUMNS and not x.is_complex():
+            one, other = (z.double() if z.ndim == 2 else z.double().unsqueeze(1) for z in (x, y))
+            orders = _side_by_side(one), _side_by_side(other)
+            found += [Column(place, i, one[:, i], other[:, i], is_channel, orders) for i in range(one.shape[1])]
     return found
 
 
-def agree(patient: Patient) -> Iterator[Finding]:
+def _level(x: Tensor) -> Tensor:
+    return torch.where(x.amin(2) == x.amax(2), x[..., 0], torch.nan)
+
+
+def _side_by_side(rows: Tensor) -> Tensor:
+    """The order of rows in which equal ones follow each other, where the first of them was."""
+    if not len(rows):
+        return torch.arange(0)
+    kinds, keys = rows.unique(dim=0, return_inverse=True)
+    first = torch.full((len(kinds),), len(rows)).scatter_reduce(0, keys, torch.arange(len(rows)), "amin")
+    return first[keys].argsort(stable=True)
+
+
+def compared(patient: Patient) -> Iterator[Finding]:
+    """What varies in one split varies in the other, has the same names there, and says the same of the target."""
+    (inputs, asked), found = places(patient), _columns(patient)
+    found = [column for column in found if column.place in inputs | asked]
+    yield from _constant(found, asked)
+    yield from _agree([column for column in found if not column.is_channel], asked)
+
+
+def _agree(found: list[Column], asked: set[int]) -> Iterator[Finding]:
     """Predict the target by one column: what it says in train, it must say in val."""
-    inputs, asked = places(patient)
-    found = _columns(patient)
     renamed = next((told for column in found if (told := _renamed(column)) is not None), None)
     if renamed is not None:
         yield renamed
         return
-    told = [c for c in found if c.place in asked][:MOST_TARGETS]
-    if not told or min(len(told[0].train), len(told[0].val)) < FEWEST:
+    sides = [side for column in found if column.place in asked for side in _sides(column)]
+    if not 0 < len(sides) <= MOST_TARGETS:
+        return  # a sequence or a picture is no column's to tell
+    y = tuple(torch.stack(side, 1) for side in zip(*sides, strict=True))
+    told = [(*_told(column, y), column) for column in found if column.place not in asked and column.is_alike]
+    far, train, val, over, column = max(told, key=lambda one: one[0], default=(0.0,) * 5)
+    if far < FAR or not isinstance(column, Column):
         return
-    worst: tuple[float, Column, tuple[float, ...]] | None = None
-    for column in found:
-        if column.place not in inputs or len(column.train) < FEWEST or len(column.val) < FEWEST:
-            continue
-        for target in told:
-            for y in _sides(target):
-                far, said = _told(column, y)
-                if far > (worst[0] if worst else FAR):
-                    worst = far, column, said
-    if worst is None:
-        return
-    far, column, (train, val, own_train, own_val) = worst
     by = f"By {column.name} of a sample the target is predicted with a correlation of"
-    if own_train < LESS * own_val:
-        text = f"{by} {own_val:.2f} in val, and of {train:.2f} in train: labels of train may belong to other samples."
-    elif own_val >= LESS * own_train:
-        text = (
-            f"{by} {train:.2f} in train and {own_val:.2f} in val, but of {val:.2f} in val by what its values mean in "
-            "train: they are encoded in another way there."
-        )
+    if train < LESS * val:
+        text = f"{by} {val:.2f} in val, and of {train:.2f} in train: labels of train may belong to other samples."
+    elif val < LESS * train:
+        text = f"{by} {train:.2f} in train, and of {val:.2f} in val: as if a sample's own target had helped to make it."
     else:
         text = (
-            f"{by} {train:.2f} in train, and of {val:.2f} in val: as if the sample's own target had been used to make "
-            "it."
+            f"{by} {train:.2f} in train and {val:.2f} in val, but of {over:.2f} by what its values mean in the other "
+            "split: they are encoded in another way there."
         )
-    evidence = {"train": train, "val": val, "val by itself": own_val, "errors apart": far}
+    evidence = {"train": train, "val": val, "from one to the other": over, "errors apart": far}
     yield Finding("splits_disagree", text, f"train and val, {column.name}", evidence)
 
 
@@ -122,7 +158,7 @@ def _renamed(column: Column) -> Finding | None:
     )
     luck = (len(kinds) / few) ** 0.5
     known = float(shares[1][shares[0] > 0].sum())
-    if apart < 0.4 + luck or unnamed > 0.1 + luck / 2 or known < 0.5:
+    if apart < ALIKE + luck / 2 or unnamed > 0.05 + luck / 3 or known < 0.5:
         return None
     text = (
         f"The values of {column.name} of a sample are as frequent in val as in train, but as other numbers: by their "
@@ -137,6 +173,8 @@ def _sides(target: Column) -> Iterator[tuple[Tensor, Tensor]]:
     """A target as numbers to predict: itself, or each of its classes."""
     kinds, counts = target.train.unique(return_counts=True)
     whole = bool((target.train == target.train.round()).all())
+    if not target.is_alike:
+        return
     if not whole or len(kinds) == 2 or len(kinds) > 20:
         yield target.train, target.val
         return
@@ -144,39 +182,31 @@ def _sides(target: Column) -> Iterator[tuple[Tensor, Tensor]]:
         yield (target.train == kind).double(), (target.val == kind).double()
 
 
-def _told(column: Column, y: tuple[Tensor, Tensor]) -> tuple[float, tuple[float, ...]]:
-    """How many errors apart train and val are, and the correlations of both and of each by itself."""
-    codes = _codes(column)
-    own = [_correlation(*_predicted(code, side), side) for code, side in zip(codes, y, strict=True)]
-    over = [_correlation(*_predicted(codes[1 - i], y[1 - i], codes[i], y[i]), y[i]) for i in (0, 1)]
-    far = 0.0
-    for (r, error), (other, its_error), less in ((own[0], over[1], LESS), (own[1], over[0], 0.5 * LESS)):
-        if r > TELLS and other < less * r:
-            far = max(far, (r - other) / (error**2 + its_error**2) ** 0.5)
-    return far, (own[0][0], over[1][0], own[0][0], own[1][0])
+def _told(column: Column, y: tuple[Tensor, ...]) -> tuple[float, float, float, float]:
+    """By how many errors train and val differ, at most; the correlations in each, and from one to the other."""
+    codes = [code[order] for code, order in zip(column.codes, column.orders, strict=True)]
+    y = tuple(side[order] for side, order in zip(y, column.orders, strict=True))
+    own = [_correlation(*_predicted(codes[i], y[i]), y[i]) for i in (0, 1)]
+    over = [_correlation(*_predicted(codes[i], y[i], codes[1 - i]), y[1 - i]) for i in (0, 1)]
+    worst = (0.0,) * 4
+    for i, less in ((0, LESS), (1, 0.5 * LESS)):
+        (r, error), (other, its_error) = own[i], over[i]
+        far = (r - other) / (error**2 + its_error**2).sqrt() * ((r > TELLS) & (other < less * r))
+        at = int(far.argmax())
+        worst = max(worst, tuple(float(x[at]) for x in (far, own[0][0], own[1][0], other)))
+    return worst
 
 
-def _codes(column: Column) -> tuple[Tensor, Tensor]:
-    """The kinds, or bins, of a column in both splits."""
-    both = torch.cat([column.train, column.val])
-    edges = both.unique()
-    if len(edges) > KINDS:
-        edges = both.quantile(torch.linspace(0, 1, BINS + 1, dtype=both.dtype)[1:-1]).unique()
-    return torch.bucketize(column.train, edges), torch.bucketize(column.val, edges)
-
-
-def _predicted(
-    codes: Tensor, y: Tensor, other: Tensor | None = None, its: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What the mean target of a kind says of samples, and which have a kind that is known: of others, or each part of
+def _predicted(codes: Tensor, y: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What the mean targets of a kind say of samples, and which have a kind that is known: of others, or each part of
     these samples by the rest."""
-    size = int(max(codes.max(), codes.max() if other is None else other.max())) + 1
-    mean = y.mean()
+    size = int(codes.max() if other is None else max(codes.max(), other.max())) + 1
+    centred = y - y.mean(0)
 
     def means(rows: Tensor) -> tuple[Tensor, Tensor]:
         count = torch.bincount(codes[rows], minlength=size)
-        total = torch.bincount(codes[rows], y[rows] - mean, minlength=size)
-        return total / (count + 3), count >= 3
+        total = torch.zeros(size, y.shape[1], dtype=y.dtype).index_add_(0, codes[rows], centred[rows])
+        return total / (count + 3)[:, None], count >= 3
 
     if other is not None:
         table, known = means(torch.arange(len(y)))
@@ -189,53 +219,50 @@ def _predicted(
     return guess, is_known
 
 
-def _correlation(guess: Tensor, known: Tensor, y: Tensor) -> tuple[float, float]:
-    """The correlation of a guess with the target, and its error by leaving out blocks of neighbours."""
+def _correlation(guess: Tensor, known: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The correlations of guesses with targets, and their errors by leaving out blocks of neighbours."""
     guess, y = guess[known], y[known]
-    if len(y) < FEWEST or float(y.std()) == 0 or float(guess.std()) == 0:
-        return 0.0, 1.0
+    if len(y) < FEWEST:
+        return torch.zeros(y.shape[1]), torch.ones(y.shape[1])
     block = torch.arange(len(y)) * BLOCKS // len(y)
+    guess, y = guess - guess.mean(0), y - y.mean(0)
     parts = torch.stack([guess, y, guess * guess, y * y, guess * y, torch.ones_like(y)])
-    sums = torch.zeros(6, BLOCKS, dtype=y.dtype).index_add_(1, block, parts)
-    without = _r(sums.sum(1, keepdim=True) - sums)
-    r = float(_r(sums.sum(1, keepdim=True)))
-    spread = float(((BLOCKS - 1) / BLOCKS * (without - without.mean()).pow(2).sum()).sqrt())
-    return r, max(spread, (1 - r * r) / len(y) ** 0.5)
+    sums = torch.zeros(6, BLOCKS, y.shape[1], dtype=y.dtype).index_add_(1, block, parts)
+    whole = sums.sum(1)
+    r, without = _r(whole), _r(whole[:, None] - sums)
+    spread = ((BLOCKS - 1) / BLOCKS * (without - without.mean(0)).pow(2).sum(0)).sqrt()
+    return r, spread.maximum((1 - r * r) / len(y) ** 0.5)
 
 
 def _r(sums: Tensor) -> Tensor:
     x, y, xx, yy, xy, n = sums
-    return (xy - x * y / n) / ((xx - x * x / n) * (yy - y * y / n)).clamp_min(1e-24).sqrt()
+    return (xy - x * y / n) / ((xx - x * x / n) * (yy - y * y / n)).clamp_min(1e-20).sqrt()
 
 
-def constant(patient: Patient) -> Iterator[Finding]:
+def _constant(found: list[Column], asked: set[int]) -> Iterator[Finding]:
     """Numbers and channels that never change: beside others that do, or in one split alone."""
-    (inputs, asked), found = places(patient), _columns(patient, channels=True)
-    by_place: dict[int, list[Column]] = {}
-    for column in found:
-        by_place.setdefault(column.place, []).append(column)
-    for place, columns in by_place.items():
-        if len(columns[0].train) < FEWEST or place not in inputs | asked:
-            continue
-        still = [c for c in columns if _is_still(c.train)]
-        where = f"train, tensor {place} of a sample"
+    for place in dict.fromkeys(column.place for column in found):
+        columns = [column for column in found if column.place == place]
+        what = "channels" if columns[0].is_channel else "numbers"
+        still = [c for c in columns if len(c.train) >= FEWEST and _is_still(c.train)]
         if still and len(still) < len(columns):
             text = (
-                f"{len(still)} of the {len(columns)} numbers of {'a target' if place in asked else 'an input'}, tensor "
-                f"{place} of a sample, never change in train: {_listed(still)}."
+                f"{len(still)} of {len(columns)} {what} of {'a target' if place in asked else 'an input'}, tensor "
+                f"{place} of a sample, never change in train: {_listed(still, [c.train for c in still])}."
             )
-            yield Finding(
-                "constant_columns",
-                text,
-                where,
-                {"columns": [c.number for c in still]},
-                level="warning" if place in asked else "note",
-            )
-        for split, other, one in (("val", "train", False), ("train", "val", True)):
-            alone = [c for c in columns if _stops(*((c.val, c.train) if one else (c.train, c.val)))]
-            if alone and len(alone[0].val) >= FEWEST:
-                text = f"{_listed(alone, one)} of tensor {place}: never changes in {split}, and does in {other}."
-                yield Finding("constant_columns", text, f"{split}, tensor {place} of a sample", level="warning")
+            is_number = any(bool((c.train != c.train.round()).any()) for c in columns)  # no mask, and no rare tag
+            level = "warning" if place in asked and is_number else "note"
+            evidence = {"columns": [c.number for c in still]}
+            yield Finding("constant_columns", text, f"train, tensor {place} of a sample", evidence, level=level)
+        for split, other in (("val", "train"), ("train", "val")):
+            alone = [c for c in columns if _stops(getattr(c, other), getattr(c, split))]
+            if alone:
+                text = (
+                    f"{len(alone)} of {len(columns)} {what} of tensor {place} of a sample never change in {split}, and "
+                    f"do in {other}: {_listed(alone, [getattr(c, split) for c in alone])}."
+                )
+                evidence = {"columns": [c.number for c in alone]}
+                yield Finding("constant_columns", text, f"{split}, tensor {place}", evidence, level="warning")
 
 
 def _is_still(x: Tensor) -> bool:
@@ -250,6 +277,6 @@ def _stops(varies: Tensor, still: Tensor) -> bool:
     return (1 - share) ** len(still) < NEVER
 
 
-def _listed(columns: list[Column], of_train: bool = True) -> str:
-    each = [f"number {c.number} is {float((c.train if of_train else c.val)[0]):.4g}" for c in columns]
+def _listed(columns: list[Column], values: list[Tensor]) -> str:
+    each = [f"number {c.number} is {float(x[0]):.4g}" for c, x in zip(columns, values, strict=True)]
     return ", ".join(each[:6]) + (f" and {len(each) - 6} more" if len(each) > 6 else "")

@@ -35,13 +35,11 @@ def together(patient: Patient) -> Iterator[Finding]:
     total, (asked, told), parts = count_of(patient.train), sides(patient), len(tensors(patient.batches[0]))
     served = []
     for i in range(0, total, max(1, total // SAMPLES)) if asked and told else ():
-        served.append([read(patient.train, i, SEED + k) for k in range(READS)])
+        served.append([read(patient.train, i, SEED + READS * i + k) for k in range(READS)])
     served = [reads for reads in served if all(len(one) == parts for one in reads)]
-    for p, q in itertools.product(sorted(asked), sorted(told)):
+    for p, q in itertools.product(sorted(asked), sorted(told)) if len(served) > 2 else ():
         x, y = ([_distances([one[place] for one in reads]) for reads in served] for place in (p, q))
         usual = _distances([reads[0][q] for reads in served])
-        if not len(usual):
-            continue
         near, far, same = [], [], 0
         for a, b in zip(x, y, strict=True):
             is_near = a < NEAR * a.mean()
