@@ -213,15 +213,17 @@ def test_codes_that_are_numbered_in_each_split() -> None:
 class Windows(Dataset[Any]):
     """Windows of one series: 12 numbers, and the 4 that follow."""
 
-    def __init__(self, whole: bool = False):
-        self.series, self.whole = random(600).cumsum(0) / 4, whole
+    def __init__(self, kind: str = ""):
+        self.series, self.kind = random(600).cumsum(0) / 4, kind
 
     def __len__(self) -> int:
         return len(self.series) - 16
 
     def __getitem__(self, index: int) -> Any:
         window = self.series[index : index + 16]
-        level = window.mean() if self.whole else window[:12].mean()
+        if self.kind == "as it is":
+            return window[:12], window[12:]
+        level = window.mean() if self.kind == "whole" else window[:12].mean()
         return window[:12] - level, window[12:] - level
 
 
@@ -235,11 +237,17 @@ def by_chance(windows: Windows) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("whole", "split", "told"),
-    [(False, in_time, ""), (False, by_chance, "overlap"), (True, in_time, "statistics of the input")],
+    ("kind", "split", "told"),
+    [
+        ("", in_time, ""),
+        ("", by_chance, "overlap"),
+        ("as it is", in_time, ""),
+        ("as it is", by_chance, "overlap"),
+        ("whole", in_time, "statistics of the input"),
+    ],
 )
-def test_what_a_target_is_made_of(whole: bool, split: Any, told: str) -> None:
-    windows = Windows(whole)
+def test_what_a_target_is_made_of(kind: str, split: Any, told: str) -> None:
+    windows = Windows(kind)
     before = windows.series.clone()
     train, val = (DataLoader(part, 16) for part in split(windows))
     said = found(Numbers(12, 4), storage.made_of, data=(train, val))
@@ -250,10 +258,6 @@ def test_what_a_target_is_made_of(whole: bool, split: Any, told: str) -> None:
 
 class Whole(Windows):
     """A window whose input is the target, shifted, with noise, or with a part hidden."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind = kind
 
     def __getitem__(self, index: int) -> Any:
         window = self.series[index : index + 16] - self.series[index : index + 16].mean()

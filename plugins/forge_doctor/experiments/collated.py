@@ -55,17 +55,11 @@ def _called(path: str) -> str:
 
 def _serves(loader: Any) -> Callable[[list[int]], Any] | None:
     """A function that puts samples together as a loader does, with the same random numbers every time."""
-    collate = getattr(loader, "collate_fn", None)
     if isinstance(loader, TensorLoader):
         change = loader.transform
-        collate = lambda rows: change(*(x[rows].clone() for x in loader.tensors))  # noqa: E731
-        return None if change is None else lambda rows: _seeded(collate, rows)
-    dataset = indexed(loader)
-    if (
-        dataset is None
-        or collate is None
-        or (getattr(loader, "batch_size", 1) is None and loader.batch_sampler is None)
-    ):
+        return None if change is None else lambda rows: _seeded(lambda i: change(*(x[i] for x in loader.tensors)), rows)
+    dataset, collate = indexed(loader), getattr(loader, "collate_fn", None)
+    if dataset is None or collate is None or getattr(loader, "batch_sampler", None) is None:
         return None
     items: dict[int, Any] = {}
 

@@ -188,12 +188,12 @@ def _told(column: Column, y: tuple[Tensor, ...]) -> tuple[float, float, float, f
     y = tuple(side[order] for side, order in zip(y, column.orders, strict=True))
     own = [_correlation(*_predicted(codes[i], y[i]), y[i]) for i in (0, 1)]
     over = [_correlation(*_predicted(codes[i], y[i], codes[1 - i]), y[1 - i]) for i in (0, 1)]
-    worst = (0.0,) * 4
+    worst = 0.0, 0.0, 0.0, 0.0
     for i, less in ((0, LESS), (1, 0.5 * LESS)):
         (r, error), (other, its_error) = own[i], over[i]
         far = (r - other) / (error**2 + its_error**2).sqrt() * ((r > TELLS) & (other < less * r))
         at = int(far.argmax())
-        worst = max(worst, tuple(float(x[at]) for x in (far, own[0][0], own[1][0], other)))
+        worst = max(worst, (float(far[at]), float(own[0][0][at]), float(own[1][0][at]), float(other[at])))
     return worst
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,8 @@ from forge_doctor.stored import Array, Sample, arrays, count_of, indexed, read
 
 SAMPLES, ELEMENTS, LOOKS = 8, 24, 3
 """Samples of a split that are followed, numbers that each is made of, and readings with other random numbers."""
-MOST_ARRAYS, MOST_NUMBERS = 12, 5_000_000
+MOST_ARRAYS, MOST_NUMBERS, MOST_HOLDERS = 12, 5_000_000, 100
+"""Arrays that are followed, numbers of each, and samples of train that hold some of them."""
 SECONDS = 2.0
 """For following samples, and for reading those of train."""
 MORE, LEAST = 3.0, 1e-3
@@ -77,9 +81,9 @@ def made_of(patient: Patient) -> Iterator[Finding]:
     (inputs, asked), parts = places(patient), len(tensors(patient.batches[0]))
     if not asked or not inputs:
         return
-    within = Deadline(SECONDS, time.process_time)
-    for split, loader in patient.loaders.items():
-        count = count_of(loader) if loader is not None and indexed(loader) is not None else 0
+    within, loaders = Deadline(SECONDS, time.process_time), _copies(patient)
+    for split, loader in loaders.items():
+        count = count_of(loader)
         if count < 20 or len(read(loader, 0, SEED)) != parts:
             continue
         chosen = [i * count // SAMPLES for i in range(SAMPLES)]
@@ -88,18 +92,39 @@ def made_of(patient: Patient) -> Iterator[Finding]:
             if within.is_over:
                 return
             stored = Stored(held[path])
-            found = {i: own for i in chosen if (own := _own(stored, loader, i, inputs, asked)) is not None}
+            found = {}
+            for i in chosen:
+                own = None if within.is_over else _own(stored, loader, i, inputs, asked)
+                found |= {} if own is None else {i: own}
             smeared = [i for i, (_, is_smeared) in found.items() if is_smeared]
             if len(smeared) >= SAMPLES // 2:
                 text = (
-                    f"Numbers of {path.partition(' ')[2] or path} that only the target of a sample holds change all of "
+                    f"Numbers of {_named(path)} that only the target of a sample holds change all of "
                     f"its input ({len(smeared)} of {SAMPLES} samples of {split}): what is to be predicted is in the "
                     "statistics of the input."
                 )
                 cure = "Compute means, deviations and filters from the input alone, not from the target's stretch."
                 yield Finding("leakage", text, split, {"array": path, "samples": smeared}, cure=cure)
             if split == "val":
-                yield from _shared(patient, stored, path, found, asked)
+                yield from _shared(loaders, stored, path, found, asked)
+
+
+def _copies(patient: Patient) -> dict[str, Any]:
+    """Copies of the datasets, which share what they shared: one may keep what it once read."""
+    given = {s: x for s, x in patient.loaders.items() if indexed(x) is not None and arrays(x)}
+    with suppress(Exception):  # a file, or a connection
+        copied = copy.deepcopy([loader.dataset for loader in given.values()])
+        return {split: SimpleNamespace(dataset=dataset) for split, dataset in zip(given, copied, strict=True)}
+    return {}
+
+
+def _read(loader: Any, index: int, seed: int = SEED) -> Sample:
+    """A sample that stays as it is when the array changes that it is a view of."""
+    return tuple(x.clone() for x in read(loader, index, seed))
+
+
+def _named(path: str) -> str:
+    return path.partition("loader.")[2] or path
 
 
 def _may_change(value: Array) -> bool:
@@ -117,10 +142,10 @@ def _size(value: Array) -> int:
 
 def _own(stored: Stored, loader: Any, index: int, inputs: set[int], asked: set[int]) -> tuple[list[int], bool] | None:
     """The numbers that a target is made of and its input is not; and whether those change the input all the same."""
-    plain = [read(loader, index, SEED + k) for k in range(LOOKS)]
+    plain = [_read(loader, index, SEED + k) for k in range(LOOKS)]
 
     def motions(places: Any, k: int = 0) -> tuple[float, float]:
-        now = stored.changed(places, lambda: read(loader, index, SEED + k))
+        now = stored.changed(places, lambda: _read(loader, index, SEED + k))
         return _motion(plain[k], now, inputs), _motion(plain[k], now, asked)
 
     moves = lambda places: max(motions(places)) > 0  # noqa: E731
@@ -138,10 +163,10 @@ def _own(stored: Stored, loader: Any, index: int, inputs: set[int], asked: set[i
 
 
 def _shared(
-    patient: Patient, stored: Stored, path: str, found: dict[int, tuple[list[int], bool]], asked: set[int]
+    loaders: dict[str, Any], stored: Stored, path: str, found: dict[int, tuple[list[int], bool]], asked: set[int]
 ) -> Iterator[Finding]:
     """Samples of train that hold numbers which targets of val are made of, and are no copies of these targets."""
-    train, val = patient.loaders["train"], patient.loaders["val"]
+    train, val = loaders.get("train"), loaders["val"]
     if len(found) < SAMPLES // 2 or not any(_overlap(stored.value, other) for other in arrays(train).values()):
         return
     wanted = {i: own[len(own) // 2] for i, (own, _) in found.items()}
@@ -149,35 +174,33 @@ def _shared(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED)).tolist()
     plain: dict[int, Sample] = {}
     for i in order:
-        plain[i] = read(train, i, SEED)
+        plain[i] = _read(train, i)
         if within.is_over:
             break
-    again = lambda: {i: read(train, i, SEED) for i in plain}  # noqa: E731
+    again = lambda: {i: _read(train, i) for i in plain}  # noqa: E731
     parts = set(range(len(next(iter(plain.values())))))
     now = stored.changed(list(wanted.values()), again)
     touched = [i for i in plain if _motion(plain[i], now[i], parts) > 0]
     if not touched or len(touched) > GLOBAL * len(plain):
         return
+    is_moved = lambda i: _motion(plain[i], _read(train, i), parts) > 0  # noqa: E731
     held = []
     for index, element in wanted.items():
-        mine = read(val, index, SEED)
-        now = stored.changed([element], lambda: {i: read(train, i, SEED) for i in touched[:400]})
-        holders = [i for i in now if _motion(plain[i], now[i], parts) > 0]
-        if any(_motion(mine, plain[i], asked) > 0 for i in holders):
+        mine = _read(val, index)
+        others = [i for i in touched[:MOST_HOLDERS] if _motion(mine, plain[i], asked) > 0]
+        if stored.changed([element], lambda others=others: any(map(is_moved, others))):
             held.append(index)
     if len(held) > len(wanted) / 2:
         text = (
             f"The target of {len(held)} of {len(wanted)} samples of val is made of numbers of "
-            f"{path.partition(' ')[2] or path} that samples of train hold too: they overlap."
+            f"{_named(path)} that samples of train hold too: they overlap."
         )
         cure = "Split the stored series, pictures or histories first, and cut each part into samples."
         yield Finding("leakage", text, "val", {"array": path, "samples": held}, cure=cure)
 
 
-def _overlap(one: Array, other: Array) -> bool:
+def _overlap(one: Tensor, other: Array) -> bool:
     """Whether two arrays share memory."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        begins = [x.data_ptr() for x in (one, other)]
-        ends = [x.data_ptr() + x.element_size() * x.numel() for x in (one, other)]
-        return max(begins) < min(ends)
-    return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.may_share_memory(one, other)
+    both = one, torch.as_tensor(other)
+    ends = [x.data_ptr() + x.element_size() * x.numel() for x in both]
+    return max(x.data_ptr() for x in both) < min(ends)
