@@ -11,7 +11,7 @@ AREAS = {
     "gradients": ("influence", "graph", "aliases"),
     "loss and metrics": ("reachable", "reading", "stages", "losses", "measures", "in_fit"),
     "model": ("equivariance", "company", "precision"),
-    "data": ("values", "pairs", "lossy", "data", "class_labels", "serving"),
+    "data": ("values", "columns", "pairs", "collated", "storage", "lossy", "data", "class_labels", "serving"),
     "start and schedule": ("start",),
     "updates": ("scale", "motion", "learning"),
 }

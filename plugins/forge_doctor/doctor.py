@@ -33,6 +33,8 @@ from forge.snapshot.left_out import is_left_out
 from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import (
+    collated,
+    columns,
     company,
     equivariance,
     influence,
@@ -44,6 +46,7 @@ from forge_doctor.experiments import (
     reading,
     scale,
     stages,
+    storage,
     values,
 )
 from forge_doctor.findings import LEVELS, Finding
@@ -89,8 +92,12 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "answers that are seen": equivariance.answers_seen,
     "training beside validation": stages.two_steps,
     "values that are not finite": values.finite,
+    "samples put together": collated.together,
     "copies of samples": data.copies,
+    "ids in both splits": data.known,
     "train against val": data.splits,
+    "columns of train and val": columns.compared,
+    "what targets are made of": storage.made_of,
     "class labels": class_labels.labels,
     "alone and in company": company.alone,
     "influence of weights": influence.weights,
@@ -100,6 +107,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "whole and parts": stages.whole_and_parts,
     "values that are unseen": values.unseen,
     "values in the step": values.in_step,
+    "pairs vary together": pairs.together,
     "pairs follow": pairs.follow,
     "samples of val": pairs.fixed,
     "losses while reading": lossy.reading,

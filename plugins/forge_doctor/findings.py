@@ -108,6 +108,7 @@ FINDINGS = {
     "val_is_train": ("error", "Validate on samples that are not trained on."),
     "duplicates": ("warning", "Look at __getitem__ and the sampler: one sample is served many times."),
     "constant_input": ("error", "Look at how inputs are read: all of them are one value."),
+    "constant_columns": ("note", "Look at how they are made: after missing values are filled in, none is missing."),
     "unscaled_inputs": ("warning", "Standardise inputs: (x - mean) / std; bytes / 255."),
     "feature_scales": ("warning", "Standardise each column by its own mean and deviation."),
     "split_statistics": ("warning", "Prepare train and val in one way, by the statistics of train."),

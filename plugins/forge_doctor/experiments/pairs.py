@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from forge_doctor.experiments.reading import places as sides
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import SEED, Patient, tensors
 from forge_doctor.probes.data import stacked
 from forge_doctor.stored import Sample, count_of, read
 
@@ -21,6 +23,57 @@ TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "turned by three quarters": lambda x: x.rot90(3, (-2, -1)),
 }
 READS, SAMPLES = 8, 10
+NEAR, APART = 0.3, 0.8
+"""Readings of an input that are nearly the same, as a share of how far they usually are apart; and how far apart their
+targets then are, at least, that do not follow."""
+FEWEST = 12
+"""Pairs of readings that are nearly the same."""
+
+
+def together(patient: Patient) -> Iterator[Finding]:
+    """Where both an input and its target vary from reading to reading, readings that are alike in one are in both."""
+    total, (asked, told), parts = count_of(patient.train), sides(patient), len(tensors(patient.batches[0]))
+    served = []
+    for i in range(0, total, max(1, total // SAMPLES)) if asked and told else ():
+        served.append([read(patient.train, i, SEED + READS * i + k) for k in range(READS)])
+    served = [reads for reads in served if all(len(one) == parts for one in reads)]
+    for p, q in itertools.product(sorted(asked), sorted(told)) if len(served) > 2 else ():
+        x, y = ([_distances([one[place] for one in reads]) for reads in served] for place in (p, q))
+        usual = _distances([reads[0][q] for reads in served])
+        near, far, same = [], [], 0
+        for a, b in zip(x, y, strict=True):
+            is_near = a < NEAR * a.mean()
+            near.append(b[is_near])
+            far.append(b[~is_near])
+            same += int((b[a < 1e-4 * a.mean()] > 0).sum())
+        close, rest = torch.cat(near), torch.cat(far)
+        spread = float(rest.mean()) if len(rest) else 0.0
+        if min(len(close), len(rest)) < FEWEST or spread < NEAR * float(usual.mean()):
+            continue
+        if float(close.mean()) > APART * spread and sum(bool((b > 0).any()) for b in near) >= 3:
+            text = (
+                f"When a training sample is read again, tensor {p} and its target, tensor {q}, vary apart: readings in "
+                f"which one is nearly the same differ in the other by {float(close.mean()) / spread:.0%} of what any "
+                f"two do ({len(close)} pairs of readings)."
+            )
+            evidence = {"pairs": len(close), "the same input with another target": same}
+            yield Finding("pairs_broken", text, "train", evidence, level="error" if same >= 3 else "warning")
+            return
+
+
+def _distances(given: list[Tensor]) -> Tensor:
+    """How far each two of some tensors are apart, whatever their brightness and contrast."""
+    whole = not given[0].is_floating_point()
+    if len({x.shape for x in given}) > 1 or given[0].is_complex():
+        return torch.tensor(
+            [float(a.shape != b.shape or not torch.equal(a, b)) for a, b in itertools.combinations(given, 2)]
+        )
+    x = torch.stack([x.flatten() for x in given]).double()
+    if whole:
+        return torch.stack([(a != b).double().mean() for a, b in itertools.combinations(x, 2)])
+    if x.shape[1] >= 16:
+        x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True).clamp_min(1e-9)
+    return torch.pdist(x) / max(1, x.shape[1]) ** 0.5
 
 
 def follow(patient: Patient) -> Iterator[Finding]:

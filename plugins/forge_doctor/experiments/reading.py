@@ -15,7 +15,8 @@ from forge.data.accumulation_windows import batch_size
 from forge_doctor.experiments.answers import Answers, answers, held_of
 from forge_doctor.experiments.intervene import exchanged, parts
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, tensors
+from forge_doctor.probes.data import is_target
 
 GROWS = (1.0, 10.0, 100.0, 1000.0)
 """By how much answers are enlarged, to see whether the loss falls without end."""
@@ -38,23 +39,46 @@ class Reading:
         return self.held.values[self.leaf]
 
 
-def target_of(held: Answers) -> Tensor | None:
-    """The one tensor of a batch that the loss of given answers depends on, and no answer does; a mask is none."""
+def sides(held: Answers) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a batch that answers depend on; and those that do no more than the loss of given answers."""
     size, batch = batch_size(held.batch), held.batch
-    slopes, found = held.slopes(), []
+    slopes, asked, told = held.slopes(), [], []
     for x in parts(batch).values():
         if not x.ndim or len(x) != size or torch.equal(x, x.roll(1, 0)):
             continue
         other = exchanged(batch, x, lambda x: x.roll(1, 0))
         with suppress(Exception):  # the step refuses it: a length or an offset, no target
-            if all(torch.allclose(a, b) for a, b in zip(slopes, held.slopes(batch=other), strict=True)):
-                continue
             now = answers(held.patient, other)
-            if now is not None and all(torch.equal(a, b) for a, b in zip(held.values, now.values, strict=True)):
-                found.append(x)
+            if now is None:
+                continue
+            if not all(torch.equal(a, b) for a, b in zip(held.values, now.values, strict=True)):
+                asked.append(x)
+            elif not all(torch.allclose(a, b) for a, b in zip(slopes, held.slopes(batch=other), strict=True)):
+                told.append(x)
+    return asked, told
+
+
+def target_of(held: Answers) -> Tensor | None:
+    """The one tensor of a batch that answers are compared with; a mask is none."""
+    _, found = sides(held)
     marks = [x for x in found if any(x is not y and _marks(x, y) for y in found)]
     left = [x for x in found if all(x is not y for y in marks)]
     return left[0] if len(left) == 1 else None
+
+
+def places(patient: Patient) -> tuple[set[int], set[int]]:
+    """The places of the tensors of a batch that answers depend on, and of those that they are compared with."""
+    batch = patient.batches[0]
+    count = range(len(tensors(batch)))
+    told = {i for i in count if is_target(patient, i)}
+    asked = set(count) - told
+    with suppress(Exception):
+        held = held_of(patient, batch)
+        if held is not None and held.values[0].isfinite().all():
+            one, other = ({id(x) for x in found} for found in sides(held))
+            given = [id(x) for x in tensors(batch)]
+            asked, told = {i for i in asked if given[i] in one}, told | {i for i in count if given[i] in other}
+    return asked, told
 
 
 def _marks(x: Tensor, y: Tensor) -> bool:

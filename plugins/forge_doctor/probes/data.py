@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,14 +15,17 @@ from torch import Tensor, nn
 
 from forge.data.adapt import by_name
 from forge.rng import seed_all
+from forge_doctor.deadline import Deadline
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, first, tensors
-from forge_doctor.stored import Sample, count_of, read
+from forge_doctor.stored import Sample, count_of, read, spread
 from forge_doctor.watch import REGRESSION
 
 REREAD, READS = 64, 6
 """Samples of train that are read again, and how often, to see what augmentation changes."""
 
+MOST_IDS, SECONDS = 20_000, 1.0
+"""Samples of train whose ids are looked up, and the time for reading them."""
 STEPS, MOST_LENGTH = 8, 2000
 """Steps of a stretch of a series that is looked up, and those of a window at most."""
 
@@ -60,6 +65,37 @@ def copies(patient: Patient) -> Iterator[Finding]:
         return
     text = f"{shared:.0%} of {len(val)} validation samples are training samples."
     yield Finding("val_is_train" if shared > 0.5 else "leakage", text, "val", {"share": shared, "samples": both})
+
+
+def known(patient: Patient) -> Iterator[Finding]:
+    """Ids of val that stand together in train: more often than those of train do twice, and than any two of val do.
+
+    Samples may differ in what else they hold, such as items that were drawn against them.
+    """
+    if not patient.val_samples:
+        return
+    within = Deadline(SECONDS, time.process_time)
+    served = patient.samples, patient.val_samples
+    more = spread(patient.train, MOST_IDS, within) if count_of(patient.train) > len(served[0]) else []
+    if more and served[0] and [x.shape for x in more[0]] == [x.shape for x in served[0][0]]:
+        served = more, served[1]
+    train, val = (stacked(patient, samples) for samples in served)
+    ids = [p for p, x in train.items() if p in val and not (x.is_floating_point() or x.dtype == torch.bool)]
+    ids = [p for p in ids if train[p].ndim == 1 == val[p].ndim][:6]
+    for places in [places for size in range(2, len(ids) + 1) for places in itertools.combinations(ids, size)]:
+        one, other = (torch.stack([x[p] for p in places], 1).long() for x in (train, val))
+        drawn = torch.cat([other[:, :1], other[:, 1:].roll(1, 0)], 1)
+        _, keys = torch.cat([one, other, drawn]).unique(dim=0, return_inverse=True)
+        mine, theirs, chance = keys.split([len(one), len(other), len(drawn)])
+        again = float((torch.bincount(mine)[mine] > 1).double().mean())
+        share, luck = (float(torch.isin(x, mine).double().mean()) for x in (theirs, chance))
+        if share * len(other) >= 8 and share > 3 * again + 0.05 and share > 1.5 * luck + 0.1:
+            text = (
+                f"{share:.0%} of the ids of {len(other)} validation samples, tensors {', '.join(map(str, places))}, "
+                f"stand together in a training sample, and {luck:.0%} would by chance: what is held out is trained on."
+            )
+            yield Finding("leakage", text, "val", {"share": share, "by chance": luck, "again in train": again})
+            return
 
 
 def _is_drawn(patient: Patient) -> bool:
