@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from forge_doctor.deadline import Deadline
+from forge_doctor.experiments.intervene import exchanged
 from forge_doctor.experiments.reading import places
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.data import stacked
 from forge_doctor.stored import Sample, spread
 
@@ -117,7 +118,18 @@ def compared(patient: Patient) -> Iterator[Finding]:
     found = [column for column in found if column.place in inputs | asked]
     yield from _constant(found, asked)
     yield from _scaled_by_itself([column for column in found if not column.is_channel])
-    yield from _agree([column for column in found if not column.is_channel], asked)
+    told = {place for place in asked if not _is_a_name(patient, place)}
+    yield from _agree([c for c in found if not c.is_channel and c.place in inputs | told], told)
+
+
+def _is_a_name(patient: Patient, place: int) -> bool:
+    """Whether other numbers for the classes leave the loss as it is: they tell samples apart, and mean no more."""
+    batch = patient.batches[0]
+    y = tensors(batch)[place]
+    if y.is_floating_point() or not y.numel():
+        return False
+    losses = [patient.loss(patient.clone(), x) for x in (batch, exchanged(batch, y, lambda y: y.max() + y.min() - y))]
+    return torch.allclose(losses[0].detach(), losses[1].detach(), 1e-5)
 
 
 def _agree(found: list[Column], asked: set[int]) -> Iterator[Finding]:
