@@ -67,7 +67,7 @@ class Words(Healthy):
 
 def text(index: int) -> tuple[Tensor, int]:
     length = 3 + 7 * index % 11
-    return (torch.arange(length) * (index + 3) + index) % 49 + 1, index * 5 % 4
+    return (torch.arange(length) * (index + 3) + index) % 49 + 1, index * index // 7 % 4
 
 
 def sorted_by_length(labels: bool, lengths: bool = True, restores: bool = False) -> Callable[[Any], Any]:
