@@ -476,9 +476,9 @@ def _served(loader: Any, within: Deadline) -> tuple[list[Any], list[tuple[Tensor
     kept: list[Any] = []
     samples: list[tuple[Tensor, ...]] = []
     for batch in loader:
+        fresh = [] if any(batch is other for other in kept) else rows(batch)  # a list may hold one batch often
         if len(kept) < BATCHES:
             kept.append(batch)
-        fresh = rows(batch)
         samples.extend(fresh)
         is_enough = len(kept) >= BATCHES and (not fresh or within.is_over)
         if len(samples) >= SAMPLES or is_enough:

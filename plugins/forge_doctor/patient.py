@@ -168,7 +168,8 @@ class Patient:
         reseed(seed)
         if stage == "train":
             name = self.names[0] if name is None else name
-            return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
+            with torch.enable_grad():  # a step may ask for gradients itself
+                return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
         return task.validation_step(batch)
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:

@@ -67,7 +67,7 @@ class Words(Healthy):
 
 def text(index: int) -> tuple[Tensor, int]:
     length = 3 + 7 * index % 11
-    return (torch.arange(length) * (index + 3) + index) % 49 + 1, index * 5 % 4
+    return (torch.arange(length) * (index + 3) + index) % 49 + 1, index * index // 7 % 4
 
 
 def sorted_by_length(labels: bool, lengths: bool = True, restores: bool = False) -> Callable[[Any], Any]:
@@ -159,6 +159,14 @@ def filled(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x[:, :-1], torch.zeros_like(x[:, -1:])], 1)
 
 
+def scaled(x: Tensor, y: Tensor) -> Tensor:
+    return (x - x.mean(0)) / x.std(0)
+
+
+def stretched(x: Tensor, y: Tensor) -> Tensor:
+    return (x - x.amin(0)) / (x.amax(0) - x.amin(0))
+
+
 @pytest.mark.parametrize(
     ("train", "val", "name", "level"),
     [
@@ -169,6 +177,9 @@ def filled(x: Tensor, y: Tensor) -> Tensor:
         (kept, lambda x, y: x.roll(1, 0), "splits_disagree", "warning"),
         (filled, filled, "constant_columns", "note"),
         (kept, filled, "constant_columns", "warning"),
+        (scaled, kept, "", ""),
+        (scaled, scaled, "split_statistics", "warning"),
+        (stretched, stretched, "split_statistics", "warning"),
     ],
 )
 def test_a_column_says_the_same_in_both_splits(train: Any, val: Any, name: str, level: str) -> None:

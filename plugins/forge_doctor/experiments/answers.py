@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,8 @@ class Answers:
     loss: float
     used: set[tuple[str, int]] = field(default_factory=set)
     "The answers that the last step asked for."
+    stage: str = "train"
+    "Whose loss is asked for."
     found: dict[bool, tuple[float, list[Tensor]]] = field(default_factory=dict)
     "The best answers, and the best one answer for all samples."
 
@@ -125,7 +127,17 @@ class Answers:
         return None if self.used != {place[:2] for place in self.given} else {**numbers(said), **numbers(ended or {})}
 
     def loss_at(self, values: list[Tensor], batch: Any = None) -> Tensor:
-        return loss_of(self.step(values, batch))
+        return loss_of(self.step(values, batch, self.stage))
+
+    def validating(self) -> Answers:
+        """The same answers, judged by the loss of the validation step; by that of training where it returns none."""
+        other = replace(self, stage="val", found={})
+        try:
+            loss = other.loss_at([x.clone().requires_grad_() for x in self.values])
+            other.loss = float(loss.detach())
+        except Exception:
+            return self
+        return other if loss.requires_grad else self
 
     def slopes(self, values: list[Tensor] | None = None, batch: Any = None) -> list[Tensor]:
         """The gradient of the loss by the answers."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from forge.data.tensor import TensorLoader
-from forge.rng import reseed
+from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, tensors
-from forge_doctor.stored import count_of, indexed
 
-SAMPLES = 16
+SAMPLES, FEWEST = 16, 4
 
 
 class Part(NamedTuple):
@@ -28,22 +26,23 @@ class Part(NamedTuple):
 
 def together(patient: Patient) -> Iterator[Finding]:
     """Find each sample in each part of a batch: a row that holds one in one part holds the same in all of them."""
-    for split, loader in patient.loaders.items():
-        total, serve = count_of(loader) if loader is not None else 0, _serves(loader)
-        if serve is None or total < SAMPLES:
+    for split in patient.loaders:
+        group = group_of(patient, split)
+        if group is None or not group.is_collated or group.size < FEWEST:
             continue
-        chosen = [(5 * i % SAMPLES) * total // SAMPLES for i in range(SAMPLES)]  # in no order
+        drawn = torch.Generator().manual_seed(SEED)
+        chosen = torch.randperm(group.size, generator=drawn).tolist()[:SAMPLES]  # in no order
         apart = None
         with suppress(Exception):  # a function that takes no single samples
-            whole = serve(chosen)
-            apart = None if _tells_the_order(whole) else _apart(_owned(whole, [serve([i]) for i in chosen], SAMPLES))
+            whole, singles = group.take(chosen), [group.take([i]) for i in chosen]
+            apart = None if _tells_the_order(whole, len(chosen)) else _apart(_owned(whole, singles, len(chosen)))
         if apart is not None:
             one, other, rows = apart
             text = (
-                f"Where {SAMPLES} samples of {split} are put together, {rows} of them stand in one row of "
+                f"Where {len(chosen)} samples of {split} are put together, {rows} of them stand in one row of "
                 f"{_called(one)} and in another of {_called(other)}: inputs and targets no longer belong together."
             )
-            evidence = {"samples": SAMPLES, "apart": rows, "parts": [one, other]}
+            evidence = {"samples": len(chosen), "apart": rows, "parts": [one, other]}
             cure = "Sort, shuffle and filter all parts of a batch by one index, where the loader puts samples together."
             yield Finding("pairs_broken", text, split, evidence, cure=cure)
             return
@@ -51,30 +50,6 @@ def together(patient: Patient) -> Iterator[Finding]:
 
 def _called(path: str) -> str:
     return f"batch{path}" if path else "the batch"
-
-
-def _serves(loader: Any) -> Callable[[list[int]], Any] | None:
-    """A function that puts samples together as a loader does, with the same random numbers every time."""
-    if isinstance(loader, TensorLoader):
-        change = loader.transform
-        return None if change is None else lambda rows: _seeded(lambda i: change(*(x[i] for x in loader.tensors)), rows)
-    dataset, collate = indexed(loader), getattr(loader, "collate_fn", None)
-    if dataset is None or collate is None or getattr(loader, "batch_sampler", None) is None:
-        return None
-    items: dict[int, Any] = {}
-
-    def serve(rows: list[int]) -> Any:
-        for i in rows:
-            if i not in items:
-                items[i] = _seeded(dataset.__getitem__, i)
-        return _seeded(collate, [items[i] for i in rows])
-
-    return serve
-
-
-def _seeded(call: Callable[[Any], Any], given: Any) -> Any:
-    reseed(SEED)
-    return call(given)
 
 
 def _owned(whole: Any, singles: list[Any], size: int, path: str = "") -> dict[str, Part]:
@@ -137,10 +112,10 @@ def _holds(row: Any, own: Any) -> bool:
     return False
 
 
-def _tells_the_order(batch: Any) -> bool:
+def _tells_the_order(batch: Any, size: int) -> bool:
     """Whether a batch holds the numbers of its rows in another order, by which a step can put them back."""
-    flat = [x for x in tensors(batch) if x.ndim == 1 and len(x) == SAMPLES and not x.is_floating_point()]
-    given = torch.arange(SAMPLES)
+    flat = [x.cpu() for x in tensors(batch) if x.shape == (size,) and not x.is_floating_point()]
+    given = torch.arange(size)
     return any(torch.equal(x.sort().values, given) and not torch.equal(x, given) for x in flat)
 
 
@@ -153,7 +128,7 @@ def _apart(parts: dict[str, Part]) -> tuple[str, str, int] | None:
     for one, anchor in parts.items():
         if not all(bool((anchor.matches.sum(dim) == 1).all()) for dim in (0, 1)):
             continue
-        rows = torch.arange(SAMPLES), anchor.matches.long().argmax(1)
+        rows = torch.arange(len(anchor.own)), anchor.matches.long().argmax(1)
         in_place = [part for part in parts.values() if bool(part.matches[rows].all())]
         for other, (own, matches) in parts.items():
             wrong = ~matches[rows]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from forge_doctor.deadline import Deadline
+from forge_doctor.experiments.intervene import exchanged
 from forge_doctor.experiments.reading import places
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient
+from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.data import stacked
 from forge_doctor.stored import Sample, spread
 
-MOST_SAMPLES, MOST_COLUMNS, MOST_TARGETS, FEWEST = 2000, 64, 8, 100
+MOST_SAMPLES, MOST_COLUMNS, MOST_TARGETS, FEWEST = 4000, 64, 8, 100
 MOST_NUMBERS = 4096
 """Of a sample that is read again."""
 SECONDS = 3.0
@@ -29,6 +30,8 @@ TELLS, LESS, FAR = 0.15, 0.65, 5.0
 be away."""
 ALIKE = 0.3
 """The share of samples by which values may differ in the splits that are compared by what they say."""
+EXACT = 1e-3
+"""By how many errors of a mean it may be off that is exactly 0."""
 NEVER = 1e-9
 """The chance at which a column that does not vary by luck is told."""
 
@@ -110,11 +113,23 @@ def _side_by_side(rows: Tensor) -> Tensor:
 
 
 def compared(patient: Patient) -> Iterator[Finding]:
-    """What varies in one split varies in the other, has the same names there, and says the same of the target."""
+    """What varies in one split varies in the other, by the same scale and names, and says the same of the target."""
     (inputs, asked), found = places(patient), _columns(patient)
     found = [column for column in found if column.place in inputs | asked]
     yield from _constant(found, asked)
-    yield from _agree([column for column in found if not column.is_channel], asked)
+    yield from _scaled_by_itself([column for column in found if not column.is_channel])
+    told = {place for place in asked if not _is_a_name(patient, place)}
+    yield from _agree([c for c in found if not c.is_channel and c.place in inputs | told], told)
+
+
+def _is_a_name(patient: Patient, place: int) -> bool:
+    """Whether other numbers for the classes leave the loss as it is: they tell samples apart, and mean no more."""
+    batch = patient.batches[0]
+    y = tensors(batch)[place]
+    if y.is_floating_point() or not y.numel():
+        return False
+    losses = [patient.loss(patient.clone(), x) for x in (batch, exchanged(batch, y, lambda y: y.max() + y.min() - y))]
+    return torch.allclose(losses[0].detach(), losses[1].detach(), 1e-5)
 
 
 def _agree(found: list[Column], asked: set[int]) -> Iterator[Finding]:
@@ -142,7 +157,7 @@ def _agree(found: list[Column], asked: set[int]) -> Iterator[Finding]:
             "split: they are encoded in another way there."
         )
     evidence = {"train": train, "val": val, "from one to the other": over, "errors apart": far}
-    yield Finding("splits_disagree", text, f"train and val, {column.name}", evidence)
+    yield Finding("splits_disagree", text, f"train and val, {column.name}", evidence, level="note")  # or a shift
 
 
 def _renamed(column: Column) -> Finding | None:
@@ -262,7 +277,30 @@ def _constant(found: list[Column], asked: set[int]) -> Iterator[Finding]:
                     f"do in {other}: {_listed(alone, [getattr(c, split) for c in alone])}."
                 )
                 evidence = {"columns": [c.number for c in alone]}
-                yield Finding("constant_columns", text, f"{split}, tensor {place}", evidence, level="warning")
+                level = "warning" if len(columns) > 1 else "note"  # train may hold one kind alone, on purpose
+                yield Finding("constant_columns", text, f"{split}, tensor {place}", evidence, level=level)
+
+
+def _scaled_by_itself(found: list[Column]) -> Iterator[Finding]:
+    """Columns of val whose mean and deviation, or ends, are 0 and 1 more exactly than statistics of train make them."""
+    varied = [c for c in found if len(c.val) >= FEWEST and len(c.val.unique()) > KINDS]
+    exact = [c for c in varied if _is_exact(c.val)]
+    if len(exact) >= max(2, len(varied) / 2):
+        text = (
+            f"{len(exact)} of {len(varied)} numbers of a sample have the mean 0 and the deviation 1, or the ends 0 and "
+            f"1, over val alone, far more exactly than by statistics of train: val is scaled by its own "
+            f"({', '.join(c.name for c in exact[:3])})."
+        )
+        yield Finding("split_statistics", text, "val", {"columns": [(c.place, c.number) for c in exact]})
+
+
+def _is_exact(x: Tensor) -> bool:
+    """Whether numbers were scaled by their own mean and deviation, or by their own least and largest."""
+    error = EXACT / len(x) ** 0.5
+    at_ends = [int(((x - end).abs() < 1e-6).sum()) for end in (0, 1)]
+    deviations = [abs(float(x.std(correction=k)) - 1) for k in (0, 1)]
+    is_standard = abs(float(x.mean())) < error and min(deviations) < error
+    return is_standard or (at_ends == [1, 1] and bool(((x > -1e-6) & (x < 1 + 1e-6)).all()))
 
 
 def _is_still(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.data.combined import Combined
-from forge_doctor.experiments.answers import answers
+from forge_doctor.experiments.answers import Answers, answers
 from forge_doctor.experiments.intervene import (
     calls_of,
     doubled,
@@ -295,7 +295,7 @@ def unread(patient: Patient) -> Iterator[Finding]:
     if not any(x.ndim and _varies(x) for x in parts(batch).values()):
         return
     held, other = answers(patient, batch), answers(patient, group.take([0] * group.size))
-    if held is None or other is None:
+    if held is None or other is None or _are_targets(held):
         return
     pairs = list(zip(held.values, other.values, strict=False))
     if pairs and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
@@ -304,6 +304,17 @@ def unread(patient: Patient) -> Iterator[Finding]:
             "model does not read them."
         )
         yield Finding("input_ignored", text, held.paths[-1], {"loss": held.loss})
+
+
+def _are_targets(held: Answers) -> bool:
+    """Whether the loss of given answers depends on all tensors of a batch: it says which answers are asked for."""
+    slopes = held.slopes()
+    for x in parts(held.batch).values():
+        if x.ndim and _varies(x):
+            other = held.slopes(batch=exchanged(held.batch, x, _alike))
+            if all(torch.equal(a, b) for a, b in zip(slopes, other, strict=True)):
+                return False
+    return True
 
 
 def _alike(x: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ def metrics(patient: Patient) -> Iterator[Finding]:
     size, held = batch_size(batch), held_of(patient, batch) if batch is not None else None
     if held is None or size is None or size < 8 or any(len(x) != size for x in held.values if x.ndim):
         return
+    held = held.validating()
     floor, best = held.best()
     others = [x.roll(1, 0) if x.ndim else x for x in best]
     wrong = held.value_at(others)

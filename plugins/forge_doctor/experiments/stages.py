@@ -163,20 +163,29 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
     """A metric that is at its best before any training."""
     if not patient.can_validate:
         return
-    task = patient.clone().eval()
-    with torch.no_grad():
-        said = [numbers(patient.run(task, batch, "val")) for batch in patient.val_batches]
-        ended = numbers(task.evaluation_end("val") or {})
-    means = {name: sum(row.get(name, math.nan) for row in said) / len(said) for name in said[0]}
-    for name, value in (means | ended).items():
+    first, other = _said(patient, 1.0), _said(patient, -1.0)
+    for name, value in first.items():
         mode = mode_of(name)
-        if value in ((1.0, 100.0) if mode == "max" else (0.0,) if mode == "min" else (1.0, 100.0)):
+        if other.get(name) == value and value in (
+            (1.0, 100.0) if mode == "max" else (0.0,) if mode == "min" else (1.0, 100.0)
+        ):
             text = (
                 f"{name} of the untrained model is {value:g} already{', its best' if mode else ''}: it compares "
                 "something with itself, or with what every answer fits."
             )
             evidence = {"metric": name, "untrained": value}
             yield Finding("metric_blind", text, patient.place("val"), evidence, level="" if mode else "note")
+
+
+def _said(patient: Patient, factor: float) -> dict[str, float]:
+    """What the first batches of val say of the weights times a factor, the end of the validation included."""
+    task = patient.clone().eval()
+    with torch.no_grad():
+        for p in task.parameters():
+            p.mul_(factor)
+        said = [numbers(patient.run(task, batch, "val")) for batch in patient.val_batches]
+        ended = numbers(task.evaluation_end("val") or {})
+    return {name: sum(row.get(name, math.nan) for row in said) / len(said) for name in said[0]} | ended
 
 
 def stale(patient: Patient) -> Iterator[Finding]:

@@ -76,9 +76,9 @@ def known(patient: Patient) -> Iterator[Finding]:
         return
     within = Deadline(SECONDS, time.process_time)
     served = patient.samples, patient.val_samples
-    read = spread(patient.train, MOST_IDS, within) if count_of(patient.train) > len(served[0]) else []
-    if read and served[0] and [x.shape for x in read[0]] == [x.shape for x in served[0][0]]:
-        served = read, served[1]
+    more = spread(patient.train, MOST_IDS, within) if count_of(patient.train) > len(served[0]) else []
+    if more and served[0] and [x.shape for x in more[0]] == [x.shape for x in served[0][0]]:
+        served = more, served[1]
     train, val = (stacked(patient, samples) for samples in served)
     ids = [p for p, x in train.items() if p in val and not (x.is_floating_point() or x.dtype == torch.bool)]
     ids = [p for p in ids if train[p].ndim == 1 == val[p].ndim][:6]
@@ -247,7 +247,7 @@ def splits(patient: Patient) -> Iterator[Finding]:
         if y is None or not x.is_floating_point() or x.shape[1:] != y.shape[1:] or len(y) < 20:
             continue
         as_target = is_target(patient, place)
-        if x.ndim < 2 and not as_target:
+        if x[0].numel() < 2 and not as_target:
             continue
         x, y = _by_column(x), _by_column(y)
         most = 4.0 if as_target else 2.0
