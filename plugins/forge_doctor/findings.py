@@ -70,6 +70,9 @@ FINDINGS = {
     "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # experiments
+    "same_rows_written": ("note", "Advance the place that is written to, pointer = (pointer + n) % size, and keep it."),
+    "equal_tensors": ("note", "Draw anew for each view: a generator that begins at one seed draws the same again."),
+    "modes_differ": ("note", "Divide by what is kept: x * mask / (1 - p), in training."),
     "line_is_constant": ("note", "Look at the line: a mask, a bound, a dimension or a threshold makes it one value."),
     "line_does_nothing": ("note", "Look at the line: its mask, bound or factor never acts, if it is meant to."),
     "gradient_is_cut": ("note", "Look at detach(), no_grad() and .item(); check a backward of your own by gradcheck."),

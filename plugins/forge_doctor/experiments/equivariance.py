@@ -208,14 +208,18 @@ def padding(patient: Patient) -> Iterator[Finding]:
     batch, held = patient.batches[0], held_of(patient, patient.batches[0])
     size, target = batch_size(batch), target_of(held) if held is not None else None
     rows = [x for x in parts(batch).values() if x.ndim >= 2 and len(x) == size and x.shape[1] >= 4]
-    ends = next((ends for x in rows if (ends := _ends(x)) is not None), None)
-    wide = [x for x in rows if ends is not None and x.shape[:2] == ends.shape]
-    if ends is None or not (len(wide) == 1 or any(x is target for x in wide)):
+    lengths = {x.shape[1]: ends for x in rows if (ends := _ends(x)) is not None}
+    wide = [(x, lengths[x.shape[1]]) for x in rows if x.shape[1] in lengths]
+    if not wide:
         return
-    fills = [x[ends][:1] for x in wide]
-    if not all(torch.equal(x[ends], fill.expand_as(x[ends])) for x, fill in zip(wide, fills, strict=True)):
+    ends = torch.cat([ends.flatten() for ends in lengths.values()])
+    fills = [x[ends][:1] for x, ends in wide]
+    if not all(torch.equal(x[ends], fill.expand_as(x[ends])) for (x, ends), fill in zip(wide, fills, strict=True)):
         return  # what stands there is no padding
-    longer = {id(x): torch.cat([x, fill.unsqueeze(0).expand_as(x)], 1) for x, fill in zip(wide, fills, strict=True)}
+    longer = {
+        id(x): torch.cat([x, fill.unsqueeze(0).expand_as(x)], 1) for (x, _), fill in zip(wide, fills, strict=True)
+    }
+    is_sure = len(wide) == 1 or any(x is target for x, _ in wide)
     averages = any("running" in path for path, _ in patient.task.named_buffers())  # training may average over padding
     for training in (False, True)[: 2 - averages]:
         given = (batch, SEED), (batch, SEED + 1), (replaced(batch, longer), SEED)
@@ -225,7 +229,8 @@ def padding(patient: Patient) -> Iterator[Finding]:
                 f"The loss of a batch, of which {float(ends.float().mean()):.0%} are padding, is {said[0]:.4g}, and "
                 f"{said[2]:.4g} if it is padded to twice its length: padded positions count."
             )
-            yield Finding("padding_in_loss", text, patient.place(), {"loss": said[0], "padded": said[2]})
+            evidence = {"loss": said[0], "padded": said[2]}
+            yield Finding("padding_in_loss", text, patient.place(), evidence, level="" if is_sure else "note")
             return
 
 

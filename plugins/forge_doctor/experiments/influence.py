@@ -166,10 +166,10 @@ def _measured(
 
     with CutWatch() as watch:
         loss = again()
+    weights = [p for group in groups for p in group.weights]
+    found = torch.autograd.grad(loss, weights, allow_unused=True)  # before another step writes into buffers
     if float(again().detach()) != float(loss.detach()):
         raise ArithmeticError("the step keeps a state of its own")
-    weights = [p for group in groups for p in group.weights]
-    found = torch.autograd.grad(loss, weights, allow_unused=True)
     gradients = {id(p): g for p, g in zip(weights, found, strict=True)}
     total = math.sqrt(sum(float(g.pow(2).sum()) for g in found if g is not None)) or 1e-12
     generator = torch.Generator().manual_seed(0)

@@ -56,7 +56,7 @@ class LineWatch(CallWatch):
         if not varies:
             del self.values[place]
         source = given[0]
-        if len(given) > 1:
+        if len(given) > 1 and result is not source:
             self.idle[place] = source.shape == result.shape and source.dtype == result.dtype and _same(source, result)
         if self.size and result.is_floating_point() and result.ndim > 1 and len(result) == self.size > 3:
             rows = [x for x in given if x.ndim > 1 and len(x) == self.size and x.is_floating_point()]

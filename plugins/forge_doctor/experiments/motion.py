@@ -18,6 +18,8 @@ from forge_doctor.patient import NotApplicable, Patient
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import trained
 
+MANY_ROWS = 16
+"""Rows from which on a buffer may be a store of many things."""
 CLOSE = 0.5
 """The share of the way to the trained weights, in every update, from which an average is no average."""
 SLOW = 0.005
@@ -32,8 +34,18 @@ class Track:
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
         self.with_gradient: set[str] = set()
+        self.written: dict[str, list[list[int]]] = {}
+        "The rows of each buffer that an update changed."
+        self._buffers: dict[str, Tensor] = {}
 
     def note(self, task: nn.Module) -> None:
+        now = {name: b.detach().clone() for name, b in task.named_buffers() if b.ndim > 1 and len(b) >= MANY_ROWS}
+        for name, b in now.items():
+            old = self._buffers.get(name)
+            if old is not None and old.shape == b.shape:
+                changed = (old != b).flatten(1).any(1).nonzero().flatten().tolist()
+                self.written.setdefault(name, []).append(changed)
+        self._buffers = now
         self.weights = [*self.weights[-3:], {name: p.detach().clone() for name, p in task.named_parameters()}]
 
 
@@ -54,6 +66,18 @@ def still(patient: Patient) -> Iterator[Finding]:
             f"{listed(sorted(stuck))}."
         )
         yield Finding("weights_stand_still", text, sorted(stuck)[0], {"weights": sorted(stuck)[:8]})
+
+
+def written(patient: Patient) -> Iterator[Finding]:
+    """Buffers of which every update writes the same few rows: a queue whose place does not advance."""
+    for name, updates in (patient.track.written if patient.track is not None else {}).items():
+        rows, total = updates[0], len(patient.task.get_buffer(name))
+        if len(updates) >= 4 and rows and 2 * len(rows) <= total and all(other == rows for other in updates):
+            text = (
+                f"Every update writes the same {len(rows)} of the {total} rows of {name}, the first of them row "
+                f"{rows[0]}: the others stay as they were made."
+            )
+            yield Finding("same_rows_written", text, name, {"rows": len(rows), "of": total})
 
 
 def averages(patient: Patient) -> Iterator[Finding]:

@@ -21,6 +21,8 @@ from forge_doctor.patient import SEED, Patient
 from forge_doctor.probes.graph import awake_layers
 from forge_doctor.watch import CallWatch, where
 
+DRAWN = 64
+"""Calls over which what is random is averaged."""
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
 
@@ -130,6 +132,38 @@ class DropoutWatch(CallWatch):
                 self.line = where()
 
 
+def on_average(patient: Patient) -> Iterator[Finding]:
+    """Call what draws at random in training many times: on average it must give what it gives in evaluation."""
+    task = patient.clone()
+    seen: dict[str, Any] = {}
+
+    def noted(path: str) -> Any:
+        def before(module: Any, args: Any) -> None:
+            if module.training:
+                seen.setdefault(path, args)
+
+        return before
+
+    for path, module in task.named_modules():
+        if path and not any(True for _ in module.parameters()) and not any(True for _ in module.children()):
+            module.register_forward_pre_hook(noted(path))
+    patient.run(task, patient.batches[0])
+    for path, args in seen.items():
+        with suppress(Exception), torch.no_grad():  # it takes or gives no tensor
+            module = copy.deepcopy(task.get_submodule(path))
+            module.train()
+            drawn = torch.stack([module(*args) for _ in range(DRAWN)]).double().flatten(1)
+            plain = module.eval()(*args).double().flatten()
+            shares = drawn @ plain / (plain @ plain)
+            share, error = float(shares.mean()), float(shares.std()) / DRAWN**0.5
+            if not bool((drawn == drawn[0]).all()) and abs(share - 1) > max(0.1, 6 * error):
+                text = (
+                    f"What {path} gives in training is on average {share:.2f} times what it gives in evaluation: "
+                    "the layers after it are trained on another scale than they are validated on."
+                )
+                yield Finding("modes_differ", text, path, {"share": share, "error": error})
+
+
 def evaluated_twice(patient: Patient) -> Iterator[Finding]:
     """Evaluate, change the weights, evaluate again: the second must say what a fresh copy with these weights says."""
     if not patient.can_validate or is_random(patient, "val", patient.val_batches[0]):
@@ -166,9 +200,8 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
     first, other = _said(patient, 1.0), _said(patient, -1.0)
     for name, value in first.items():
         mode = mode_of(name)
-        if other.get(name) == value and value in (
-            (1.0, 100.0) if mode == "max" else (0.0,) if mode == "min" else (1.0, 100.0)
-        ):
+        best = (0.0,) if mode == "min" else (1.0, 100.0)
+        if value in best and other.get(name) == value:
             text = (
                 f"{name} of the untrained model is {value:g} already{', its best' if mode else ''}: it compares "
                 "something with itself, or with what every answer fits."

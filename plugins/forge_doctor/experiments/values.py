@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from forge_doctor.experiments.intervene import calls_of, exchanged, says
+from forge_doctor.experiments.intervene import calls_of, exchanged, named, parts, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
 from forge_doctor.probes.data import inputs_of_layers, is_target, stacked
@@ -73,6 +73,18 @@ def unseen(patient: Patient) -> Iterator[Finding]:
                 f"train run from {int(known.min())} to {int(known.max())}."
             )
             yield Finding("values_unseen", text, "val", {"share": share, "new": new.tolist()[:20]})
+
+
+def equal(patient: Patient) -> Iterator[Finding]:
+    """Tensors of a batch that are the same in every batch, as two views that are drawn alike."""
+    held = [parts(batch) for batch in patient.batches]
+    names = [name for name, x in held[0].items() if x.is_floating_point() and x.numel() > 16]
+    for one, other in itertools.combinations(names, 2):
+        pairs = [(row.get(one), row.get(other)) for row in held]
+        if all(x is not None and y is not None and x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
+            text = f"{named(one, patient)} and {named(other, patient)} are equal in each of {len(pairs)} batches."
+            yield Finding("equal_tensors", text, "train")
+            return
 
 
 def in_step(patient: Patient) -> Iterator[Finding]:
