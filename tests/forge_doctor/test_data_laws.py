@@ -172,9 +172,9 @@ def stretched(x: Tensor, y: Tensor) -> Tensor:
     [
         (kept, kept, "", ""),
         (coded(0), coded(0), "", ""),
-        (leaked, kept, "splits_disagree", "warning"),
-        (coded(0), coded(2), "splits_disagree", "warning"),
-        (kept, lambda x, y: x.roll(1, 0), "splits_disagree", "warning"),
+        (leaked, kept, "splits_disagree", "note"),
+        (coded(0), coded(2), "splits_disagree", "note"),
+        (kept, lambda x, y: x.roll(1, 0), "splits_disagree", "note"),
         (filled, filled, "constant_columns", "note"),
         (kept, filled, "constant_columns", "warning"),
         (scaled, kept, "", ""),
