@@ -20,7 +20,7 @@ GENERATED = ("docs/plugins/", "docs/findings/", "docs/ready/", "docs/cli.md", "d
 
 def _pages() -> list[str]:
     found = sorted(str(path.relative_to(REPO)) for path in DOCS.rglob("*.md"))
-    return ["README.md", "CONTRIBUTING.md", "SECURITY.md", *found]
+    return ["README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", *found]
 
 
 ALL_PAGES = _pages()
