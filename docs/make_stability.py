@@ -56,6 +56,7 @@ FORMATS = {
     "forge-group": ("`group.json`", "read, with a warning"),
     "forge-checkpoint": ("`manifest.json`", "refused"),
     "forge-export": ("`FILE.export.json`", "refused"),
+    "forge-conformance": ("`conformance.json`", "not read by forge"),
     "forge-ready": ("`forge ready --json`", "not read by forge"),
 }
 TEXT = """\

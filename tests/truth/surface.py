@@ -108,9 +108,12 @@ def formats() -> dict[str, int]:
     from forge.checkpoint import manifest
     from forge.runs import folder, group
     from forge_doctor.ready import report
+    from forge_plugins import conformance
     from forge_ship import card
 
-    found = {made["format"]: made["version"] for made in (folder.FORMAT, group.FORMAT, report.FORMAT)}
+    found = {
+        made["format"]: made["version"] for made in (folder.FORMAT, group.FORMAT, report.FORMAT, conformance.FORMAT)
+    }
     return {**found, manifest.FORMAT: manifest.SHARED_VERSION, "forge-export": card.VERSION}
 
 
