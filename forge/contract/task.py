@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABCMeta
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -255,14 +254,10 @@ class TaskCall(nn.Module):
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
         if stage == COLLECT:
-            return self._collect(batch)  # pyright: ignore[reportCallIssue] - of torch's decorator
+            return batch(self.task)
         more = (name,) if stage == "train" and name is not None else ()
         output = getattr(self.task, STAGE_METHODS[stage])(batch, *more)
         return output if type(output) is Tensor or stage == "predict" else scalars_of(output)
-
-    @torch.compiler.disable
-    def _collect(self, function: Callable[[TaskModule], Any]) -> Any:
-        return function(self.task)
 
 
 @dataclass(slots=True)

@@ -429,12 +429,12 @@ def test_a_new_plugin_is_a_package(forge):
 
 
 def test_the_page_of_a_new_plugin_is_what_forge_prints_of_it(forge, monkeypatch):
-    forge("new", "plugin", "weight-norm")
-    monkeypatch.syspath_prepend(Path("weight-norm", "src").absolute())
-    entry = metadata.EntryPoint("weight_norm", "forge_weight_norm:WeightNorm", "forge.plugins")
+    forge("new", "plugin", "paged-norm")
+    monkeypatch.syspath_prepend(Path("paged-norm", "src").absolute())
+    entry = metadata.EntryPoint("paged_norm", "forge_paged_norm:PagedNorm", "forge.plugins")
     others = registry.installed("plugin")
-    monkeypatch.setattr(registry, "installed", lambda kind: {**others, "weight_norm": entry})
-    assert forge("plugins", "weight_norm", "--markdown") == Path("weight-norm/docs/weight_norm.md").read_text()
+    monkeypatch.setattr(registry, "installed", lambda kind: {**others, "paged_norm": entry})
+    assert forge("plugins", "paged_norm", "--markdown") == Path("paged-norm/docs/paged_norm.md").read_text()
 
 
 @pytest.mark.slow
