@@ -30,7 +30,7 @@ SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 # how many runs `make faults` kills
 N ?= 1000
 
-.PHONY: help quickstart test check test-full test-browser docs faults install chromium clean
+.PHONY: help quickstart test check test-full test-browser docs faults coverage dist install chromium clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -61,6 +61,15 @@ check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
+
+coverage: $(INSTALLED_DEV)  ## run the tests with coverage; build/not-covered.txt lists the lines that none reaches
+	@mkdir -p build && rm -f build/.coverage*
+	@$(PYTEST) --cov --cov-report=; ended=$$?; \
+		$(BIN)/coverage report --skip-covered --show-missing > build/not-covered.txt; tail -n 1 build/not-covered.txt; exit $$ended
+
+dist: $(INSTALLED_DEV)  ## build the wheel and the sdist of every package into dist/
+	@rm -rf dist
+	@for project in $(dir $(PROJECTS)); do (cd $$project && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit 1; done
 
 install: $(INSTALLED_DOCS) $(INSTALLED_BROWSER) chromium  ## install what all the targets above need, and run nothing
 

@@ -11,7 +11,6 @@ import ast
 import logging
 import sys
 import tomllib
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -23,6 +22,7 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
+from forge import deprecated
 from forge.errors import ForgeError, did_you_mean
 
 GROUPS = {
@@ -195,7 +195,7 @@ def moved(old: str, offered: str, part: str) -> ModuleType:
     if offered not in installed("name"):
         raise ModuleNotFoundError(to_install("name", offered))
     new = f"{installed('name')[offered].module.partition('.')[0]}.{part}"
-    warnings.warn(f"{old} moved: import {new}", DeprecationWarning, stacklevel=3)
+    deprecated.warn(old, new, since="1.0", stacklevel=3)
     return import_module(new)
 
 

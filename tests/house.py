@@ -20,7 +20,7 @@ PACKAGES = {"forge": REPO / "forge"} | {
 }
 
 LEVELS = [
-    ["errors", "version"],
+    ["deprecated", "errors", "version"],
     ["registry", "torch_internals"],
     ["rng", "util"],
     ["checkpoint", "env", "options", "progress"],

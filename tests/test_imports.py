@@ -42,6 +42,10 @@ import forge, forge.testing
 assert forge.__version__
 assert not {"torch", "forge_kernels", "forge_lightning"} & sys.modules.keys()
 """,
+    "the Trainer does not import torch's compiler, which takes seconds": """
+assert forge.Trainer and forge.TaskModule and forge.Plugin
+assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+""",
     "a fit needs neither torchvision nor omegaconf": """
 from forge.testing import fit_tiny
 task, result = fit_tiny([], max_updates=2)

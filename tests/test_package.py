@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -77,12 +78,31 @@ AROUND = sorted(path.parent for path in (REPO / "plugins").glob("forge_*/pyproje
 def test_a_package_around_the_core_has_a_wheel_of_its_own(package: Path, tmp_path: Path) -> None:
     pip("wheel", package, "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
     (built,) = tmp_path.glob("*.whl")
+    apart = ("pyproject.toml", "LICENSE")
     sources = {
         f"{package.name}/{path.relative_to(package)}"
         for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.name != "pyproject.toml"
+        if path.is_file() and "__pycache__" not in path.parts and path.name not in apart
     }
-    assert {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name} == sources
+    names = zipfile.ZipFile(built).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == sources
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+PYPROJECTS = sorted(REPO.glob("plugins/*/pyproject.toml"))
+
+
+@pytest.mark.parametrize("project", PYPROJECTS, ids=lambda path: path.parent.name)
+def test_every_package_ships_the_licence_and_says_that_it_is_typed(project: Path) -> None:
+    declared = tomllib.loads(project.read_text())["project"]
+    assert declared["license-files"] == ["LICENSE"]
+    assert (project.parent / "LICENSE").read_bytes() == (REPO / "LICENSE").read_bytes()
+    (package,) = {path.parent for path in project.parent.glob("**/py.typed")}
+    assert (package / "__init__.py").is_file()
+
+
+def test_recipes_are_typed_too() -> None:
+    assert (REPO / "recipes" / "forge_recipes" / "py.typed").is_file()
 
 
 INSTALLED = """

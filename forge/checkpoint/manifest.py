@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from forge.checkpoint import strict_json
 from forge.checkpoint.hashing import new_hash
 from forge.errors import CheckpointError
+from forge.version import newer
 
 NAME = "manifest.json"
 DOCUMENT = "state.json"
@@ -95,10 +96,8 @@ def _world(files: Sized) -> int:
 def _check_version(version: Any, what: str) -> None:
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{what} has no format version.")
-    if version > SHARED_VERSION:
-        raise CheckpointError(
-            f"{what} has format version {version}; this forge reads up to {SHARED_VERSION}. Use a newer forge."
-        )
+    if line := newer(version, SHARED_VERSION, what):
+        raise CheckpointError(line)
 
 
 def _record(files: Any, name: str, what: str) -> FileRecord:

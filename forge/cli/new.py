@@ -19,13 +19,16 @@ from forge.util import show
 EXAMPLES = """\
 examples:
   forge new task my_task        writes my_task.py; then: forge fit my_task.py:MyTask
-  forge new plugin weight_norm  writes weight_norm/, a package; then: pip install -e weight_norm && pytest weight_norm
+  forge new plugin weight_norm  writes a repository; then: pip install -e weight_norm && pytest weight_norm
 """
 PLUGIN_FILES = {
     "pyproject.toml": "pyproject.toml.txt",
     "README.md": "README.md.txt",
     "src/$module/__init__.py": "module.py.txt",
     "tests/test_$name.py": "test.py.txt",
+    "docs/$name.md": "page.md.txt",
+    ".github/workflows/tests.yml": "workflow.yml.txt",
+    ".gitignore": "gitignore.txt",
 }
 
 

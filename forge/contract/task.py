@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABCMeta
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from forge import registry
+from forge import deprecated, registry
 from forge.contract.frozen import move_frozen
 from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
@@ -187,8 +186,11 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         step = self.trainer.eval_step if self.trainer is not None else None
         return step is not None and step.is_padding
 
-    borrowed = is_padding
-    "The former name of `is_padding`."
+    @property
+    def borrowed(self) -> bool:
+        """The former name of `is_padding`."""
+        deprecated.warn("TaskModule.borrowed", "TaskModule.is_padding", since="1.0")
+        return self.is_padding
 
     def averaged(self, part: Part, plugin: str | None = None) -> Part:
         """Return a part of this task with its averaged weights: a target network, a mean teacher.
@@ -252,14 +254,10 @@ class TaskCall(nn.Module):
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
         if stage == COLLECT:
-            return self._collect(batch)  # pyright: ignore[reportCallIssue] - of torch's decorator
+            return batch(self.task)
         more = (name,) if stage == "train" and name is not None else ()
         output = getattr(self.task, STAGE_METHODS[stage])(batch, *more)
         return output if type(output) is Tensor or stage == "predict" else scalars_of(output)
-
-    @torch.compiler.disable
-    def _collect(self, function: Callable[[TaskModule], Any]) -> Any:
-        return function(self.task)
 
 
 @dataclass(slots=True)

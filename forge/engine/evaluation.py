@@ -22,6 +22,7 @@ from forge.metrics import torchmetrics
 from forge.metrics.means import Means, check_scalars
 from forge.metrics.media import DRAWN
 from forge.rng import RNGState
+from forge.snapshot.sandbox import uncompiled
 
 GRADIENT_MODES: Mapping[str, Any] = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
 
@@ -123,11 +124,12 @@ def evaluation_mode(trainer: Run) -> Iterator[None]:
 
 
 def collect(trainer: Run, function: Callable[[Any], Any]) -> Any:
-    """Return `function(task)`, called as a forward is: in evaluation mode, without gradients, inside all plugins.
+    """Return `function(task)`, called as a forward is: in evaluation mode, without gradients, inside all plugins. It is
+    not compiled: it runs a program of the user's, with environments and loops.
 
     Its random numbers are the run's own, as in a loop by hand.
     """
-    with resting(trainer.task):
+    with resting(trainer.task), uncompiled():
         return trainer.hooks.forge_forward(Step(trainer, COLLECT), function)
 
 

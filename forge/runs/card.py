@@ -22,7 +22,7 @@ from forge.contract.run import AnyRecipe, Run
 from forge.errors import Interrupted
 from forge.options import plain
 from forge.runs import attempts, goodput, wording
-from forge.runs.folder import JOB, RunFolder, current_metrics
+from forge.runs.folder import FORMAT, JOB, RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
 from forge.snapshot.frozen_modules import described
 from forge.util.files import atomic_write, make_folder
@@ -48,6 +48,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
     """Return everything needed to understand a run later, as plain data."""
     task, job = trainer.task, job_of(trainer)
     return {
+        **FORMAT,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command(sys.argv),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ from forge.errors import RecipeError
 from forge.progress import Counters
 from forge.runs.lock import is_held
 from forge.util.files import is_regular, read_regular, regular_only
+from forge.version import newer
 
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
 ATTEMPTS = "lives.json"
 """Exists once a run has been resumed: see forge/runs/attempts.py."""
 JOB = "FORGE_JOB"
 """The variable in which a launcher names the job that a run is part of: slurm:1234."""
+FORMAT = {"format": "forge-run", "version": 1}
+"""In the card: the version of the whole folder, so of metrics.jsonl, end.json and the other files beside it too."""
 GROUP = "group.json"
 """In a folder of runs that belong together: see forge/runs/group.py."""
 NOTES = "notes.json"
@@ -77,7 +81,10 @@ class RunFolder:
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        return read_object(self.path / "card.json")
+        found = read_object(self.path / "card.json")
+        if line := newer(found.get("version"), FORMAT["version"], str(self.path)):
+            warnings.warn(line, stacklevel=3)
+        return found
 
     @cached_property
     def end(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +17,9 @@ from forge.runs.folder import GROUP, ListedCheckpoint, RunFolder, as_dict, find_
 from forge.runs.spread import Point, Spread, mean_curve
 from forge.util.files import atomic_write, make_folder
 from forge.util.text import short_path
+from forge.version import newer
+
+FORMAT = {"format": "forge-group", "version": 1}
 
 SEED, FOLD, FOLDS = "trainer.seed", "data.fold", "data.folds"
 
@@ -42,7 +46,10 @@ class RunGroup(RunFolder):
     @cached_property
     def record(self) -> dict[str, Any]:
         """What group.json says: the command, the job, and the runs by name."""
-        return read_object(self.path / GROUP)
+        found = read_object(self.path / GROUP)
+        if line := newer(found.get("version"), FORMAT["version"], str(self.path)):
+            warnings.warn(line, stacklevel=3)
+        return found
 
     @property
     def members(self) -> dict[str, dict[str, int]]:
@@ -184,7 +191,7 @@ def open_group(home: Path, command: str, job: Sequence[str], runs: Mapping[str, 
             f"{short_path(home)} holds a group of other runs: {', '.join(map(str, words)) or 'the order of the words'} "
             "is not in both commands. Give the same command, or name another folder."
         )
-    made = {"command": group.record.get("command") or command, "job": job, "runs": {**group.members, **runs}}
+    made = {**FORMAT, "command": group.record.get("command") or command, "job": job, "runs": {**group.members, **runs}}
     make_folder(home)
     with atomic_write(home / GROUP) as beside:
         beside.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")

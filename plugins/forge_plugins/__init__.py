@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from forge import registry
+from forge import deprecated, registry
 from forge.contract.plugin import snake_case
 
 if TYPE_CHECKING:
@@ -59,5 +58,5 @@ def __getattr__(name: str) -> Any:
     if entry is None or entry.attr != name:
         raise AttributeError(registry.to_install("plugin", snake_case(name)) or f"forge_plugins has no {name!r}")
     if not entry.module.startswith("forge_plugins."):
-        warnings.warn(f"{name} moved: from {entry.module} import {name}", DeprecationWarning, stacklevel=2)
+        deprecated.warn(f"forge_plugins.{name}", f"{entry.module}.{name}", since="1.0")
     return registry.load("plugin", snake_case(name))

@@ -14,10 +14,12 @@ from typing import Any
 from forge.errors import ForgeError
 from forge.util.files import read_regular
 from forge.util.text import format_bytes
-from forge.version import __version__
+from forge.version import __version__, newer
 from forge_ship.engine import ExportError, Port, row_bytes
 from forge_ship.export_formats import formats
 
+VERSION = 1
+"""The version of the card's format."""
 NAME = "export.json"
 """How the names of cards end."""
 MOST = 1 << 20
@@ -70,6 +72,8 @@ class CheckedCard:
     def __init__(self, file: Path):
         self.file, self.place = file, place_of(file)
         self.values = _read(self.place)
+        if line := newer(self.values.get("version"), VERSION, str(self.place)):
+            raise ExportError(line)
         self.format = self._word("format")
         if self.format not in formats():
             raise self._refused(f"the format {self.format!r} is unknown")

@@ -400,6 +400,7 @@ def _card(
     described = describe_task(source.task) if hasattr(source.task, "init_args") else {}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not card.is_card(path))
     return {
+        "version": card.VERSION,
         "format": to,
         "about": formats()[to],
         "verified": verdict is not None,

@@ -40,7 +40,10 @@ def _is_jsonl(text: str) -> bool:
     return all(line.startswith("{") and line.endswith("}") for line in text.splitlines() if line)
 
 
-@pytest.mark.parametrize("page", [*ALL_PAGES, "plugins/example-lookahead/README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "page",
+    [*ALL_PAGES, "plugins/example-lookahead/README.md", "plugins/example-image-sampler/README.md", "CHANGELOG.md"],
+)
 def test_every_link_leads_somewhere(page: str) -> None:
     for target, _, anchor in (link.partition("#") for link in links(page)):
         path = (REPO / page).parent.joinpath(target) if target else REPO / page
@@ -81,7 +84,7 @@ def test_every_recipe_and_its_page_is_in_the_overview() -> None:
         assert path.name == "index.md" or f"]({path.name})" in overview, path.name
 
 
-@pytest.mark.parametrize("script", ["make_cli", "make_api"])
+@pytest.mark.parametrize("script", ["make_cli", "make_api", "make_conformance"])
 def test_a_page_made_by_a_script_is_current(script: str) -> None:
     made = load_script(script)
     assert made.PAGE.read_text() == made.page(), f"python docs/{script}.py writes {made.PAGE.name} again"

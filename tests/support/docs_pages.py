@@ -14,13 +14,15 @@ from types import ModuleType
 from tests.conftest import REPO
 
 DOCS = REPO / "docs"
-GENERATED = ("docs/plugins/", "docs/findings/", "docs/ready/", "docs/cli.md", "docs/api.md", "docs/hooks.md")
+GENERATED = tuple(
+    f"docs/{page}" for page in ("plugins/", "findings/", "ready/", "cli.md", "api.md", "hooks.md", "stability.md")
+)
 """Pages that scripts write from docstrings; tests of their own hold them current and run their examples."""
 
 
 def _pages() -> list[str]:
     found = sorted(str(path.relative_to(REPO)) for path in DOCS.rglob("*.md"))
-    return ["README.md", "CONTRIBUTING.md", "SECURITY.md", *found]
+    return ["README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", *found]
 
 
 ALL_PAGES = _pages()

@@ -11,6 +11,8 @@
     recipe quickstart, setting quickstart trainer.seed = 42
     hook forge_backward(step, loss) action
     group forge.plugins                             of entry points
+    exit 85                                         a code that the command line ends with
+    format forge-run 1                              of files, with its newest version
     fixture forge_run                               of pytest
     import forge.data Splits                        `from forge.data import Splits` in documentation
 
@@ -29,6 +31,7 @@ import io
 import itertools
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -41,9 +44,11 @@ from forge import cli, options, registry
 from forge.config import list_recipes
 from forge.contract import hooks
 
-MODULES = ("forge", "forge.data", "forge.kernels", "forge.testing", "forge.tuning")
-GROUPS = ("forge.plugins", "forge.recipes", "forge.tasks", "forge.data", "forge.kernels", "forge.commands")
+MODULES = ("forge", "forge.data", "forge.deprecated", "forge.kernels", "forge.testing", "forge.tuning")
 FIXTURES = ("event_trace", "forge_run", "tiny_task")
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGES = sorted(REPO.glob("plugins/forge_*/pyproject.toml"))
 
 Lines = Iterator[str]
 
@@ -66,6 +71,7 @@ def collect(known: Iterable[str] = ()) -> tuple[dict[str, set[str]], list[str]]:
 def _sources(known: list[str]) -> Iterator[tuple[Iterable[Any], Callable[[Any], Lines]]]:
     """Things, and how each is described."""
     names = {f"{path}.{name}" for path in MODULES for name in import_module(path).__all__}
+    names |= {f"forge.{name}" for name in registry.installed("name")}
     yield sorted(names | {line.split()[1] for line in known if line.startswith("name ")}), _name
     verbs = {
         verb.split()[0]
@@ -73,14 +79,42 @@ def _sources(known: list[str]) -> Iterator[tuple[Iterable[Any], Callable[[Any], 
     }
     choices = {tuple(line.split()[1:]) for line in known if line.startswith("choice ")}
     yield sorted(verbs), lambda verb: _verb(verb, choices)
-    yield entry_points(group="forge.plugins"), _plugin
-    yield entry_points(group="forge.tasks"), lambda entry: _maker("task", entry)
-    yield entry_points(group="forge.data"), lambda entry: _maker("data", entry)
-    yield entry_points(group="forge.kernels"), _kernel
+    yield _offered("forge.plugins"), _plugin
+    yield _offered("forge.tasks"), lambda entry: _maker("task", entry)
+    yield _offered("forge.data"), lambda entry: _maker("data", entry)
+    yield _offered("forge.kernels"), _kernel
     yield list_recipes(), _recipe
     yield [name for name in vars(hooks) if name.startswith("forge_")], _hook
-    yield set(GROUPS) & set(registry.GROUPS.values()), lambda group: iter([f"group {group}"])
+    yield set(registry.GROUPS.values()), lambda group: iter([f"group {group}"])
     yield FIXTURES, lambda name: iter([f"fixture {name}"])
+    yield exit_codes(), lambda code: iter([f"exit {code}"])
+    yield formats().items(), lambda item: iter([f"format {item[0]} {item[1]}"])
+
+
+def _offered(group: str) -> list[EntryPoint]:
+    """What the packages of this repository offer, and none of another that happens to be installed."""
+    ours = {tomllib.loads(path.read_text())["project"]["name"] for path in (REPO / "pyproject.toml", *PACKAGES)}
+    return [entry for entry in entry_points(group=group) if entry.dist is not None and entry.dist.name in ours]
+
+
+def exit_codes() -> dict[int, str]:
+    """The codes of the command line with their meaning, as its page tells them."""
+    table = (REPO / "docs" / "cli.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
+    return {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", table, flags=re.MULTILINE)}
+
+
+def formats() -> dict[str, int]:
+    """The kinds of files that carry a version, each with the newest that is written."""
+    from forge.checkpoint import manifest
+    from forge.runs import folder, group
+    from forge_doctor.ready import report
+    from forge_plugins import conformance
+    from forge_ship import card
+
+    found = {
+        made["format"]: made["version"] for made in (folder.FORMAT, group.FORMAT, report.FORMAT, conformance.FORMAT)
+    }
+    return {**found, manifest.FORMAT: manifest.SHARED_VERSION, "forge-export": card.VERSION}
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 
 import forge
 from forge import cli
+from tests.support.docs_pages import load_script
 from tests.truth import kept_runs, record, surface
 
 HERE = Path(__file__).resolve().parent
@@ -63,12 +64,22 @@ def test_what_could_be_named_still_can(kind: str) -> None:
     assert not missing, said
 
 
+def test_the_public_list_is_that_of_the_code() -> None:
+    stability = load_script("make_stability")
+    kinds, errors = collected()
+    now, then = set(stability.listed(kinds)), set(stability.LIST.read_text(encoding="utf-8").splitlines()[1:])
+    changed = [f"+ {line}" for line in sorted(now - then)]
+    changed += [f"- {line}" for line in sorted(then - now) if not errors]  # where all could be looked at
+    cure = "Say in CHANGELOG.md what users will see, then: python docs/make_stability.py"
+    assert not changed, "\n".join([*changed, cure])
+
+
 @pytest.mark.parametrize("line", sorted(recorded()["import"]))
 def test_a_documented_import_still_works(line: str) -> None:
     if line in dropped():
         pytest.skip(dropped()[line])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # names the new place
+        warnings.simplefilter("ignore", FutureWarning)  # names the new place
         surface.import_line(line)
 
 

@@ -17,6 +17,7 @@ from forge.runs.wording import counted, duration
 from forge.util.files import atomic_write
 from forge.version import __version__
 
+FORMAT = {"format": "forge-ready", "version": 1}
 LEVELS = ("good", "note", "warning", "error")
 NAMED = 3
 """Reasons in the first line; the others are counted."""
@@ -121,6 +122,7 @@ class ReadyReport:
         """Return everything but pictures and charts, for JSON."""
         kept = ("number", "name", "title", "result", "left_out", "facts", "texts")
         return {
+            **FORMAT,
             "may_start": self.may_start,
             "answer": self.answer,
             "name": self.name,

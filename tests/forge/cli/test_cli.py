@@ -9,10 +9,12 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from forge import __version__, registry
@@ -420,6 +422,19 @@ def test_a_new_plugin_is_a_package(forge):
     folder = Path("weight-norm")
     assert 'weight_norm = "forge_weight_norm:WeightNorm"' in (folder / "pyproject.toml").read_text()
     assert list(folder.glob("tests/test_*.py"))
+    workflow = yaml.safe_load((folder / ".github" / "workflows" / "tests.yml").read_text())
+    runs = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    assert runs[-1] == "forge plugins check forge-weight-norm --out build"
+    assert workflow["jobs"]["test"]["steps"][1]["with"]["python-version"] == "${{ matrix.python }}"
+
+
+def test_the_page_of_a_new_plugin_is_what_forge_prints_of_it(forge, monkeypatch):
+    forge("new", "plugin", "paged-norm")
+    monkeypatch.syspath_prepend(Path("paged-norm", "src").absolute())
+    entry = metadata.EntryPoint("paged_norm", "forge_paged_norm:PagedNorm", "forge.plugins")
+    others = registry.installed("plugin")
+    monkeypatch.setattr(registry, "installed", lambda kind: {**others, "paged_norm": entry})
+    assert forge("plugins", "paged_norm", "--markdown") == Path("paged-norm/docs/paged_norm.md").read_text()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tests.conftest import REPO, Run
 from tests.support import forked
 
 EXAMPLE = REPO / "plugins" / "example-lookahead"
+PORTED = REPO / "plugins" / "example-image-sampler"
 
 INFO = "forge_example_broken-1.2.3.dist-info"
 BROKEN = {
@@ -65,7 +66,8 @@ def test_forge_does_not_know_the_example() -> None:
         path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".yaml", ".tmpl", ".toml")
     ]
     assert files
-    assert not [path for path in [*files, REPO / "pyproject.toml"] if "lookahead" in path.read_text().lower()]
+    texts = [path.read_text().lower() for path in [*files, REPO / "pyproject.toml"]]
+    assert not [text for text in texts if "lookahead" in text or "image_sampler" in text]
 
 
 @pytest.mark.slow
@@ -124,16 +126,41 @@ def test_its_options_are_checked_like_a_built_ins(example: Path, run_forge: Run)
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass(example: Path) -> None:
-    done = forked.call(partial(run_tests, example))
+@pytest.mark.parametrize("source", [EXAMPLE, PORTED], ids=lambda source: source.name)
+def test_its_own_tests_pass(source: Path) -> None:
+    done = forked.call(partial(run_tests, source))
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
 
-def run_tests(path: Path) -> int:
-    sys.path.insert(0, str(path))
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", str(EXAMPLE / "pyproject.toml")]
-    return pytest.main([*options, str(EXAMPLE / "tests")])
+def run_tests(source: Path) -> int:
+    sys.path.insert(0, str(source / "src"))
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(source), "-c", str(source / "pyproject.toml")]
+    return pytest.main([*options, str(source / "tests")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [EXAMPLE, PORTED], ids=lambda source: source.name)
+def test_its_conformance_is_the_one_that_is_listed(source: Path, run_forge: Run, tmp_path: Path) -> None:
+    name = f"forge-{source.name}"
+    target = install(source, tmp_path / "site")
+    done = run_forge("plugins", "check", name, "--out", str(tmp_path), paths=[target])
+    assert done.returncode == 0, done.stdout + done.stderr
+    now = json.loads((tmp_path / "conformance.json").read_text())
+    then = json.loads((REPO / "docs" / "conformance" / f"{name}.json").read_text())
+    assert {plugin: found["checked"] for plugin, found in now["plugins"].items()} == {
+        plugin: found["checked"] for plugin, found in then["plugins"].items()
+    }
+
+
+@pytest.mark.slow
+def test_a_callback_that_was_ported_draws_pictures_in_a_run(run_forge: Run, empty_folder: Path) -> None:
+    site = install(PORTED, empty_folder / "site")
+    words = ["-p", "image_sampler", "image_sampler.part=generator", "image_sampler.latent=32", "trainer.max_epochs=1"]
+    done = run_forge("fit", "gan_digits", *words, "-p", "no:first_look", "-p", "no:checkpoint", paths=[site])
+    assert done.returncode == 0, done.stderr
+    (run,) = empty_folder.glob("runs/gan_digits/*")
+    assert any(b"samples" in path.read_bytes() for path in run.glob("tensorboard/*"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

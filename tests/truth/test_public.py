@@ -1,0 +1,94 @@
+"""What is written down of the public surface; what goes is announced for two minor versions; newer files."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+import pytest
+
+import forge
+from forge import deprecated
+from forge.version import __version__, newer
+from tests.support.docs_pages import load_script
+
+stability = load_script("make_stability")
+
+
+def test_nobody_wrote_the_list_by_hand() -> None:
+    first, *lines = stability.LIST.read_text(encoding="utf-8").splitlines()
+    assert f"lines {stability.digest(lines)} " in first, "python docs/make_stability.py writes it"
+
+
+def test_the_page_is_that_of_the_list() -> None:
+    assert stability.PAGE.read_text(encoding="utf-8") == stability.page(), "python docs/make_stability.py writes it"
+
+
+def test_a_change_needs_a_line_in_the_changelog(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changelog, lines = tmp_path / "CHANGELOG.md", tmp_path / "public.txt"
+    changelog.write_text("## 1.0.0\n")
+    for name, value in {"CHANGELOG": changelog, "LIST": lines, "PAGE": tmp_path / "page.md"}.items():
+        monkeypatch.setattr(stability, name, value)
+    monkeypatch.setattr(stability, "page", lambda: "")
+    offered = {"name": {"name forge.Trainer"}}
+    monkeypatch.setattr(stability, "collected", lambda: (offered, []))
+    stability.main()
+    stability.main()  # nothing changed, nothing to say
+    offered["name"] = {"name forge.Trainer", "name forge.Winner"}
+    with pytest.raises(SystemExit, match=r"provisional name forge\.Winner"):
+        stability.main()
+    changelog.write_text("## 1.0.0\n\n- `forge.Winner`.\n")
+    stability.main()
+    assert lines.read_text().splitlines()[1:] == ["stable name forge.Trainer", "provisional name forge.Winner"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes
+
+
+def test_a_former_name_works_with_a_warning_that_names_the_new_one() -> None:
+    task = forge.testing.TinyTask()
+    words = r"borrowed is deprecated since forge 1\.0: use TaskModule\.is_padding\. It goes in forge 1\.2\."
+    with pytest.warns(FutureWarning, match=words) as seen:
+        assert task.borrowed is False
+    assert seen[0].filename == __file__  # the line of who uses it
+
+
+class Renamed(forge.Plugin):
+    """Has an option with a former name."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        share: float = field(default=0.5, metadata={"former": {"part": "1.0"}})
+
+
+def test_a_former_option_is_taken_for_the_new_one() -> None:
+    with pytest.warns(FutureWarning, match=r"Renamed\.part is deprecated .* use Renamed\.share"):
+        assert Renamed(part=0.25).config.share == 0.25
+    with pytest.warns(FutureWarning), pytest.raises(forge.RecipeError, match="'share' twice"):
+        Renamed(part=0.25, share=0.5)
+
+
+def test_nothing_outlives_the_version_in_which_it_goes() -> None:
+    now = tuple(map(int, __version__.split(".")[:2]))
+    for call in stability.calls():
+        for word in call.keywords:
+            if word.arg == "since" and isinstance(word.value, ast.Constant):
+                assert now < tuple(map(int, deprecated.goes(str(word.value.value)).split("."))), ast.unparse(call)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of a newer version
+
+
+def test_a_newer_format_is_told_in_one_line() -> None:
+    assert newer(3, 2, "runs/a") == "runs/a has format version 3; this forge reads up to 2. Use a newer forge."
+    assert [newer(version, 2, "") for version in (None, 1, 2, "3", True)] == [""] * 5
+
+
+def test_a_run_of_a_newer_forge_is_read_with_a_warning(tmp_path) -> None:
+    from forge.runs.folder import FORMAT, RunFolder
+
+    (tmp_path / "card.json").write_text('{"format": "forge-run", "version": 99, "seed": 7}')
+    with pytest.warns(UserWarning, match=f"format version 99; this forge reads up to {FORMAT['version']}"):
+        assert RunFolder(tmp_path).card["seed"] == 7
