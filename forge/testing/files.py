@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
@@ -65,8 +65,8 @@ class OtherRank(Plugin):
         super().__init__()
         self.name = "forge.testing.other_rank"
 
-    @hookimpl
-    def forge_setup_env(self, trainer: Trainer) -> Env:
-        env = Env(trainer.device)
+    @hookimpl(wrapper=True)
+    def forge_setup_env(self) -> Generator[None, Env, Env]:
+        env = yield
         env.rank = 1
         return env
