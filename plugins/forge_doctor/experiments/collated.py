@@ -16,7 +16,7 @@ from forge_doctor.patient import SEED, Patient, tensors
 SAMPLES, FEWEST = 16, 4
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """A part of a batch: what each sample has there when it is alone, and in which rows that is found."""
 
     own: list[Any]
@@ -52,7 +52,7 @@ def _called(path: str) -> str:
     return f"batch{path}" if path else "the batch"
 
 
-def _owned(whole: Any, singles: list[Any], size: int, path: str = "") -> dict[str, Part]:
+def _owned(whole: Any, singles: list[Any], size: int, path: str = "") -> dict[str, BatchPart]:
     """Walk a batch beside the batches of single samples, and find the samples in the rows of its parts."""
     first = singles[0]
     if any(type(single) is not type(whole) for single in singles):
@@ -86,8 +86,8 @@ def _rows(whole: Tensor, singles: list[Tensor], size: int) -> tuple[list[Tensor]
     return None
 
 
-def _part(rows: list[Any], own: list[Any]) -> Part:
-    return Part(own, torch.tensor([[_holds(row, mine) for row in rows] for mine in own]))
+def _part(rows: list[Any], own: list[Any]) -> BatchPart:
+    return BatchPart(own, torch.tensor([[_holds(row, mine) for row in rows] for mine in own]))
 
 
 def _holds(row: Any, own: Any) -> bool:
@@ -119,7 +119,7 @@ def _tells_the_order(batch: Any, size: int) -> bool:
     return any(torch.equal(x.sort().values, given) and not torch.equal(x, given) for x in flat)
 
 
-def _apart(parts: dict[str, Part]) -> tuple[str, str, int] | None:
+def _apart(parts: dict[str, BatchPart]) -> tuple[str, str, int] | None:
     """Two parts of a batch that hold different samples in a row, and in how many rows; None where all agree.
 
     One of them tells the samples apart. The other holds in each row what some sample has, but not the sample of that

@@ -31,7 +31,7 @@ GLOBAL = 0.5
 """The share of an array, or of the samples, from which a number stands for all of them."""
 
 
-class Stored:
+class StoredArray:
     """An array of a dataset, of which numbers are changed while samples are read."""
 
     def __init__(self, value: Array):
@@ -91,7 +91,7 @@ def made_of(patient: Patient) -> Iterator[Finding]:
         for path in sorted(held, key=lambda path: -_size(held[path]))[:MOST_ARRAYS]:
             if within.is_over:
                 return
-            stored = Stored(held[path])
+            stored = StoredArray(held[path])
             found = {}
             for i in chosen:
                 own = None if within.is_over else _own(stored, loader, i, inputs, asked)
@@ -140,7 +140,9 @@ def _size(value: Array) -> int:
     return value.numel() if isinstance(value, Tensor) else value.size
 
 
-def _own(stored: Stored, loader: Any, index: int, inputs: set[int], asked: set[int]) -> tuple[list[int], bool] | None:
+def _own(
+    stored: StoredArray, loader: Any, index: int, inputs: set[int], asked: set[int]
+) -> tuple[list[int], bool] | None:
     """The numbers that a target is made of and its input is not; and whether those change the input all the same."""
     plain = [_read(loader, index, SEED + k) for k in range(LOOKS)]
 
@@ -163,7 +165,7 @@ def _own(stored: Stored, loader: Any, index: int, inputs: set[int], asked: set[i
 
 
 def _shared(
-    loaders: dict[str, Any], stored: Stored, path: str, found: dict[int, tuple[list[int], bool]], asked: set[int]
+    loaders: dict[str, Any], stored: StoredArray, path: str, found: dict[int, tuple[list[int], bool]], asked: set[int]
 ) -> Iterator[Finding]:
     """Samples of train that hold numbers which targets of val are made of, and are no copies of these targets."""
     train, val = loaders.get("train"), loaders["val"]
