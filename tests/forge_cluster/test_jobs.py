@@ -87,6 +87,7 @@ def test_a_job_of_this_machine_is_cancelled_saved_and_retried_to_its_end(
     assert [job["name"] for job in asked(capsys)] == ["first"]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_job_is_seen_in_its_state_and_its_output(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,7 +140,7 @@ def run_stack(name: str, replicate: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("count", "name", "replicate"),
     [
-        (2, "frozen", 1),
+        pytest.param(2, "frozen", 1, marks=pytest.mark.slow),
         pytest.param(4, "levers", 2, marks=pytest.mark.slow),
         pytest.param(4, "levers", 1, marks=pytest.mark.slow),
         pytest.param(4, "nothing", 1, marks=pytest.mark.slow),

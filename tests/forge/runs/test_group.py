@@ -119,6 +119,7 @@ class TestOneCommand:
         assert "2 finished" in done.stdout
         assert "trainer.seed=1" in group.runs[1].card["command"]
 
+    @pytest.mark.slow
     def test_folds_are_handed_to_the_data_function(self) -> None:
         done = command(*WORDS, "trainer.seed=3", "--folds", "2", "--run-dir", "g", "--jobs", "2", "-q")
         assert done.returncode == 0, done.stderr
@@ -248,6 +249,7 @@ class TestInPython:
         assert forge.repeat(odd, seeds=[0, 1, 2], run_dir=tmp_path, resume="auto").status == "finished"
         assert seen == [0, 1, 1, 2]
 
+    @pytest.mark.slow
     def test_a_recipe_by_name_has_a_process_for_each_run(self) -> None:
         done = forked.call(by_name)
         assert done.returncode == 0, done.stderr
