@@ -168,6 +168,8 @@ class FirstLook(Plugin):
         self._patient: Observed | None = None
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
         self._reads = False
+        self._served: list[Tensor] = []
+        "The first tensor of each batch whose samples were kept; they are small, and on the host."
         self._graphs: graph.Graphs | None = None
         self._looks = self._evaluates = False
         self._finite: in_fit.FiniteWatch | None = None
@@ -316,7 +318,9 @@ class FirstLook(Plugin):
             self._reads = True
             # the next epoch serves the same samples again: they are no copies
             if not patient.in_memory and look.name == patient.names[0] and epoch == patient.epoch:
-                patient.samples.extend(rows(look.batch))
+                if all(x is not y for x in tensors(look.batch)[:1] for y in self._served):  # a list may hold one often
+                    patient.samples.extend(rows(look.batch))
+                self._served += tensors(look.batch)[:1]
 
     def _evaluated(self, step: Step, batch: Any) -> Generator[None, Any, Any]:
         """Look at the first batch of the first evaluation."""

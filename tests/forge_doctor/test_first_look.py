@@ -274,3 +274,16 @@ def test_samples_are_read_from_memory_alone() -> None:
     assert torch.equal(torch.stack([sample[0] for sample in ordered]), x)
     assert {tuple(row.tolist()) for row, _ in samples(loader(x, y))} == {tuple(row.tolist()) for row in x}
     assert samples([(x, y)]) == samples(None) == []
+
+
+def test_one_batch_that_a_list_holds_often_is_no_copy(recwarn: pytest.WarningsRecorder) -> None:
+    batch = (torch.randn(40, 8), torch.randint(3, (40,)))
+    forge.Trainer(plugins=[first_look.FirstLook()], max_updates=8, run_dir=False, seed=0, device="cpu").fit(
+        Healthy(), [batch] * 8
+    )
+    assert not [warned for warned in recwarn if "copies" in str(warned.message)]
+    again = [tuple(x.clone() for x in batch) for _ in range(8)]
+    forge.Trainer(plugins=[first_look.FirstLook()], max_updates=8, run_dir=False, seed=0, device="cpu").fit(
+        Healthy(), again
+    )
+    assert [warned for warned in recwarn if "copies" in str(warned.message)]
