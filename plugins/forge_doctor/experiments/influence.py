@@ -245,9 +245,14 @@ def inputs(patient: Patient) -> Iterator[Finding]:
         unpaired: list[Finding] = []
         for path, x in whole.items():
             with suppress(Exception):
-                rolled = says(patient, exchanged(batch, x, lambda x: x.roll(1, 0)), stage)
+                moved = exchanged(batch, x, lambda x: x.roll(1, 0))
+                rolled = says(patient, moved, stage)
                 if not _same(base, rolled):
                     continue
+                if stage == "train":  # a fresh model in evaluation mode may give one answer to all samples
+                    trains = [says(patient, given, stage, training=True) for given in (batch, moved)]
+                    if not _same(*trains):
+                        continue
                 if path not in matter:
                     text = (
                         f"{named(path, patient)} ({_kind(x)}) changes nothing in {stage}: each sample may have that of "
