@@ -34,8 +34,8 @@ def check_files(subject: Subject) -> None:
             subject.fit(subject.make(), folder=here / "run")
         _refuse_files(subject, here, "beside the run folder. Write below trainer.run_dir", but="run")
     plugin = subject.make()
-    # a checkpoint is written by all ranks together
-    if not owns(plugin, "forge_setup_env") and getattr(plugin, "forge_save", None) is None:
+    # a checkpoint is written by all ranks together, and one that divides something brings its strategy
+    if not owns(plugin, "forge_setup_env") and not plugin.axes and getattr(plugin, "forge_save", None) is None:
         with _working_in_empty_folder() as here:
             with subject.surviving("a fit on a rank that is not the main one"):
                 subject.fit(plugin, OtherRank(), folder=here / "run", resume=None)
