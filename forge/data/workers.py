@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from forge.data.fork_garbage import collections_paused, leave_inherited
 from forge.data.sample_seeding import Failure, what
 from forge.errors import DataError
 from forge.torch_internals import check_worker_pids, forget_worker_pids, watch_worker_pids
+from forge.util.fork_garbage import collections_paused, leave_inherited
 
 DATA_TIMEOUT = 600.0
 """Seconds without a batch from any worker after which one counts as hanging."""

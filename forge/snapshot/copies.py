@@ -20,10 +20,11 @@ def without_hooks(module: Module, memo: dict[int, Any] | None = None) -> Module:
     `memo` holds what stands for an object in the copy, as that of `copy.deepcopy` does.
     """
     memo = {} if memo is None else memo
-    memo |= {id(hook): _LEFT_OUT for hooks in _registries(module) for hook in hooks.values() if not _is_torchs(hook)}
+    others = {id(hook) for hooks in _registries(module) for hook in hooks.values() if not _is_torchs(hook)}
+    memo |= dict.fromkeys(others, _LEFT_OUT)
     twin = copy.deepcopy(module, memo)
-    for hooks in _registries(twin):
-        for key in [key for key, hook in hooks.items() if hook is _LEFT_OUT]:
+    for hooks in _registries(twin):  # since Python 3.14 a function stays itself, whatever the memo has in its place
+        for key in [key for key, hook in hooks.items() if hook is _LEFT_OUT or id(hook) in others]:
             del hooks[key]
     return twin
 

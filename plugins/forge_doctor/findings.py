@@ -59,7 +59,7 @@ FINDINGS = {
     "output_range": ("error", "Remove the last activation, or scale the targets into its range."),
     "wrong_dimension": ("warning", "Name the dimension of classes: dim=1, or dim=-1."),
     "class_ids_in_regression": ("warning", "Use cross_entropy with one output per class."),
-    "sum_reduction": ("warning", "Use reduction='mean', or divide by the number of samples."),
+    "sum_reduction": ("note", "Use reduction='mean', or divide by the number of samples."),
     "mixed_reductions": ("warning", "Reduce all terms of the loss in one way: all means, or all sums per sample."),
     "broadcast_loss": ("error", "Give predictions and targets one shape: prediction.squeeze(1), or y.unsqueeze(1)."),
     "padding_in_loss": ("warning", "Pass ignore_index, or mask the padded positions out of the mean."),
@@ -70,6 +70,25 @@ FINDINGS = {
     "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # experiments
+    "compared_with_others": (
+        "warning",
+        "Follow inputs and targets through the step: the order, a reshape, or the weights of a mixture differ.",
+    ),
+    "skips_a_step": ("note", "Shift targets once: where the data or the loss does it, the step must not."),
+    "edges_join_nothing": (
+        "warning",
+        "Gather at one end of the edges and add at the other: out.index_add(0, dst, x[src]).",
+    ),
+    "rows_never_drawn": (
+        "note",
+        "Draw from all rows, torch.randint(table.num_embeddings, …), if none is meant to be left out.",
+    ),
+    "targets_filled_in": (
+        "note",
+        "Leave targets that are missing out of the loss and of metrics, by a mask, if these are.",
+    ),
+    "padding_is_a_word": ("warning", "Number words from 1 on, behind the number of padding."),
+    "loss_gives_up": ("warning", "Let a weight of the loss cost something: exp(-s) * loss + s, not exp(-s) * loss."),
     "same_rows_written": ("note", "Advance the place that is written to, pointer = (pointer + n) % size, and keep it."),
     "equal_tensors": ("note", "Draw anew for each view: a generator that begins at one seed draws the same again."),
     "modes_differ": ("note", "Divide by what is kept: x * mask / (1 - p), in training."),
@@ -80,7 +99,7 @@ FINDINGS = {
     "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),
     "state_between_batches": ("note", "Reset what is carried over at the begin of each step, if it is not meant."),
     "loss_floor": ("warning", "Give the loss raw answers: remove the last activation, or scale answers and targets."),
-    "metric_blind": ("warning", "Look at the arguments, the dimension and the threshold of the metric."),
+    "metric_blind": ("note", "Look at the arguments, the dimension and the threshold of the metric."),
     "stages_differ": ("note", "Prepare inputs and compute metrics by one function, for training and validation."),
     "bad_values": ("warning", "Remove or fill in what is missing where the data are read."),
     "values_unseen": ("warning", "Encode all splits by one table, and split so that each class is in train."),
@@ -109,7 +128,7 @@ FINDINGS = {
     # data
     "leakage": ("warning", "Split before anything else, by groups where samples belong together."),
     "val_is_train": ("error", "Validate on samples that are not trained on."),
-    "duplicates": ("warning", "Look at __getitem__ and the sampler: one sample is served many times."),
+    "duplicates": ("note", "Look at __getitem__ and the sampler: one sample is served many times."),
     "constant_input": ("error", "Look at how inputs are read: all of them are one value."),
     "constant_columns": ("note", "Look at how they are made: after missing values are filled in, none is missing."),
     "unscaled_inputs": ("warning", "Standardise inputs: (x - mean) / std; bytes / 255."),

@@ -24,7 +24,7 @@ from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
-from forge_doctor import in_fit
+from forge_doctor import beside, in_fit
 from forge_doctor.experiments import equivariance, influence, lossy, motion, reachable, reading, stages, values
 from forge_doctor.findings import Finding
 from forge_doctor.outside import step_reaches_outside
@@ -151,6 +151,8 @@ class FirstLook(Plugin):
     class Config:
         stalled: float = 60.0
         "Seconds without an update, far more than any took, after which the main thread's stack is shown. 0: never."
+        beside: bool = True
+        "Whether the doctor examines a copy of this process while the run goes on, and the run tells what it finds."
 
     config: Config
     observer = True
@@ -158,6 +160,7 @@ class FirstLook(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._stall: StallWatch | None = None
+        self._beside: beside.Beside | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -176,6 +179,29 @@ class FirstLook(Plugin):
         self._holdings, self._updates = in_fit.Holdings(), 0
 
     @hookimpl
+    def forge_configure(self, trainer: Run) -> None:
+        """Have the doctor examine a copy of this process, before anything of this run is made."""
+        self._end_examination()
+        if trainer.verb == "fit" and self.config.beside:
+            reason = beside.why_not(trainer)
+            if not reason:
+                self._beside = beside.Beside(trainer, functools.partial(self._told, trainer))
+            logger.debug("The doctor does not look on: %s.", reason)
+
+    def _told(self, trainer: Run, finding: Finding) -> None:
+        """Log what was found beside the run; in a thread, where a filter of the main one could swallow a warning."""
+        if finding.level == "note":
+            logger.info("Worth a look: %s", as_warning(finding))
+        elif finding.name not in trainer.said:
+            trainer.said.add(finding.name)
+            logger.warning("%s", as_warning(finding), extra={"finding": finding.name})
+
+    def _end_examination(self) -> None:
+        if self._beside is not None:
+            self._beside.end()
+            self._beside = None
+
+    @hookimpl
     def forge_start(self, trainer: Run) -> None:
         self._begin()
         self._looks = self._evaluates = trainer.verb == "fit"
@@ -186,6 +212,7 @@ class FirstLook(Plugin):
 
     @hookimpl
     def forge_end(self) -> None:
+        self._end_examination()
         if self._stall is not None:
             self._stall.stop()
             self._stall = None

@@ -165,7 +165,7 @@ class OneBatch:
         known += [f"the floor {floor:.3g}"] if floor is not None else []
         text += f" ({', '.join(known)})" if known else ""
         if not math.isfinite(found.reached):
-            found.level = "warning"
+            found.level = "note" if self._is_learnt(min(x for x in found.losses if x == x)) else "warning"
             self._try_changes()
             found.verdict = f"{text}.{self._cause()}"
             return
@@ -204,7 +204,7 @@ class OneBatch:
             found.level = "warning" if share < HALF else "note"
             found.verdict = f"{text}, and stays there.{self._cause()}"
         else:
-            is_low = share < HALF if found.floor is not None else share <= STILL and not reads
+            is_low = not reads and share < (HALF if found.floor is not None else STILL)
             found.level = "warning" if is_low else "note" if found.floor is not None else ""
             few = f"; {FEW} samples of it are learnt" if found.cause else ""
             found.cause, found.verdict = "", f"{text}, and stays there. No one change was found that helps{few}."
@@ -255,7 +255,7 @@ class OneBatch:
             except Exception:  # a step that takes no smaller batch, or not in evaluation mode
                 continue
             came = found.tried[change.name] = reached(losses)
-            left = found.reached - self._lowest() if math.isfinite(found.reached) else math.inf
+            left = (found.reached if math.isfinite(found.reached) else found.start) - self._lowest()
             if self._is_learnt(came) or (change is not FEWER and came - self._lowest() < 0.5 * left):
                 found.cause = change.name
                 return

@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -170,7 +170,8 @@ class Patient:
             name = self.names[0] if name is None else name
             with torch.enable_grad():  # a step may ask for gradients itself
                 return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
-        return task.validation_step(batch)
+        with torch.enable_grad() if task.evaluation == "grad" else nullcontext():
+            return task.validation_step(batch)
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
         """Return the loss of a training step, with its graph; see `run`."""
@@ -182,10 +183,11 @@ class Patient:
 
     @cached_property
     def watched(self) -> StepWatch:
-        """The calls of the first training step."""
+        """The calls of the first training step, of each optimizer."""
         watch = StepWatch(batch_size(self.batches[0]))
         with watch:
-            self.run(self.clone(), self.batches[0])
+            for name in self.names:
+                self.run(self.clone(), self.batches[0], name=name)
         return watch
 
     @cached_property

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from forge_doctor.experiments import collated, columns, pairs, storage
+from forge_doctor.experiments import collated, columns, equivariance, pairs, storage, values
 from forge_doctor.probes import data
 from tests.support.patients import Healthy, found, loader, numbers
 from tests.support.profiles import some
@@ -320,3 +320,132 @@ def test_what_healthy_data_say() -> None:
     laws = (collated.together, pairs.together, columns.compared, storage.made_of, data.known)
     x, y = numbers(400)
     assert found(Healthy(), *laws, data=(loader(x[:280], y[:280]), loader(x[280:], y[280:]))) == {}
+
+
+def encoded(rows: str) -> Any:
+    """Samples with a column that holds the mean target of their group, by the samples of `rows`."""
+    generator = torch.Generator().manual_seed(0)
+    group = torch.randint(0, 30, (400,), generator=generator)
+    x = torch.randn(400, 8, generator=generator)
+    y = torch.randn(30, generator=generator)[group] + x[:, 0] + torch.randn(400, generator=generator)
+    used = torch.arange(400) < (400 if rows == "all" else 300)
+    mean = torch.stack(
+        [(y[used & (group == k)].sum() + 2 * y.mean()) / (used & (group == k)).sum().add(2) for k in range(30)]
+    )
+    x[:, 5] = (mean[group] - mean.mean()) / mean.std()
+    train, val = ((x[rows], y[rows].unsqueeze(1)) for rows in (slice(0, 300), slice(300, None)))
+    return loader(*train), loader(*val, shuffle=False)
+
+
+class Level(Healthy):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.mse_loss(self(x)[:, :1], y)
+
+    validation_step = training_step
+
+
+def test_a_column_that_is_made_of_the_targets_of_val() -> None:
+    told = found(Level(), columns.compared, data=encoded("all"))["leakage"]
+    assert told.message.startswith("Number 5 of tensor 0 of a sample takes 30 values")
+    assert "leakage" not in found(Level(), columns.compared, data=encoded("train"))
+
+
+def test_targets_that_are_filled_in() -> None:
+    (train, val), known = encoded("train"), torch.rand(300, generator=torch.Generator().manual_seed(1)) > 0.3
+    x, y = train.dataset.tensors
+    filled = loader(x, torch.where(known[:, None], y, 0.0)), val
+    assert "exactly 0" in found(Level(), columns.compared, data=filled)["targets_filled_in"].message
+    assert "targets_filled_in" not in found(Level(), columns.compared, data=(train, val))
+
+
+class FilledIn(Level):
+    """Learns from a target that is missing as if it were 0."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return super().training_step((x, y.nan_to_num()))
+
+    validation_step = training_step
+
+
+class LeftOut(Level):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        known = y[:, 0].isfinite()
+        return super().training_step((x[known], y[known]))
+
+    validation_step = training_step
+
+
+def test_a_step_that_fills_in_targets() -> None:
+    (train, val), known = encoded("train"), torch.rand(300, generator=torch.Generator().manual_seed(1)) > 0.3
+    x, y = train.dataset.tensors
+    data = loader(x, torch.where(known[:, None], y, torch.nan)), val
+    assert found(FilledIn(), values.finite, data=data)["targets_filled_in"].level == "warning"
+    assert set(found(LeftOut(), values.finite, data=data)) == {"bad_values"}
+
+
+class Frames(Healthy):
+    """Names each frame of an utterance. `fill`: what stands for the frames that are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self.net(x)
+        known = y != -1
+        return {
+            "loss": F.cross_entropy(scores.transpose(1, 2), y, ignore_index=-1),
+            "accuracy": (scores.argmax(-1) == y)[known].float().mean(),
+        }
+
+    validation_step = training_step
+
+
+def utterances(fill: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    items = []
+    for length in torch.randint(4, 12, (80,), generator=generator).tolist():
+        x = torch.randn(length, 8, generator=generator)
+        items.append((x, x[:, :4].argmax(1)))
+
+    def collate(rows: list[Any]) -> Any:
+        return pad_sequence([x for x, _ in rows], True), pad_sequence([y for _, y in rows], True, fill)
+
+    return tuple(DataLoader(part, 16, collate_fn=collate) for part in (items[:60], items[60:]))  # pyright: ignore[reportArgumentType]
+
+
+def test_padding_that_is_named_as_a_class() -> None:
+    told = found(Frames(), equivariance.padded, data=utterances(0))["padding_in_loss"]
+    assert "padding counts" in told.message
+    assert found(Frames(), equivariance.padded, data=utterances(-1)) == {}
+
+
+class Stored(Dataset[Any]):
+    """Pictures of noise, stored with their channels last."""
+
+    def __init__(self, moved: bool) -> None:
+        self.pictures = torch.randint(0, 255, (64, 8, 8, 3), generator=torch.Generator().manual_seed(0))
+        self.moved = moved
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, i: int) -> Any:
+        picture = self.pictures[i]
+        return (picture.permute(2, 0, 1) if self.moved else picture.reshape(3, 8, 8)).float() / 255, i % 4
+
+
+class Wide(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+
+
+def test_pictures_whose_axes_are_renamed() -> None:
+    told, moved = (found(Wide(), values.stored_layout, data=[DataLoader(Stored(m), 16)] * 2) for m in (False, True))
+    assert "not moved" in told["pixels_scrambled"].message
+    assert moved == {}

@@ -13,6 +13,7 @@ import pytest
 import forge
 from forge_doctor.first_look import FirstLook
 from forge_doctor.stalled import StallWatch
+from tests.support.patience import PATIENCE
 from tests.support.patients import Healthy, splits
 
 LIMIT = 0.05
@@ -31,7 +32,7 @@ class Gate(logging.Handler):
             self.opened.set()
 
     def wait(self) -> None:
-        assert self.opened.wait(60), "nothing was said"
+        assert self.opened.wait(PATIENCE), "nothing was said"
 
 
 @pytest.fixture

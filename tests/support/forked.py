@@ -40,7 +40,8 @@ import torch
 
 from forge import cli, registry
 from forge.cli import target
-from forge.data.fork_garbage import collections_paused, leave_inherited
+from forge.util.fork_garbage import collections_paused, leave_inherited
+from tests.support.patience import PATIENCE
 
 Completed = subprocess.CompletedProcess[str]
 
@@ -93,7 +94,18 @@ class Popen(subprocess.Popen):
         self._close_pipe_fds(*pipes)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _internal_poll(self, _deadstate: Any = None, **kwargs: Any) -> int | None:
-        return super()._internal_poll(_deadstate, lambda _, flags: self._try_wait(flags))  # pyright: ignore[reportAttributeAccessIssue]
+        if self._ended is None:
+            return super()._internal_poll(_deadstate)  # pyright: ignore[reportAttributeAccessIssue]
+        lock = self._waitpid_lock  # pyright: ignore[reportAttributeAccessIssue]
+        if lock.acquire(blocking=False):  # otherwise another thread waits for it
+            try:
+                if self.returncode is None:
+                    ended, status = self._try_wait(os.WNOHANG)
+                    if ended:
+                        self._handle_exitstatus(status)  # pyright: ignore[reportAttributeAccessIssue]
+            finally:
+                lock.release()
+        return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """As waitpid, for a child of the server too."""
@@ -127,7 +139,7 @@ def run(args: Sequence[Any], *, timeout: float, **options: Any) -> Completed:
     return Completed(args, process.returncode, out, err)
 
 
-def call(work: Callable[[], object], env: Mapping[str, str] | None = None, timeout: float = 300) -> Completed:
+def call(work: Callable[[], object], env: Mapping[str, str] | None = None, timeout: float = PATIENCE) -> Completed:
     """Call `work` in a process of its own; the exit code is the integer that it returns, or 1 after an error."""
     code = LOAD.format(path=sys.path, work=pickle.dumps(work))
     return run([sys.executable, "-c", code], env={**os.environ, **(env or {})}, timeout=timeout)

@@ -14,6 +14,8 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from forge.cli import target
@@ -184,11 +186,15 @@ def _shortened(names: list[str], width: int) -> str:
 
 
 def _print_readiness(report: DoctorReport, console: Console) -> None:
-    if report.readiness:
-        console.print(Text("Ready for a long run?", style="bold"))
+    if not report.readiness:
+        return
+    console.print(Text("Ready for a long run?", style="bold"))
+    grid = Table.grid(padding=(0, 2, 0, 0))
     for item in report.readiness:
-        mark = ("yes", "green") if item.is_on else ("no", "yellow")
-        console.print(Text.assemble("  ", mark, "  " if item.is_on else "   ", f"{item.what}: {item.evidence}"))
+        grid.add_row(
+            Text("yes", "green") if item.is_on else Text("no", "yellow"), Text(f"{item.what}: {item.evidence}")
+        )
+    console.print(Padding.indent(grid, 2))
 
 
 def _print_finding(finding: Finding, console: Console) -> None:

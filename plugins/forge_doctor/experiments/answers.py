@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -129,16 +129,6 @@ class Answers:
     def loss_at(self, values: list[Tensor], batch: Any = None) -> Tensor:
         return loss_of(self.step(values, batch, self.stage))
 
-    def validating(self) -> Answers:
-        """The same answers, judged by the loss of the validation step; by that of training where it returns none."""
-        other = replace(self, stage="val", found={})
-        try:
-            loss = other.loss_at([x.clone().requires_grad_() for x in self.values])
-            other.loss = float(loss.detach())
-        except Exception:
-            return self
-        return other if loss.requires_grad else self
-
     def slopes(self, values: list[Tensor] | None = None, batch: Any = None) -> list[Tensor]:
         """The gradient of the loss by the answers."""
         free = [x.detach().clone().requires_grad_() for x in (self.values if values is None else values)]
@@ -212,9 +202,18 @@ def held_of(patient: Patient, batch: Any) -> Answers | None:
     return patient.held[key]
 
 
-def answers(patient: Patient, batch: Any, name: str | None = None) -> Answers | None:
+def validated(patient: Patient, batch: Any) -> Answers | None:
+    """The answers to a batch of val, judged by validation's own loss; by that of training where it returns none."""
+    try:
+        found = answers(patient, batch, stage="val")
+    except KeyError:  # it returns no loss
+        found = None
+    return found or held_of(patient, batch)
+
+
+def answers(patient: Patient, batch: Any, name: str | None = None, stage: str = "train") -> Answers | None:
     """Find the answers of a task to a batch; None where the loss is not computed from outputs of layers alone."""
-    task = patient.clone()
+    task = patient.clone() if stage == "train" else patient.clone().eval()
     calls: dict[tuple[str, int], Any] = {}
 
     def noted(path: str, number: int, output: Any) -> Any:
@@ -222,7 +221,7 @@ def answers(patient: Patient, batch: Any, name: str | None = None) -> Answers | 
         return output
 
     with torch.enable_grad(), layer_calls(task, noted):
-        loss = patient.loss(task, batch, name)
+        loss = loss_of(patient.run(task, batch, stage, name))
     if not isinstance(loss, Tensor) or loss.grad_fn is None or loss.numel() != 1:
         return None
     made: dict[Any, list[tuple[Place, Tensor]]] = {}
@@ -241,7 +240,7 @@ def answers(patient: Patient, batch: Any, name: str | None = None) -> Answers | 
     held = {
         key: pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out) for key, out in calls.items()
     }
-    whole = Answers(patient, task, batch, name, found, held, float(loss.detach()))
+    whole = Answers(patient, task, batch, name, found, held, float(loss.detach()), stage=stage)
     try:
         again = float(whole.loss_at(whole.values).detach())
     except Exception:  # a step that needs more of its layers than what they return

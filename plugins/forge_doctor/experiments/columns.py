@@ -33,6 +33,8 @@ ALIKE = 0.3
 """The share of samples by which values may differ in the splits that are compared by what they say."""
 EXACT = 1e-3
 """By how many errors of a mean it may be off that is exactly 0."""
+GROUPS, PRIORS, EXACT_ORDER = 8, (0, 1, 2, 5, 10, 20, 30, 50, 100), 0.9995
+"""Groups of samples, at least; samples of the mean that an average is drawn to; and the order that is no luck."""
 NEVER = 1e-9
 """The chance at which a column that does not vary by luck is told."""
 
@@ -119,6 +121,9 @@ def compared(patient: Patient) -> Iterator[Finding]:
     found = [column for column in found if column.place in inputs | asked]
     yield from _constant(found, asked)
     yield from _scaled_by_itself([column for column in found if not column.is_channel])
+    plain = [column for column in found if not column.is_channel]
+    yield from _made_of_targets([c for c in plain if c.place in inputs], [c for c in plain if c.place in asked])
+    yield from _filled_in([c for c in plain if c.place in asked])
     told = {place for place in asked if not _is_a_name(patient, place)}
     yield from _agree([c for c in found if not c.is_channel and c.place in inputs | told], told)
 
@@ -129,11 +134,68 @@ def _is_a_name(patient: Patient, place: int) -> bool:
     y = tensors(batch)[place]
     if y.is_floating_point() or not y.numel():
         return False
-    other = exchanged(batch, y, lambda y: y.max() + y.min() - y)
+    other = exchanged(batch, y, lambda y: (y.long().max() + y.long().min() - y.long()).to(y.dtype))
     with suppress(Exception):  # a number that is left out, such as 255, is no class
         one, two = (patient.loss(patient.clone(), x).detach() for x in (batch, other))
         return torch.allclose(one, two, 1e-5)
     return False
+
+
+def _filled_in(targets: list[Column]) -> Iterator[Finding]:
+    """A value that many targets have, while hardly any other occurs twice."""
+    for column in targets:
+        if len(column.train) < FEWEST:
+            continue
+        kinds, counts = column.train.unique(return_counts=True)
+        most = int(counts.argmax())
+        share = int(counts[most]) / len(column.train)
+        if share > 0.05 and len(kinds) - 1 > 0.8 * (len(column.train) - int(counts[most])) > 0.8 * FEWEST / 2:
+            text = (
+                f"{share:.0%} of the targets, {column.name} of a sample, are exactly {float(kinds[most]):.4g}, and "
+                "hardly any other value occurs twice: values that are missing may have been filled in, and are learnt."
+            )
+            yield Finding("targets_filled_in", text, f"train, {column.name}", {"share": share})
+            return
+
+
+def _made_of_targets(inputs: list[Column], targets: list[Column]) -> Iterator[Finding]:
+    """Columns that say of each group of samples, in its order, what the mean target of all its samples is, those of val
+    included, and not of those of train alone."""
+    for column, target in ((c, t) for c in inputs for t in targets):
+        both, y = torch.cat([column.train, column.val]), torch.cat([target.train, target.val])
+        kinds, group = both.unique(return_inverse=True)
+        is_val = torch.arange(len(both)) >= len(column.train)
+        shared = len(torch.unique(group[is_val])) and torch.isin(group[is_val], group[~is_val]).double().mean() > 0.5
+        if len(both) != len(y) or not GROUPS <= len(kinds) <= len(both) / 3 or not shared:
+            continue
+        known = torch.bincount(group[~is_val], minlength=len(kinds)) > 0
+        whole, part = (
+            _fit(kinds[known], *_sums(group, y * w, w.double(), len(kinds), known)) for w in (1 + 0 * is_val, ~is_val)
+        )
+        if whole > EXACT_ORDER and part < whole - 0.5 * (1 - EXACT_ORDER):
+            text = (
+                f"{column.name.capitalize()} of a sample takes {len(kinds)} values, in the order of the mean target of "
+                f"samples that share one, those of val included (correlation of ranks {whole:.4f}; {part:.4f} by those "
+                "of train alone): it is made of targets that are not known when predicting."
+            )
+            yield Finding("leakage", text, f"train and val, {column.name}", {"all": whole, "train alone": part})
+            return
+
+
+def _sums(group: Tensor, y: Tensor, weight: Tensor, size: int, known: Tensor) -> tuple[Tensor, Tensor]:
+    zeros = torch.zeros(size, dtype=torch.float64)
+    return zeros.index_add(0, group, y.double())[known], zeros.index_add(0, group, weight)[known]
+
+
+def _fit(values: Tensor, total: Tensor, count: Tensor) -> float:
+    """The best correlation of the ranks of values with those of means, as they are or drawn to the mean of all."""
+    mean = float(total.sum() / count.sum())
+    return max(abs(_rank_correlation(values, (total + k * mean) / (count + k).clamp_min(1e-9))) for k in PRIORS)
+
+
+def _rank_correlation(x: Tensor, y: Tensor) -> float:
+    ranks = [z.unique(return_inverse=True)[1].double() for z in (x, y.mul(1e6).round())]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num())
 
 
 def _agree(found: list[Column], asked: set[int]) -> Iterator[Finding]:

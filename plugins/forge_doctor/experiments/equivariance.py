@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge_doctor.experiments.answers import answers, held_of
+from forge_doctor.experiments.answers import answers, held_of, validated
 from forge_doctor.experiments.intervene import (
     Calls,
     apart,
@@ -24,7 +24,7 @@ from forge_doctor.experiments.intervene import (
     replaced,
     says,
 )
-from forge_doctor.experiments.reading import target_of
+from forge_doctor.experiments.reading import sides, target_of
 from forge_doctor.experiments.regroup import SampleGroup, group_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
@@ -32,6 +32,7 @@ from forge_doctor.patient import SEED, Patient
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
 MOST_STEPS = 512
+MOST_AHEAD, PAIRS = 4, 6
 COUNTS = 0.05
 """The share by which more padding changes a loss that counts it."""
 
@@ -153,6 +154,63 @@ def answers_seen(patient: Patient) -> Iterator[Finding]:
                     return
 
 
+def steps_ahead(patient: Patient) -> Iterator[Finding]:
+    """How far ahead in the input stands what an answer is compared with, where that is a step of the input."""
+    batch = patient.batches[0]
+    size, held = batch_size(batch), held_of(patient, batch)
+    if held is None or size is None or size < 4:
+        return
+    whole = {path: x for path, x in parts(batch).items() if x.ndim == 2 and len(x) == size and x.shape[1] >= 8}
+    given = [x for x in sides(held)[0] if any(x is y for y in whole.values())]
+    base, ahead = held.slopes(), set[int]()
+    for x in whole.values():
+        steps = x.shape[1]
+        for t in (steps // 2, steps // 2 + 1):
+            with suppress(Exception):
+                change = exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))
+                asked = _moved(base, held.slopes(batch=change), size, steps)
+                where = {j for z in given for j in range(z.shape[1]) if torch.equal(z[:, j], x[:, t])}
+                if len(asked) == 1 and where:
+                    ahead |= {max(where) - min(asked)}
+    most = ahead.pop() if len(ahead) == 1 else 1
+    if 1 < most <= MOST_AHEAD:
+        text = (
+            f"Each answer is compared with what stands {most} steps after it in the input: the next step is left out, "
+            "as if targets were shifted more than once."
+        )
+        yield Finding("skips_a_step", text, patient.place(), {"steps": most})
+    elif most == 0:
+        text = "Each answer is compared with what stands at the same step of the input: the model can copy it."
+        yield Finding("sees_the_future", text, patient.place(), {"steps": 0}, level="note")
+
+
+def blocks(patient: Patient) -> Iterator[Finding]:
+    """Change one step of the input after another: the last answer that changes must not be the same for neighbours."""
+    batch = patient.batches[0]
+    size, held = batch_size(batch), held_of(patient, batch)
+    if held is None or size is None:
+        return
+    for path, x in parts(batch).items():
+        if x.ndim < 2 or len(x) != size or not 8 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
+            continue
+        steps, last = x.shape[1], dict[int, int]()
+        for t in sorted({t for k in range(PAIRS) for t in (k * steps // PAIRS, k * steps // PAIRS + 1)}):
+            with suppress(LookupError):
+                now = answers(patient, exchanged(batch, x, lambda x, t=t: _rolled_at(x, t)))
+                moved = _moved(held.values, now.values, size, steps) if now is not None else set[int]()
+                if moved:
+                    last[t] = max(moved)
+        ends = {t: end for t, end in last.items() if last.get(t + 1) == end and end < max(last.values())}
+        if len(set(ends.values())) > 1:
+            t, end = next(iter(ends.items()))
+            text = (
+                f"A change at step {t} of {named(path, patient)}, and one at step {t + 1}, reach answers up to step "
+                f"{end} of {steps}, and none of the later ones: steps are cut into blocks that see nothing of others."
+            )
+            yield Finding("positions_ignored", text, held.paths[-1], {"last": last}, level="note")
+            return
+
+
 def _rolled_at(x: Tensor, t: int) -> Tensor:
     x[:, t] = x[:, t].roll(1, 0).clone()
     return x
@@ -232,6 +290,64 @@ def padding(patient: Patient) -> Iterator[Finding]:
             evidence = {"loss": said[0], "padded": said[2]}
             yield Finding("padding_in_loss", text, patient.place(), evidence, level="" if is_sure else "note")
             return
+
+
+def padded(patient: Patient) -> Iterator[Finding]:
+    """Put samples of several lengths together: what stands behind a sample's own end must not count."""
+    for stage, batches in patient.stages:
+        group = group_of(patient, stage)
+        if group is None or not batches or not group.is_collated or len(patient.names) > 1:
+            continue
+        for lengths in group.lengths(range(min(group.size, 8))):
+            order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # as steps sort them, and put them back
+            batch = group.take(order)
+            behind = torch.arange(max(lengths)) >= torch.tensor(lengths)[order][:, None]
+            if _is_filled(batch, behind):
+                yield from _counted(patient, stage, batch, behind)
+                break
+
+
+def _is_filled(batch: Any, behind: Tensor) -> bool:
+    """Whether one value stands behind the ends of all samples, in some tensor of a batch, and there first."""
+    for x in parts(batch).values():
+        if x.shape[:2] != behind.shape:
+            continue
+        flat = x.reshape(*behind.shape, -1)
+        tail = flat[behind]
+        starts = ~behind[:, :-1] & behind[:, 1:]  # the last of a sample's own
+        if torch.equal(tail, tail[:1].expand_as(tail)) and bool((flat[:, :-1][starts] != tail[:1]).any()):
+            return True
+    return False
+
+
+def _counted(patient: Patient, stage: str, batch: Any, behind: Tensor) -> Iterator[Finding]:
+    held = answers(patient, batch) if stage == "train" else validated(patient, batch)
+    size, steps = behind.shape
+    shaped = [_in_steps(x, size, steps) for x in held.values] if held is not None else []
+    if held is None or len(shaped) != 1 or shaped[0] is None:
+        return
+    if stage == "train":
+        slope = _in_steps(held.slopes()[0], size, steps)
+        if slope is not None and bool(slope[behind].any()):
+            share = float(slope[behind].abs().sum() / slope.abs().sum())
+            text = (
+                f"Behind the end of samples, where a batch is padded, answers have {share:.0%} of the gradient: the "
+                "loss learns from padding."
+            )
+            yield Finding("padding_in_loss", text, patient.place(), {"share": share})
+        return
+    other = shaped[0].clone()
+    other[behind] = other[behind].roll(1, -1)
+    if other.reshape(held.values[0].shape).shape != held.values[0].shape or held.values[0].shape[:2] != behind.shape:
+        return
+    before, after = held.metrics(held.values), held.metrics([other.reshape(held.values[0].shape)])
+    names = [name for name in before or {} if apart((before or {})[name], (after or {}).get(name, math.nan)) > 1e-6]
+    if names:
+        text = (
+            f"{', '.join(names)} of val changes with what is answered behind the end of samples, where a batch is "
+            f"padded ({before[names[0]]:.4g} and {after[names[0]]:.4g}): padding counts."  # pyright: ignore[reportOptionalSubscript]
+        )
+        yield Finding("padding_in_loss", text, patient.place("val"), {"metrics": names}, level="note")
 
 
 def _ends(rows: Tensor) -> Tensor | None:

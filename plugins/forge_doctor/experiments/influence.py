@@ -75,7 +75,7 @@ def weights(patient: Patient) -> Iterator[Finding]:
         groups, watch = found
         cut = [group for group in groups if not group.gradient and group.slope > 0]
         part = [group for group in groups if group.gradient and not group.agrees]
-        at = _cuts(watch)
+        at = cuts(watch)
         if cut:
             text = (
                 f"The loss depends on {listed([group.name for group in cut])}, but no gradient arrives: moving these "
@@ -110,7 +110,7 @@ def flat(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _cuts(watch: CutWatch) -> str:
+def cuts(watch: CutWatch) -> str:
     some = [f"{what} at {line}" for line, what in list(watch.lines.items())[:3]]
     return f" ({', '.join(some)})" if some else ""
 

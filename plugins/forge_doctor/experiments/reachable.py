@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.answers import Answers, held_of
+from forge_doctor.experiments.answers import Answers, held_of, validated
 from forge_doctor.experiments.intervene import apart
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
@@ -74,10 +74,9 @@ def metrics(patient: Patient) -> Iterator[Finding]:
     """Validate the best answers, and the best answers of other samples: a metric must tell them apart, and reach its
     best."""
     batch = patient.val_batches[0] if patient.can_validate else None
-    size, held = batch_size(batch), held_of(patient, batch) if batch is not None else None
+    size, held = batch_size(batch), validated(patient, batch) if batch is not None else None
     if held is None or size is None or size < 8 or any(len(x) != size for x in held.values if x.ndim):
         return
-    held = held.validating()
     floor, best = held.best()
     others = [x.roll(1, 0) if x.ndim else x for x in best]
     wrong = held.value_at(others)

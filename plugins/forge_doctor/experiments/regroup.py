@@ -39,6 +39,14 @@ class SampleGroup:
             return with_rows_changed(self._batch, self.size, lambda x: x[list(places)])
         return self._collated([self._items[i] for i in places])
 
+    def lengths(self, places: Sequence[int]) -> list[list[int]]:
+        """How long the arrays of these samples are, of each array whose length differs between samples."""
+        found: dict[str, list[int]] = {}
+        for i in places:
+            for path, x in _arrays(self._items[i]).items():
+                found.setdefault(path, []).append(len(x))
+        return [each for each in found.values() if len(each) == len(places) and len(set(each)) > 1]
+
     def _collated(self, items: list[Any]) -> Any:
         assert self._collate is not None
         reseed(SEED)

@@ -21,8 +21,10 @@ from forge_doctor.patient import Patient, first, like
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
-LONG, MOST_BATCHES = 100, 60
-"""Updates, and batches of train, of a fit that must hold for other samples."""
+ROUNDS, MOST_BATCHES = (100, 500), 60
+"""Updates of a fit that must hold for other samples, more where the first do not teach enough; and its batches."""
+LEARNT = 0.15
+"""The share of the loss of held-out samples that a fit takes away which has learnt enough to be compared."""
 SMALL_STEP = 1e-3
 """The share of the planned rate at which an update must lower the loss that it was computed from."""
 
@@ -115,29 +117,46 @@ def generalises(patient: Patient) -> Iterator[Finding]:
     if len(served) < 5:
         return
     kept, given = served[-held:], served[:-held]
-    task, _ = short_fit(patient, [given[i % len(given)] for i in range(LONG)])
     with suppress(Exception):  # validation may take other batches
         before = [_validated(patient, _begun(patient), batches) for batches in (kept, patient.val_batches)]
+        updates, task, after = _taught(patient, given, kept, before)
+        yield from _judged(patient, task, kept, updates, before, after)
+
+
+def _taught(
+    patient: Patient, given: list[Any], kept: list[Any], before: list[float]
+) -> tuple[int, TaskModule, list[float]]:
+    """Train until enough is learnt of what was held out: how many updates, the task, and its losses."""
+    for updates in ROUNDS:
+        task, _ = short_fit(patient, [given[i % len(given)] for i in range(updates)])
         after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
-        gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
-        predicts = read(patient, patient.batches[0]) is not None  # otherwise answers are more than predictions
-        alike = _constant(patient, task, kept[:8]) if predicts else None
-        if patient.is_supervised and (gains[0] < 0.01 or (alike is not None and alike[0] > alike[1])):
-            best = "" if alike is None else f"; one answer for all of these samples reaches {alike[1]:.4g}"
-            text = (
-                f"{LONG} updates on other batches of train take the loss of held-out ones from {before[0]:.4g} to "
-                f"{after[0]:.4g}{best}: nothing else that holds for them was learnt."
-            )
-            yield Finding("labels_no_easier", text, "train", {"before": before[0], "after": after[0]})
-        elif gains[0] > 0.15 and gains[1] < 0.1 * gains[0]:
-            yield Finding(
-                "splits_disagree",
-                f"{LONG} updates take the validation loss of batches of train that were held out from {before[0]:.4g} "
-                f"to {after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train "
-                "does not hold for val. Labels, words, columns or scales are encoded in another way there.",
-                "val",
-                {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
-            )
+        if before[0] - after[0] > LEARNT * abs(before[0]) or updates == ROUNDS[-1]:
+            return updates, task, after
+    raise AssertionError
+
+
+def _judged(
+    patient: Patient, task: TaskModule, kept: list[Any], updates: int, before: list[float], after: list[float]
+) -> Iterator[Finding]:
+    gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
+    predicts = read(patient, patient.batches[0]) is not None  # otherwise answers are more than predictions
+    alike = _constant(patient, task, kept[:8]) if predicts else None
+    if patient.is_supervised and (gains[0] < 0.01 or (alike is not None and alike[0] > alike[1])):
+        best = "" if alike is None else f"; one answer for all of these samples reaches {alike[1]:.4g}"
+        text = (
+            f"{updates} updates on other batches of train take the loss of held-out ones from {before[0]:.4g} to "
+            f"{after[0]:.4g}{best}: nothing else that holds for them was learnt."
+        )
+        yield Finding("labels_no_easier", text, "train", {"before": before[0], "after": after[0]})
+    elif gains[0] > LEARNT and gains[1] < 0.1 * gains[0]:
+        yield Finding(
+            "splits_disagree",
+            f"{updates} updates take the validation loss of batches of train that were held out from {before[0]:.4g} "
+            f"to {after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train "
+            "does not hold for val. Labels, words, columns or scales are encoded in another way there.",
+            "val",
+            {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
+        )
 
 
 def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[float, float] | None:
@@ -151,8 +170,12 @@ def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[f
 
 
 def _validated(patient: Patient, task: TaskModule, batches: list[Any]) -> float:
+    """The loss of validation over a few batches; that of training, in evaluation mode, where it returns none."""
     task.trainer = patient.trainer
     task.eval()
     with torch.no_grad():
-        losses = [numbers(patient.run(task, batch, "val"))["loss"] for batch in batches[:4]]
-    return sum(losses) / len(losses)
+        found = [
+            numbers(patient.run(task, batch, "val")).get("loss") or float(patient.loss(task, batch))
+            for batch in batches[:4]
+        ]
+    return sum(found) / len(found)

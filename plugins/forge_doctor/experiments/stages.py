@@ -207,7 +207,7 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
                 "something with itself, or with what every answer fits."
             )
             evidence = {"metric": name, "untrained": value}
-            yield Finding("metric_blind", text, patient.place("val"), evidence, level="" if mode else "note")
+            yield Finding("metric_blind", text, patient.place("val"), evidence)
 
 
 def _said(patient: Patient, factor: float) -> dict[str, float]:

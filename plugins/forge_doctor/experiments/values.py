@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from forge_doctor.experiments.answers import held_of, own_weights
 from forge_doctor.experiments.intervene import calls_of, exchanged, named, parts, says
+from forge_doctor.experiments.reading import places
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, tensors
+from forge_doctor.patient import SEED, Patient, tensors
 from forge_doctor.probes.data import inputs_of_layers, is_target, stacked
-from forge_doctor.stored import indexed
+from forge_doctor.stored import arrays, count_of, indexed, read
 
 FEWEST = 30
 MOST_KINDS = 200
+MOST_TARGETS = 256
+"""Numbers of a target that are looked for in the input."""
 
 
 def finite(patient: Patient) -> Iterator[Finding]:
@@ -33,11 +38,30 @@ def finite(patient: Patient) -> Iterator[Finding]:
                 "bad_values",
                 f"{len(bad)} of {len(samples)} samples of {split} hold NaN or an infinity in tensor {place}; the first "
                 f"is sample {first}, with {int((~x.isfinite()).sum())} of {x.numel()} numbers. "
-                + ("The loss is not a number then." if spoils else "The step leaves them out: its numbers are finite."),
+                + ("The loss is not a number then." if spoils else "The step's numbers are finite all the same."),
                 split,
                 {"samples": len(bad), "first": first, "tensor": place},
                 level="warning" if spoils else "note",
             )
+            if split == "train" and not spoils and _learns_from(patient, place):
+                text = (
+                    f"Where tensor {place} of a sample is NaN or an infinity, the answer compared with it has a "
+                    "gradient all the same: something is filled in, and learnt."
+                )
+                yield Finding("targets_filled_in", text, patient.place(), level="warning")
+
+
+def _learns_from(patient: Patient, place: int) -> bool:
+    """Whether answers that are compared with a target have a slope where it is missing."""
+    batch = patient.batches[0]
+    y = tensors(batch)[place]
+    held, bad = held_of(patient, batch), ~y.isfinite()
+    if held is None or not bool(bad.any()) or not y.ndim:
+        return False
+    base, other = held.slopes(), held.slopes(batch=exchanged(batch, y, lambda y: y.roll(1, 0)))
+    rows = bad.reshape(len(y), -1).all(1)
+    compared = [g for g, h in zip(base, other, strict=True) if g.shape == h.shape and not torch.equal(g, h)]
+    return any(len(g) == len(y) and bool(g[rows].any()) for g in compared if g.ndim) and bool(rows.any())
 
 
 def _spoils(patient: Patient, split: str, place: int, bad: Tensor) -> bool:
@@ -72,7 +96,8 @@ def unseen(patient: Patient) -> Iterator[Finding]:
                 f"{share:.0%} of the labels of val, tensor {place}, never occur in train: {new.tolist()[:6]}; those of "
                 f"train run from {int(known.min())} to {int(known.max())}."
             )
-            yield Finding("values_unseen", text, "val", {"share": share, "new": new.tolist()[:20]})
+            level = "note" if share == 1 else ""  # as of persons or words that are new on purpose
+            yield Finding("values_unseen", text, "val", {"share": share, "new": new.tolist()[:20]}, level=level)
 
 
 def equal(patient: Patient) -> Iterator[Finding]:
@@ -85,6 +110,30 @@ def equal(patient: Patient) -> Iterator[Finding]:
             text = f"{named(one, patient)} and {named(other, patient)} are equal in each of {len(pairs)} batches."
             yield Finding("equal_tensors", text, "train")
             return
+    yield from _repeated(patient)
+
+
+def _repeated(patient: Patient) -> Iterator[Finding]:
+    """What a layer is given first holds rows twice that the batch holds once: views that were drawn alike."""
+    batch, task, found = patient.batches[0], patient.clone(), list[tuple[str, Tensor]]()
+
+    def note(path: str) -> Any:
+        return lambda module, args: found.extend((path, x) for x in tensors(args)[:1])
+
+    for path, module in own_weights(task):
+        module.register_forward_pre_hook(note(path))
+    patient.run(task, batch)
+    path, x = found[0] if found else ("", torch.zeros(0))
+    same = [y for y in tensors(batch) if x.ndim > 1 and y.shape[1:] == x.shape[1:] and len(x) >= 2 * len(y) > 4]
+    if any(_different(y) == len(y) >= _different(x) for y in same):
+        text = (
+            f"{path} is given each sample more than once, the same to the last bit: views that are drawn must differ."
+        )
+        yield Finding("equal_tensors", text, patient.place())
+
+
+def _different(x: Tensor) -> int:
+    return len(x.detach().flatten(1).unique(dim=0))
 
 
 def in_step(patient: Patient) -> Iterator[Finding]:
@@ -122,6 +171,34 @@ def layout(patient: Patient) -> Iterator[Finding]:
             yield Finding("pixels_scrambled", text, path, {"as given": mine, "as height, width, channels": theirs})
 
 
+def stored_layout(patient: Patient) -> Iterator[Finding]:
+    """Samples whose numbers stand in the order of stored (height, width, channels), as (channels, height, width)."""
+    for split, loader in patient.loaders.items():
+        stored = arrays(loader) if patient.reads and loader is not None else {}
+        for path, held in stored.items():
+            count = count_of(loader)
+            if held.ndim != 4 or held.shape[-1] not in (2, 3, 4) or len(held) != count or count < 8:
+                continue
+            h, w, c = held.shape[1:]
+            pairs = [(x, torch.as_tensor(held[i])) for i in range(8) for x in read(loader, i, SEED)]
+            pairs = [(x.float(), y.float()) for x, y in pairs if x.shape == (c, h, w)]
+            as_is, moved = (
+                sum(_related(x, z) for x, z in zip([x for x, _ in pairs], other, strict=True)) / max(1, len(pairs))
+                for other in ([y for _, y in pairs], [y.permute(2, 0, 1) for _, y in pairs])
+            )
+            if as_is > 0.8 and as_is > moved + 0.2:
+                text = (
+                    f"Samples of {split} are {path} of shape {(h, w, c)} with the same numbers in the same order as "
+                    f"{(c, h, w)}: the axes were renamed, not moved, so rows and channels are mixed."
+                )
+                yield Finding("pixels_scrambled", text, split, {"in order": as_is, "moved": moved})
+                return
+
+
+def _related(x: Tensor, y: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1].nan_to_num())
+
+
 def _smoothness(x: Tensor) -> float:
     """How much neighbouring pixels have in common."""
     x = x.float() - x.float().mean((2, 3), keepdim=True)
@@ -132,6 +209,9 @@ def _smoothness(x: Tensor) -> float:
 def giveaway(patient: Patient) -> Iterator[Finding]:
     """A number of the inputs that is the target."""
     held = stacked(patient, patient.samples)
+    if copied := list(_copied(patient, held)):
+        yield from copied
+        return
     targets = {place: y for place, y in held.items() if is_target(patient, place) and y[0].numel() <= 4}
     for asked, y in targets.items():
         for column in y.float().reshape(len(y), -1).T:
@@ -154,6 +234,30 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
                         {"number": best, "correlation": float(related[best])},
                     )
                     return
+
+
+def _copied(patient: Patient, held: dict[int, Tensor]) -> Iterator[Finding]:
+    """Some numbers of the target that are numbers of the input in every sample, while others are not."""
+    asked, told = places(patient)
+    for place, x in ((place, held[place]) for place in asked & held.keys()):
+        for other, y in ((other, held[other]) for other in told & held.keys()):
+            flat, goal = (z.reshape(len(z), -1) for z in (x, y))
+            if not (x.is_floating_point() and y.is_floating_point()) or len(x) < FEWEST or len(x) != len(y):
+                continue
+            if not 1 < goal.shape[1] <= MOST_TARGETS or flat.shape[1] > 4096:
+                continue
+            same = [(flat == goal[:, i : i + 1]).all(0) & (flat.std(0) > 0) for i in range(goal.shape[1])]
+            given = [i for i, found in enumerate(same) if bool(found.any())]
+            if 0 < len(given) < len(same):
+                number = int(same[given[0]].int().argmax())
+                yield Finding(
+                    "label_in_features",
+                    f"Of the {len(same)} numbers of the target, tensor {other}, {len(given)} stand in the input, "
+                    f"tensor {place}, of each of {len(x)} samples: number {given[0]} is number {number} of the input.",
+                    f"train, tensor {place}",
+                    {"of the target": given[:8]},
+                )
+                return
 
 
 def coverage(patient: Patient) -> Iterator[Finding]:

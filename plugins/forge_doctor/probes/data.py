@@ -21,6 +21,10 @@ from forge_doctor.patient import SEED, Patient, first, tensors
 from forge_doctor.stored import Sample, count_of, read, spread
 from forge_doctor.watch import REGRESSION
 
+SHIFTED = 3.0
+"""Deviations by which the means of val may differ before that cannot be a later time, or another place."""
+FAR = 10.0
+"""Of the narrower split, where the means of one number differ: another unit."""
 REREAD, READS = 64, 6
 """Samples of train that are read again, and how often, to see what augmentation changes."""
 
@@ -44,7 +48,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
     whole = all(not x.is_floating_point() for x in patient.samples[0])
     usual = 0.8 if draws_again else 0.6 if whole else 0.3
     counted = whole or len(counts) <= 2 or _is_rich(patient, len(counts))  # a table of few values repeats by chance
-    is_served = repeated > 0.9 or len(set(counts.values())) == 1  # all alike: by the loader, not in the data
+    is_served = len(set(counts.values())) == 1  # all alike: by the loader, not in the data
     is_live = getattr(patient.train, "live", False)  # several passes over what was collected, or draws of it
     if len(train) >= 16 and repeated > usual and counted and (not is_live or len(counts) <= 2):
         top = max(counts.values())
@@ -256,11 +260,12 @@ def splits(patient: Patient) -> Iterator[Finding]:
             drawn = not _compared(x, y, most, *_read_again(patient, place, x))[2]
             text = (
                 f"{'Targets' if as_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
-                f"deviations, deviations by a factor of {factor:.3g}."
+                f"deviations, deviations by a factor of {factor:.3g}; most in {_most(x, y)}."
                 + " Reading the same samples of train again moves them by as much: augmentation."
                 * drawn
             )
-            cure, level = ("Nothing, if train is meant to vary more than val.", "note") if drawn else ("", "")
+            cure = "Nothing, if train is meant to vary more than val." if drawn else ""
+            level = "warning" if not drawn and (shift > SHIFTED or not 1 / 2 < factor < 2) else "note"
             yield Finding("split_statistics", text, "val", {"shift": shift, "factor": factor}, cure, level)
             return
 
@@ -275,8 +280,17 @@ def _compared(x: Tensor, y: Tensor, most: float, own: Tensor, moved: Tensor | fl
     shift = float((apart / spread).mean())
     certain = bool(((apart > 8 * error) & (apart > 2 * moved)).float().mean() > 0.5)
     least, factor = (float((y.std(0).clamp_min(1e-6) / z.clamp_min(1e-6)).log().mean().exp()) for z in (own, spread))
-    differ = (certain and shift > most / 4) or least < 1 / most or factor > most
+    low, high = torch.minimum(spread, y.std(0)), torch.maximum(spread, y.std(0))
+    alone = bool(((apart > SHIFTED * high) & (apart > FAR * low)).any())  # one column in other units
+    differ = (certain and shift > most / 4) or least < 1 / most or factor > most or alone
     return shift, factor, differ and math.isfinite(shift + factor)  # one NaN would say that all differ
+
+
+def _most(x: Tensor, y: Tensor) -> str:
+    """The number of a sample by which two splits differ most."""
+    worst = int(((x.mean(0) - y.mean(0)).abs() / x.std(0).clamp_min(1e-6)).argmax())
+    (a, c), (b, d) = ((float(z[:, worst].mean()), float(z[:, worst].std())) for z in (x, y))
+    return f"number {worst}, {a:.3g} ± {c:.2g} in train and {b:.3g} ± {d:.2g} in val"
 
 
 def _read_again(patient: Patient, place: int, x: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -181,7 +181,7 @@ def reduction(patient: Patient) -> Iterator[Finding]:
             f"The loss of the same samples twice is {ratio:.2f} times as large: it is a sum over the batch, so the "
             "learning rate grows with the batch size."
         )
-        yield Finding("sum_reduction", text, where, {"once": a, "twice": b}, level=_level_of_sum(patient, group.size))
+        yield Finding("sum_reduction", text, where, {"once": a, "twice": b})
     elif len(terms_a) == len(terms_b) > 1:
         ratios = [y / x for (x, _), (y, _) in zip(terms_a, terms_b, strict=True) if abs(x) > 1e-6]
         sums, means = [r for r in ratios if abs(r - 2) < 0.05], [r for r in ratios if abs(r - 1) < 0.05]
@@ -196,15 +196,6 @@ def reduction(patient: Patient) -> Iterator[Finding]:
                 line,
                 {"terms": [round(x, 6) for x, _ in terms_a], "same samples twice": [round(y, 6) for y, _ in terms_b]},
             )
-
-
-def _level_of_sum(patient: Patient, size: int) -> str:
-    """A sum is harmless where the rate is small enough for it."""
-    for entry in patient.trainer.optimizers.entries.values():
-        for group in entry.optimizer.param_groups:
-            if "betas" in group or float(group["lr"]) * size > 0.5:
-                return "warning"
-    return "note"
 
 
 def _loss_and_terms(patient: Patient, batch: Any) -> tuple[float, list[tuple[float, str]]]:

@@ -94,21 +94,23 @@ def _ends(kind: str, output: Tensor) -> Tensor:
 
 def layers(patient: Patient) -> Iterator[Finding]:
     """Options of layers that are nearly always mistakes."""
+    fixed = False
     for path, module in patient.task.named_modules():
         if isinstance(module, DROPOUTS) and module.p > 0.8:
             yield Finding("dropout_rate", f"{path} drops {module.p:.0%} of its inputs.", path, {"p": module.p})
-        if isinstance(module, BatchNorm) and _is_fixed(module):
+        if isinstance(module, BatchNorm) and _is_fixed(module, patient.trainer.planned_updates or 1000) and not fixed:
+            fixed = True  # the others are made alike
             momentum = float(getattr(module, "momentum", None) or 0)
-            kept = "hardly change" if momentum < 1 else "are those of the last batch alone"
+            kept = "hardly change in this run" if momentum < 1 else "are those of the last batch alone"
             text = f"{path} has momentum={momentum:g}: the statistics that evaluation uses {kept}."
             yield Finding("batch_norm_momentum", text, path, {"momentum": momentum})
 
 
-def _is_fixed(norm: Any) -> bool:
-    """Whether a layer that trains keeps no statistics of it. Some packages use 3e-4, and train for long."""
+def _is_fixed(norm: Any, updates: int) -> bool:
+    """Whether most of the statistics of a layer that trains are still those of its begin when the run ends."""
     momentum = norm.momentum
     trains = norm.track_running_stats and any(p.requires_grad for p in norm.parameters())
-    return trains and momentum is not None and (momentum < 2e-4 or momentum >= 1)
+    return trains and momentum is not None and (momentum >= 1 or (momentum < 0.05 and (1 - momentum) ** updates > 0.5))
 
 
 def normalised_samples(patient: Patient) -> Iterator[Finding]:

@@ -26,9 +26,9 @@ import forge
 from forge.env import pick_device
 from forge.snapshot.evidence import HIDDEN, PARTS, Line, batches, difference, line_of
 from forge.snapshot.fingerprint import differences, surroundings
+from forge.util.apart import can_fork, end_with_parent, fork_apart
 from forge.util.files import atomic_write
 from forge.util.text import few
-from forge_plugins.checkpoint.apart import can_fork, end_with_parent, fork_apart
 
 EVIDENCE, ERROR, OUTPUT = "evidence.json", "error.txt", "output.txt"
 FOLDER = ".rehearsal"

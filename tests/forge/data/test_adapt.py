@@ -116,7 +116,7 @@ class TestDataLoader:
             collate_fn=collate,
             num_workers=1,
             drop_last=True,
-            timeout=7,
+            timeout=7,  # limit: it is handed on, and nobody waits
             prefetch_factor=5,
             worker_init_fn=init,
             multiprocessing_context="fork",

@@ -29,6 +29,7 @@ from forge.data import Loader, Weighted
 from forge.data.sample_seeding import is_pure
 from forge.rng import combine_seeds
 from tests.support import forked
+from tests.support.patience import PATIENCE
 from tests.support.profiles import some
 
 
@@ -352,7 +353,7 @@ class TestWorkers:
         before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise in this thread
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
-        thread.join(60)
+        thread.join(PATIENCE)
         signal.signal(signal.SIGCHLD, before)
         assert not thread.is_alive()
         assert "was killed by signal 9" in said[0]
@@ -371,11 +372,11 @@ class TestWorkers:
         next(taken)
         workers = set(multiprocessing.active_children()) - others
         gate.set()
-        assert wait([worker.sentinel for worker in workers], timeout=60)
+        assert wait([worker.sentinel for worker in workers], timeout=PATIENCE)
         thread = threading.Thread(target=drop, args=([taken, loader],), daemon=True)
         del taken, loader
         thread.start()
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
         assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
 
@@ -384,7 +385,7 @@ class TestWorkers:
         loader = Loader(Faulty(hang), 2, num_workers=2)
         taken = iter(loader)
         assert batches([next(taken), next(taken)]) == [[0, 1], [2, 3]]  # both workers have started, however slowly
-        loader._pool.data_timeout = 0.5
+        loader._pool.data_timeout = 0.5  # limit: it expires: what is waited for never comes
         with pytest.raises(
             forge.DataError, match=r"(?s)Worker 0 .*no batch for 0.5 seconds \(data_timeout\).* in hang\n"
         ):
@@ -463,7 +464,7 @@ class TestTheEnd:
         main.kill()
         main.communicate()
         assert len(workers) == 2
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while any(map(is_running, workers)) and time.monotonic() < deadline:
             time.sleep(0.02)  # there is no event: nobody may wait for another's child
         assert not any(map(is_running, workers))
@@ -472,6 +473,6 @@ class TestTheEnd:
     @pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["stuck"]])
     def test_workers_do_not_keep_the_interpreter_from_exiting(self, words: list[str]) -> None:
         main, workers = self.start(*words)
-        main.communicate(timeout=120)
+        main.communicate(timeout=PATIENCE)
         assert main.returncode == 0
         assert not any(map(is_running, workers))

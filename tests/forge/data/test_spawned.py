@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +37,7 @@ forge.Trainer(max_epochs=1, seed=0, device="cpu", plugins=[]).fit(Fit(), train)
 @pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_of_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "DataError: Worker 0" in done.stderr
     assert "DataError: A data worker runs this fit as it starts." in done.stderr

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from forge.data.fork_garbage import collections_paused, leave_inherited
+from forge.util.fork_garbage import collections_paused, leave_inherited
 
 MAPPING = re.compile(r"(?P<start>\w+)-(?P<end>\w+) (?P<mode>\S{4}) (?P<offset>\w+) \S+ \d+ *(?P<path>.*)")
 MAP_FIXED = 0x10

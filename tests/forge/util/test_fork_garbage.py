@@ -14,8 +14,10 @@ import torch
 from torch import distributed as dist
 from torch.utils.data import Dataset
 
-from forge.data import Loader, fork_garbage, workers
+from forge.data import Loader, workers
+from forge.util import fork_garbage
 from tests.support.lasting_ranks import ranks
+from tests.support.patience import PATIENCE
 
 COLLECTED: Counter[int] = Counter()
 """Collections, by process."""
@@ -136,7 +138,7 @@ def start_beside_a_group_that_is_garbage(passes: int) -> int:
             held: list[Any] = [group]
             held.append(held)
             del group, held
-            read += len(seen(collect, data_timeout=120, persistent_workers=False)) > 0
+            read += len(seen(collect, data_timeout=PATIENCE, persistent_workers=False)) > 0
             gc.collect()
     finally:
         gc.enable()

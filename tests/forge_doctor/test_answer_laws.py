@@ -1,0 +1,312 @@
+"""What must hold between answers and loss: partners, a loss that cannot give up, a gradient that explains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_doctor.experiments import edges, equivariance, loopholes, partners, tables, values
+from forge_doctor.probes import data, start
+from tests.support.patients import Healthy, found, loader, numbers, splits
+
+
+class Mixed(Healthy):
+    """Mixes each sample with another; `swapped`: the targets with the weights of the other one."""
+
+    swapped = False
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        order, share = torch.randperm(len(x)), 0.8
+        scores = self(share * x + (1 - share) * x[order])
+        weight = 1 - share if self.swapped else share
+        return weight * F.cross_entropy(scores, y) + (1 - weight) * F.cross_entropy(scores, y[order])
+
+
+class SwappedMix(Mixed):
+    swapped = True
+
+
+class Turned(Healthy):
+    """Answers in one order, targets in the other."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x).roll(3, 0), y)
+
+
+class InTurns(Healthy):
+    """Four answers of each sample, laid out as (answer, sample) and compared as (sample, answer)."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = torch.stack([self(x) * k for k in (1.0, 0.9, 1.1, 1.2)])
+        return F.cross_entropy(scores.flatten(0, 1), y[:, None].expand(-1, 4).flatten())
+
+
+@pytest.mark.parametrize("kind", [SwappedMix, Turned, InTurns])
+def test_answers_that_are_compared_with_the_target_of_another_sample(kind: type[Healthy]) -> None:
+    assert set(found(kind(), partners.partners)) == {"compared_with_others"}
+
+
+@pytest.mark.parametrize("kind", [Healthy, Mixed])
+def test_partners_that_belong_together(kind: type[Healthy]) -> None:
+    assert found(kind(), partners.partners) == {}
+
+
+class Weighed(Healthy):
+    """Learns how much its loss counts. `costs`: whether that is free."""
+
+    costs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return torch.exp(-self.log_var) * F.cross_entropy(self(x), y) + self.costs * self.log_var
+
+
+class Free(Weighed):
+    costs = False
+
+
+class Scaled(Healthy):
+    """A temperature that is learnt may make all answers alike, and pays for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.scale * self(x), y)
+
+
+def test_a_loss_that_can_be_lowered_without_answers() -> None:
+    assert "log_var alone" in found(Free(), loopholes.given_up)["loss_gives_up"].message
+
+
+@pytest.mark.parametrize("kind", [Healthy, Weighed, Scaled])
+def test_a_loss_that_must_see_its_answers(kind: type[Healthy]) -> None:
+    assert found(kind(), loopholes.given_up) == {}
+
+
+class Counted(Healthy):
+    """Half of the loss counts wrong answers, which has no gradient."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        wrong = (scores.argmax(1) != y).float().mean()
+        return F.cross_entropy(scores, y) + wrong
+
+
+class Hinged(Healthy):
+    """Has corners, and a gradient all the same."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.multi_margin_loss(self(x), y)
+
+
+def test_a_part_of_the_loss_without_a_gradient() -> None:
+    finding = found(Counted(), loopholes.explained)["gradient_is_cut"]
+    assert "argmax() at" in finding.message
+
+
+@pytest.mark.parametrize("kind", [Healthy, Hinged])
+def test_a_gradient_that_explains_its_loss(kind: type[Healthy]) -> None:
+    assert found(kind(), loopholes.explained) == {}
+
+
+class TwoViews(Healthy):
+    """`again`: draws a second view, rather than repeating the first."""
+
+    again = False
+
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        views = [x + torch.randn_like(x) for _ in range(2)] if self.again else [x + torch.randn_like(x)] * 2
+        one, other = self(torch.cat(views)).chunk(2)
+        return -F.cosine_similarity(one, other).mean()
+
+
+class DrawnViews(TwoViews):
+    again = True
+
+
+def test_views_that_are_one_and_the_same() -> None:
+    assert "net.0 is given each sample" in found(TwoViews(), values.equal)["equal_tensors"].message
+    assert found(DrawnViews(), values.equal) == {}
+
+
+class Forecast(Healthy):
+    def training_step(self, batch: Any) -> Any:
+        past, future = batch
+        return F.mse_loss(self(past), future)
+
+    validation_step = training_step
+
+
+def windows(overlap: int) -> Any:
+    series = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    pasts = series.unfold(0, 8, 1)[:200]
+    futures = series.unfold(0, 4, 1)[8 - overlap :][:200]
+    return loader(pasts, futures), loader(pasts[:48], futures[:48])
+
+
+def test_a_target_that_begins_in_the_input() -> None:
+    finding = found(Forecast(), values.giveaway, data=windows(1))["label_in_features"]
+    assert "number 0 is number 7 of the input" in finding.message
+    assert found(Forecast(), values.giveaway, data=windows(0)) == {}
+
+
+class Normed(Healthy):
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+
+def test_statistics_that_outlast_the_run() -> None:
+    """The planned run has 100 updates: at 0.001 they keep nine tenths of what they began with."""
+    assert set(found(Normed(0.001), start.layers)) == {"batch_norm_momentum"}
+    assert found(Normed(0.01), start.layers) == {}
+
+
+def test_the_first_column_in_another_unit() -> None:
+    (train, _), (x, y) = splits(), numbers(48, seed=5)
+    moved = x.clone()
+    moved[:, 2] = 240 + 20 * moved[:, 2]
+    told = found(Healthy(), data.splits, data=(train, loader(moved, y)))["split_statistics"]
+    assert told.level == "warning"
+    assert "most in number 2" in told.message
+
+
+class NextStep(Healthy):
+    """Predicts each next step of a sequence. `shifts`: by how many steps the loss shifts the targets again."""
+
+    shifts, parts = 0, 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.out = nn.Embedding(12, 8), nn.GRU(8, 16, batch_first=True), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = self.embed(x).chunk(self.parts, 1)
+        return self.out(torch.cat([self.rnn(piece)[0] for piece in pieces], 1))
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        return F.cross_entropy(scores[:, : scores.shape[1] - self.shifts].flatten(0, 1), y[:, self.shifts :].flatten())
+
+    validation_step = training_step
+
+
+class ShiftedTwice(NextStep):
+    shifts = 1
+
+
+class InBlocks(NextStep):
+    parts = 4
+
+
+def sequences() -> Any:
+    x = torch.randint(0, 12, (160, 17), generator=torch.Generator().manual_seed(0))
+    return loader(x[:112, :-1], x[:112, 1:]), loader(x[112:, :-1], x[112:, 1:])
+
+
+def test_targets_that_are_shifted_twice() -> None:
+    told = found(ShiftedTwice(), equivariance.steps_ahead, data=sequences())["skips_a_step"]
+    assert "2 steps after it" in told.message
+    assert found(NextStep(), equivariance.steps_ahead, data=sequences()) == {}
+
+
+def test_steps_that_are_cut_into_blocks() -> None:
+    told = found(InBlocks(), equivariance.blocks, data=sequences())["positions_ignored"]
+    assert "up to step 3 of 16" in told.message
+    assert found(NextStep(), equivariance.blocks, data=sequences()) == {}
+
+
+class Messages(Healthy):
+    """Adds up what the other end of each edge holds; `to_itself`: what the same end holds."""
+
+    to_itself = False
+
+    def training_step(self, batch: Any) -> Any:
+        x, (one, other) = batch["x"], batch["edges"]
+        got = torch.zeros_like(x).index_add(0, one if self.to_itself else other, x[one])
+        return F.cross_entropy(self(x + got), batch["y"])
+
+    validation_step = training_step
+
+
+class ToItself(Messages):
+    to_itself = True
+
+
+def test_edges_that_join_nothing() -> None:
+    x, y = numbers(32)
+    ring = torch.stack([torch.arange(32), torch.arange(32).roll(1)])
+    graphs = [{"x": x, "y": y, "edges": ring}] * 6
+    assert set(found(ToItself(), edges.joined, data=(graphs, graphs))) == {"edges_join_nothing"}
+    assert found(Messages(), edges.joined, data=(graphs, graphs)) == {}
+
+
+class Ranked(Healthy):
+    """Ranks what was chosen above what it draws; `most`: from how many rows of its table of 40."""
+
+    most = 40
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(40, 8)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        other = torch.randint(self.most, (len(x), 4))
+        chosen, others = (x * self.items(y)).sum(-1, True), (x[:, None] * self.items(other)).sum(-1)
+        return -F.logsigmoid(chosen - others).mean()
+
+
+class RankedByFew(Ranked):
+    most = 16
+
+
+def test_rows_of_a_table_that_are_never_drawn() -> None:
+    told = found(RankedByFew(), tables.drawn)["rows_never_drawn"]
+    assert "a table of 40" in told.message
+    assert found(Ranked(), tables.drawn) == {}
+    assert found(Healthy(), tables.drawn) == {}
+
+
+class Bags(Healthy):
+    """Classifies the mean of embedded words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8, padding_idx=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.embed(x).mean(1))
+
+
+def texts(first: int) -> Any:
+    """Words from a number on, behind which some samples are padded."""
+    x = torch.randint(first, 12, (160, 9), generator=torch.Generator().manual_seed(0))
+    x[::2, 6:] = 0
+    return loader(x[:112], x[:112, 0] % 4), loader(x[112:], x[112:, 0] % 4)
+
+
+def test_a_word_that_has_the_number_of_padding() -> None:
+    assert set(found(Bags(), tables.padding_between, data=texts(0))) == {"padding_is_a_word"}
+    assert found(Bags(), tables.padding_between, data=texts(1)) == {}
