@@ -1,6 +1,6 @@
 """Meshes and models of others: the largest difference to one process, and the bytes of each rank beside the formula.
 
-    python -m benchmarks.scale --meshes            # about 10 minutes on two cores
+    python -m benchmarks.scale --meshes --write    # and write the table into docs/distributed.md
 
 Tiny models of transformers and torchvision train four updates in float64, on every mesh, over gloo, with accumulation,
 clipping and AdamW. A dash stands where a model cannot be divided so: GPT-2 has no nn.Linear, a ViT has no tokens.
@@ -18,12 +18,12 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor, nn
 
 import forge
@@ -48,6 +48,9 @@ CUTS = {
     (nn.Embedding, "gather"): {"weight": 1},
 }
 """The dimension of each parameter of a layer that a style of tensor_parallel cuts."""
+
+PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
+BEGIN, END = "<!-- by python -m benchmarks.scale --meshes --write -->", "<!-- end of the table -->"
 
 Plan = dict[str, Any]
 Mesh = Mapping[str, int]
@@ -183,15 +186,33 @@ class MeshRow:
     expected_megabytes: float
 
 
+@dataclass(frozen=True, slots=True)
+class MeshCost:
+    """CPU time of an update on all ranks of a mesh, the quietest tenth of the turns."""
+
+    mesh: Mesh
+    by_hand_ms: float
+    ratio: float
+    "forge's over torch's own by hand."
+    again_ratio: float
+    "By hand again, over by hand: noise."
+    difference: float
+    "The largest of a weight, in float32."
+
+
+def strategies(mesh: Mesh, parts: int, plan: Plan, balance: bool = True) -> list[Any]:
+    """Return the plugins of a mesh."""
+    found: list[Any] = [Pipeline(parts) if "pipe" in mesh else FSDP(min_size=0)]
+    found += [ContextParallel(balance=balance)] if "context" in mesh else []
+    return found + ([TensorParallel(plan=plan)] if "tensor" in mesh else [])
+
+
 def fit(name: str, mesh: Mesh) -> tuple[dict[str, Tensor], int]:
     """Train on a mesh, or in one process; return the weights, and the bytes of parameters and optimizer state."""
     model = MODELS[name]
     torch.manual_seed(3)
     task = model.make()
     draw = torch.Generator().manual_seed(0)
-    strategies: list[Any] = [Pipeline(2) if "pipe" in mesh else FSDP()] if mesh else []
-    strategies += [ContextParallel(balance=False)] if "context" in mesh else []
-    strategies += [TensorParallel(plan=model.plan)] if "tensor" in mesh else []
     held = [0]
 
     @forge.on("boundary")
@@ -207,7 +228,7 @@ def fit(name: str, mesh: Mesh) -> tuple[dict[str, Tensor], int]:
         device="cpu",
         run_dir=False,
         mesh=dict(mesh) or None,
-        plugins=[Accumulate(2), Clip(0.5), look, *strategies],
+        plugins=[Accumulate(2), Clip(0.5), look, *(strategies(mesh, 2, model.plan, balance=False) if mesh else [])],
     )
     trainer.fit(task, [model.batch(draw, 8) for _ in range(8)])
     return {key: value.detach().clone() for key, value in task.state_dict().items()}, held[0]
@@ -247,14 +268,29 @@ def _rank(rank: int, port: int, mesh: Mesh, alone: dict[str, dict[str, Tensor]],
         found.put(rows)
 
 
-def table(rows: Iterable[MeshRow]) -> Table:
-    """Return rows as a table: meshes down, models across."""
-    grid = Table("mesh", *MODELS, title="largest difference to one process; kB of parameters and state (formula)")
+def table(rows: Iterable[MeshRow], costs: Iterable[MeshCost] = ()) -> str:
+    """Return a table in Markdown: meshes down, models and the CPU time across."""
     by_mesh: dict[str, dict[str, str]] = {}
     for row in rows:
-        shown = " × ".join(f"{axis} {size}" for axis, size in row.mesh.items())
         cell = f"{row.difference:.0e}; {1e3 * row.megabytes:.1f} ({1e3 * row.expected_megabytes:.1f})"
-        by_mesh.setdefault(shown, {})[row.model] = cell
-    for shown, cells in by_mesh.items():
-        grid.add_row(shown, *(cells.get(name, "–") for name in MODELS))
-    return grid
+        by_mesh.setdefault(_shown(row.mesh), {})[row.model] = cell
+    for cost in costs:
+        cell = f"{cost.ratio:.3f} (again {cost.again_ratio:.3f})"
+        by_mesh.setdefault(_shown(cost.mesh), {})["CPU time"] = cell
+    columns = [*MODELS, "CPU time"]
+    lines = [["mesh", *columns], ["---"] * (1 + len(columns))]
+    lines += [[shown, *(cells.get(name, "–") for name in columns)] for shown, cells in by_mesh.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _shown(mesh: Mesh) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+
+
+def write(text: str, page: Path = PAGE) -> None:
+    """Write the table into the documentation, between its markers."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{page} has no place for the table: write {BEGIN} and {END} into it.")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")

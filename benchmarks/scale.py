@@ -6,6 +6,7 @@
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
     python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: cost of a strategy on one GPU
     python -m benchmarks.scale --meshes                       # meshes x models of others (benchmarks/meshes.py)
+    python -m benchmarks.scale --meshes --write               # and write the table into docs/distributed.md
 
 Two processes over gloo (four for pipeline_shard) train a transformer, accumulating two micro-batches and clipping: by
 hand, by hand again (the difference is noise), and with forge, from the same weights. They take turns update by update,
@@ -17,6 +18,9 @@ affects less.
 The table shows the median over all turns, the median of each turn's ratio to the hand-written loop in the same update,
 and the ratio of the fastest tenths ("quiet"). This excludes work between turns or outside the main thread, so the CPU
 time of forge's heartbeat thread is printed below the table.
+
+With `--meshes` the same is done on meshes of 8 ranks, beside the differences and bytes of models of others; its loops
+by hand are in benchmarks/meshes_by_hand.py, and the tensor axis divides the MLPs.
 
 With `--gpu` one rank trains a GPT of 12 layers, width 768 and batch 32 in bf16, compiled, without a strategy, with ddp
 and with fsdp, in turn.
@@ -43,6 +47,8 @@ import argparse
 import collections
 import functools
 import json
+import logging
+import math
 import os
 import random
 import socket
@@ -65,7 +71,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import forge
-from benchmarks import levers, machine, meshes
+from benchmarks import levers, machine, meshes, meshes_by_hand
 from benchmarks.cases import Batch
 from benchmarks.command_line import some_of
 from benchmarks.scale_by_hand import (
@@ -151,11 +157,16 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(row))
         return 0
     if options.meshes:
-        rows = list(meshes.measure())
-        for row in rows if options.json else ():
+        chosen = meshes.MESHES[: options.first]
+        rows = list(meshes.measure(chosen))
+        beside = [on_mesh(mesh, options.updates, options.rounds) for mesh in chosen]
+        for row in (*rows, *beside) if options.json else ():
             print(json.dumps(asdict(row)))
+        text = meshes.table(rows, beside)
         if not options.json:
-            Console(width=max(110, Console().width)).print(meshes.table(rows))
+            print(text)
+        if options.write:
+            meshes.write(f"{text}\n\n{machine.sentence()}; {options.rounds} rounds of {options.updates} updates.")
         return 0
     for strategy in options.strategies:
         talk.print(f"{strategy}: {options.rounds} rounds of {options.updates} updates", style="dim")
@@ -183,37 +194,77 @@ def on_gpu(updates: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 def run(strategy: str, updates: int, rounds: int) -> list[Row]:
     """Run all contenders on two ranks."""
+    return _on_ranks(_rank, WORLDS.get(strategy, 2), strategy, updates, rounds)
+
+
+def on_mesh(mesh: meshes.Mesh, updates: int, rounds: int) -> meshes.MeshCost:
+    """Measure the CPU time of forge on a mesh beside torch's own by hand."""
+    return _on_ranks(_mesh_rank, math.prod(mesh.values()), mesh, updates, rounds)
+
+
+def _on_ranks(target: Callable[..., Any], world: int, *arguments: Any) -> Any:
+    """Call a function on ranks that have joined; return what rank 0 finds."""
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    multiprocessing.spawn(_rank, (port, strategy, updates, rounds, found), nprocs=WORLDS.get(strategy, 2))
+    multiprocessing.spawn(_join, (port, world, target, arguments, found), nprocs=world)
     return found.get()
 
 
-def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found: Any) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLDS.get(strategy, 2), "MASTER_PORT": port}
+def _join(rank: int, port: int, world: int, target: Callable[..., Any], arguments: Any, found: Any) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    hand = LOOPS[strategy]
+    result = target(*arguments)
+    if rank == 0:
+        found.put(result)
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def _rank(strategy: str, updates: int, rounds: int) -> list[Row]:
+    hand, ours = LOOPS[strategy], functools.partial(with_forge, STACKS[strategy])
     names = COLLECTIVES[strategy]
     seen: dict[str, Traffic] = dict.fromkeys(BY_HAND, _traffic(lambda batches: _to_the_end(hand(batches)), names))
-    seen["forge"] = _traffic(lambda batches: with_forge(strategy, batches), names)
-    times: dict[str, list[Times]] = {name: [] for name in seen}
+    seen["forge"] = _traffic(ours, names)
+    times, weights = _taken_in_turns(hand, ours, updates, rounds)
+    return [_row(strategy, name, times, seen, weights) for name in seen]
+
+
+def _taken_in_turns(
+    hand: Callable[[Batches], Hand], ours: Callable[[Batches], Weights], updates: int, rounds: int
+) -> tuple[dict[str, list[Times]], dict[str, Weights]]:
+    """Return the times of all contenders, and the weights that they ended with."""
+    times: dict[str, list[Times]] = {name: [] for name in (*BY_HAND, "forge")}
     weights: dict[str, Weights] = {}
     for number in range(rounds):
         turns = Turns(updates, hand, random.Random(number))
-        weights = {"forge": with_forge(strategy, turns)}
+        weights = {"forge": ours(turns)}
         weights |= {name: _whole(own) for name, own in turns.weights.items()}
-        for name in seen:
-            times[name] += turns.times[name][WARM_UP : WARM_UP + updates]
-    times = {name: _of_all_ranks(own) for name, own in times.items()}
-    if rank == 0:
-        found.put([_row(strategy, name, times, seen, weights) for name in seen])
-    with suppress(RuntimeError):
-        dist.destroy_process_group()
+        for name, own in times.items():
+            own += turns.times[name][WARM_UP : WARM_UP + updates]
+    return {name: _of_all_ranks(own) for name, own in times.items()}, weights
+
+
+def _mesh_rank(mesh: meshes.Mesh, updates: int, rounds: int) -> meshes.MeshCost:
+    def plugins() -> list[Any]:
+        cut = {f"*.{name}": kind for name, kind in meshes_by_hand.PLAN.items()}
+        return meshes.strategies(mesh, PARTS, cut)
+
+    logging.getLogger("forge").setLevel(logging.ERROR)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    hand = functools.partial(meshes_by_hand.mesh_by_hand, mesh=mesh)
+    ours = functools.partial(with_forge, plugins, mesh=dict(mesh))
+    times, weights = _taken_in_turns(hand, ours, updates, rounds)
+    pairs = zip(weights["forge"], weights["by hand"], strict=True)
+    most = torch.tensor(max(float((a - b).abs().max()) for a, b in pairs), dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    quiet = {name: _fastest_tenth([each.cpu for each in own]) for name, own in times.items()}
+    ratios = {name: own / quiet["by hand"] for name, own in quiet.items()}
+    return meshes.MeshCost(mesh, quiet["by hand"], ratios["forge"], ratios["by hand again"], float(most))
 
 
 def _of_all_ranks(times: list[Times]) -> list[Times]:
@@ -275,13 +326,13 @@ def _to_the_end(hand: Hand) -> Weights:
     return _whole(collections.deque(hand, maxlen=1).pop())
 
 
-STACKS: dict[str, Callable[[], forge.Plugin]] = {
-    "ddp": DDP,
-    "zero": Zero,
-    "fsdp": lambda: FSDP(min_size=0),
-    "context_parallel": ContextParallel,
-    "pipeline": lambda: Pipeline(PARTS),
-    "pipeline_shard": lambda: Pipeline(PARTS, stages=2, shard=True),
+STACKS: dict[str, Callable[[], list[Any]]] = {
+    "ddp": lambda: [DDP()],
+    "zero": lambda: [Zero()],
+    "fsdp": lambda: [FSDP(min_size=0)],
+    "context_parallel": lambda: [ContextParallel()],
+    "pipeline": lambda: [Pipeline(PARTS)],
+    "pipeline_shard": lambda: [Pipeline(PARTS, stages=2, shard=True)],
 }
 
 
@@ -297,8 +348,8 @@ class Task(forge.TaskModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def with_forge(strategy: str, batches: Batches) -> Weights:
-    plugins = [Accumulate(WINDOW), Clip(MAX_NORM), STACKS[strategy]()]
+def with_forge(strategies: Callable[[], list[Any]], batches: Batches, mesh: dict[str, int] | None = None) -> Weights:
+    plugins = [Accumulate(WINDOW), Clip(MAX_NORM), *strategies()]
     task = Task()
     kept: Weights = []
 
@@ -307,7 +358,7 @@ def with_forge(strategy: str, batches: Batches) -> Weights:
         if step.ends_epoch:
             kept.extend(_whole(task.parameters()))
 
-    options: dict[str, Any] = {"max_epochs": 1, "run_dir": False, "device": "cpu"}
+    options: dict[str, Any] = {"max_epochs": 1, "run_dir": False, "device": "cpu", "mesh": mesh}
     forge.Trainer(plugins=[*plugins, keep], **options).fit(task, batches)
     return kept
 
@@ -381,7 +432,7 @@ def _row(
         name,
         statistics.median(each.wall for each in own),
         statistics.median(a.wall / b.wall for a, b in zip(own, base, strict=True)),
-        _fastest_tenth(own) / _fastest_tenth(base),
+        _fastest_tenth([each.wall for each in own]) / _fastest_tenth([each.wall for each in base]),
         statistics.median(a.cpu / b.cpu for a, b in zip(own, base, strict=True)),
         1e3 * sum(each.watch for each in everybody) / sum(each.wall for each in everybody),
         seen[name].collectives,
@@ -408,8 +459,8 @@ def _expected() -> dict[str, float]:
     }
 
 
-def _fastest_tenth(times: list[Times]) -> float:
-    fastest = sorted(each.wall for each in times)
+def _fastest_tenth(times: list[float]) -> float:
+    fastest = sorted(times)
     return statistics.mean(fastest[: max(1, len(fastest) // 10)])
 
 
@@ -441,6 +492,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", type=some_of(LOOPS), default=list(LOOPS), help=f"of {','.join(LOOPS)}")
     parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
     parser.add_argument("--meshes", action="store_true", help="meshes and models of others instead: differences, bytes")
+    parser.add_argument("--first", type=int, default=None, help="with --meshes, only so many of them")
+    parser.add_argument("--write", action="store_true", help="with --meshes, write the table into the documentation")
     parser.add_argument("--updates", type=int, default=40, help="updates timed in each round (default 40)")
     parser.add_argument(
         "--rounds", type=int, default=10, help="runs of forge, each with its loops by hand (default 10)"

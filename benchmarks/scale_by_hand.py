@@ -111,34 +111,39 @@ def context_by_hand(batches: Batches) -> Hand:
         for x, y in batches:
             yield x[:, own], y[:, own]
 
+    around = functools.partial(divided_by_hand, own, dist.group.WORLD)
+    return _train(model, network, slices(), exchange, around=around, share=lambda batch: batch)
+
+
+@contextmanager
+def divided_by_hand(own: Tensor, group: Any) -> Iterator[None]:
+    """Attend over the slices of all ranks of a group, inside the `with`."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        return RingByHand.apply(q, k, v)
+        return RingByHand.apply(q, k, v, group)
 
-    @contextmanager
-    def divided() -> Iterator[None]:
-        plain = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = attend  # pyright: ignore[reportAttributeAccessIssue]
-        set_slice(own)
-        try:
-            yield
-        finally:
-            F.scaled_dot_product_attention = plain  # pyright: ignore[reportAttributeAccessIssue]
-            set_slice(None)
-
-    return _train(model, network, slices(), exchange, around=divided, share=lambda batch: batch)
+    plain = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attend  # pyright: ignore[reportAttributeAccessIssue]
+    set_slice(own)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain  # pyright: ignore[reportAttributeAccessIssue]
+        set_slice(None)
 
 
 class RingByHand(torch.autograd.Function):
     """Causal attention over the slices of all ranks, by torch's private functions."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Any:
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
 
         torchs._cp_options.convert_to_f32 = False
-        out, lse = torchs._templated_ring_attention(dist.group.WORLD, 2, attend, q, k, v, is_causal=True)  # pyright: ignore
+        out, lse = torchs._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True)  # pyright: ignore
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
         return out
 
     @staticmethod
@@ -149,7 +154,8 @@ class RingByHand(torch.autograd.Function):
             )
 
         back: Any = torchs._templated_ring_attention_backward
-        return back(dist.group.WORLD, 2, backward, grads[0].contiguous(), "grad_out", *ctx.saved_tensors, True)
+        given = (ctx.group, 2, backward, grads[0].contiguous(), "grad_out", *ctx.saved_tensors)
+        return *back(*given, True)[:3], None
 
 
 def _train(
@@ -230,7 +236,7 @@ def pipeline_by_hand(batches: Batches, shard: bool = False) -> Hand:
         given: dict[str, Any] = {"target": y} if stage else {}
         schedule.step(*() if stage else (x,), **given, return_outputs=False, finalize_gradients=last)
         if last:
-            _sum_over(shared, pipe)
+            sum_over(shared, pipe)
             _clip_over(inside, shared, pipe)
             optimizer.step()
             optimizer.zero_grad()
@@ -242,14 +248,16 @@ def _grad(parameter: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad  # pyright: ignore[reportReturnType]
 
 
-def _sum_over(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of the rest: the embedding has none in the last stage, the head none in the first."""
+def sum_over(parameters: list[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Sum gradients, or average them; the embedding has none in the last stage, the head none in the first."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [_grad(parameter) for parameter in parameters]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=group)
+    if divisor > 1:
+        flat /= divisor
     for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(summed.view(gradient.shape))
 

@@ -67,7 +67,7 @@ def refuse_apart(plugins: Sequence[Plugin]) -> None:
     for plugin in plugins:
         if plugin is strategy or not plugin.axes:
             continue
-        own = {kind for words in plugin.axes.values() for kind in words.split()}
+        own = _beside(plugin.axes)
         if strategy is None:
             raise StackError(
                 f"{plugin.name!r} divides {' and '.join(sorted(own))}, and no plugin of this stack averages their "
@@ -78,6 +78,11 @@ def refuse_apart(plugins: Sequence[Plugin]) -> None:
                 f"{strategy.name!r} does not work where ranks divide {' and '.join(sorted(own))}, as {plugin.name!r} "
                 f"does.{instead(plugins)}"
             )
+
+
+def _beside(own: Mapping[str, str]) -> set[str]:
+    """Return what a strategy must know of the axes of another plugin: samples it divides itself."""
+    return {kind for words in own.values() for kind in words.split()} - {"samples"}
 
 
 def instead(plugins: Sequence[Plugin]) -> str:
@@ -107,9 +112,7 @@ def _stacks(axes: set[str], asked: Mapping[str, Mapping[str, str]]) -> Iterator[
         others = [
             other
             for other, own in asked.items()
-            if other != name
-            and not own.keys() <= declared[name].keys()
-            and {kind for words in own.values() for kind in words.split()} <= set(beside.get(name, ()))
+            if other != name and not own.keys() <= declared[name].keys() and _beside(own) <= set(beside.get(name, ()))
         ]
         if axes <= {axis for each in (name, *others) for axis in declared[each]}:
             yield [name, *others]

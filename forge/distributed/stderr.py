@@ -16,9 +16,13 @@ ECHO = re.compile(
 """Messages of errors that are typical consequences of another rank's failure."""
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether an error looks like the consequence of another rank's failure."""
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(ECHO.search(str(error))))
+def is_echo(error: BaseException | None) -> bool:
+    """Whether an error looks like the consequence of another rank's failure, or was raised because of one that does."""
+    while error is not None:
+        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and ECHO.search(str(error))):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def write(text: str) -> None:

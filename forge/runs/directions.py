@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeVar
 
 Mode = Literal["min", "max"]
+Value = TypeVar("Value")
 HEADS = ("val", "test", "train")
 
 LESS = {"loss", "error", "err", "nll", "perplexity", "ppl", "bpc", "mse", "mae", "rmse", "wer", "cer", "fid", "entropy"}
@@ -26,6 +27,13 @@ def metric_rank(name: str) -> tuple[int, str]:
     """Return a sort key: validation, test, training, then other metrics."""
     head = name.partition("/")[0]
     return (HEADS.index(head) if head in HEADS else len(HEADS)), name
+
+
+def told_once(rows: Mapping[str, Value]) -> dict[str, Value]:
+    """Drop the mean of an epoch where it is the value of the last log, as in a run whose epochs are logs."""
+    return {
+        name: value for name, value in rows.items() if not (name.endswith("_epoch") and value == rows.get(name[:-6]))
+    }
 
 
 def best_of(points: Iterable[tuple[int, float]], mode: Mode) -> tuple[int, float] | None:

@@ -96,6 +96,10 @@ class TimeSpent:
         expected = "" if self.promised is None else f" (promised: {self.promised:.1%})"
         return f"{self.share:.1%} of {wording.duration(self.seconds)}{over}{expected}"
 
+    def short(self) -> str:
+        """ "92% (promised: 94%)"."""
+        return f"{self.share:.0%}" + ("" if self.promised is None else f" (promised: {self.promised:.0%})")
+
     def markdown(self) -> str:
         """Return a section for the run card."""
         lines = [

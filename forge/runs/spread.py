@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
 
@@ -19,6 +18,8 @@ class Spread(float):
     "The run with the worst value, and the value; None where it is not known which is better."
 
     def __new__(cls, by_run: Mapping[str, float], mode: str | None = None) -> Spread:
+        from statistics import fmean, stdev  # with decimal numbers and fractions: not at the start of every run
+
         values = tuple(by_run.values())
         found = super().__new__(cls, fmean(values))
         found.values = values

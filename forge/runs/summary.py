@@ -12,7 +12,7 @@ from rich.text import Text
 
 from forge.runs import wording
 from forge.runs.compare import metrics_of
-from forge.runs.directions import metric_rank
+from forge.runs.directions import metric_rank, told_once
 from forge.runs.folder import RunFolder
 from forge.runs.group import RunGroup
 from forge.runs.spread import CONFIDENCE, Spread
@@ -31,7 +31,7 @@ def summary(
     grid.add_column("metric", overflow="fold")
     for column in ("last", *([heading, "update"] if best else [])):
         grid.add_column(column, justify="right", no_wrap=True)
-    for name in sorted(metrics, key=metric_rank):
+    for name in sorted(told_once(metrics), key=metric_rank):
         update, value = best.get(name, (None, None))
         style = "bold" if name.startswith(("val/", "test/")) else ""
         cells = [Text(wording.number(metrics[name]), style)]

@@ -25,6 +25,11 @@ NAMES = {
     "flash_on_cpu_backward": Internal(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _RING, _NO_RING
     ),
+    "all_to_all": Internal(
+        "torch.distributed._functional_collectives.all_to_all_single_autograd",
+        "send tokens to the ranks of their experts, and gradients back",
+        "The plugin expert_parallel does not work.",
+    ),
     "stage_backward_input": Internal("torch.distributed.pipelining._backward.stage_backward_input", _SPLIT, _NO_SPLIT),
     "stage_backward_weight": Internal(
         "torch.distributed.pipelining._backward.stage_backward_weight", _SPLIT, _NO_SPLIT

@@ -47,6 +47,11 @@ NAMES = {
         "`anomaly` names no line for a backward.",
         or_else=lambda: lambda: 0,
     ),
+    "leave_to_others": Internal(
+        "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+        "leave parameters that ranks divide, as experts, out of the average over all ranks",
+        "The plugin expert_parallel does not work beside ddp.",
+    ),
     "is_functorch_wrapped": Internal(
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "leave out tensors inside torch.func, which must not outlive it",

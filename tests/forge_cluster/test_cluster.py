@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import forge
 from forge import registry
 from forge.cli import main
+from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.errors import ForgeError
 from forge.planning import DryStep, rows, run_dry
-from forge_cluster.commands.plan_cluster import _plugins
 from forge_cluster.planning import (
     Layout,
     Model,
@@ -43,12 +43,15 @@ from forge_cluster.planning import (
     typical_error,
 )
 from forge_cluster.planning.collectives import group
+from forge_cluster.planning.combining import Combining, plugins_of
 from forge_cluster.planning.failures import daly, expected_share, goodput, simulate_failures, young
 from forge_cluster.planning.hardware import KNOWN, Efficiency, Share
+from forge_cluster.planning.layouts import layouts
 from forge_cluster.planning.pipeline_events import SCHEDULES, Action, closed_form, simulate
 from forge_cluster.planning.ranking import _beside, _order
 from forge_cluster.planning.stragglers import simulate_stragglers, slowdown
 from forge_cluster.planning.workload import Workload
+from tests.forge_cluster.test_meshes import EIGHT, FOUR
 
 BLOCKS, WIDTH, LENGTH = 8, 32, 16
 PLAIN = Variant("fp32", remat=False)
@@ -297,6 +300,7 @@ def test_a_plan_names_three_commands(capsys: pytest.CaptureFixture[str], tmp_pat
     assert 1 <= len(plan["best"]) <= 3
     assert plan["best"][0]["command"].startswith("forge fit quickstart")
     assert "--nproc 2" in plan["best"][0]["command"]
+    assert f"goodput.promised={plan['goodput']['share']:.4g}" in plan["best"][0]["command"]
 
 
 @pytest.mark.parametrize(
@@ -332,24 +336,59 @@ def test_a_plan_that_fits_nowhere_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "Nothing fits" in capsys.readouterr().out
 
 
+def layout_of(data: str, variant: Variant = PLAIN, **sizes: Any) -> Layout:
+    sizes = {"shard": 2, **({"schedule": "1F1B", "micros": 4} if "pipeline" in sizes else {}), **sizes}
+    return Layout(data, variant, **sizes)
+
+
+def test_a_plan_offers_every_mesh_that_trains() -> None:
+    lines: dict[Variant, Any] = {PLAIN: ({}, {})}
+    work = Workload(16, BLOCKS, 1.0, 1.0, 1.0, lines, positions=LENGTH, heads=4)
+    for meshes, gpus in ((FOUR, 4), (EIGHT, 8)):
+        cluster = read_cluster({"gpu": "h100", "nodes": 1, "gpus_per_node": gpus})
+        offered = [layout.mesh for layout in layouts(work, cluster, Combining({}).accepts)]
+        assert all(mesh in offered for mesh in meshes)
+        assert all(math.prod(mesh.values()) == gpus for mesh in offered)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout_of("ddp", tensor=2),
+        layout_of("zero2", tensor=2),
+        layout_of("zero1", pipeline=2),
+        layout_of("ddp", context=2, pipeline=2),
+        layout_of("fsdp", Variant("bf16", False), pipeline=2),
+    ],
+)
+def test_a_plan_offers_nothing_that_a_trainer_refuses(layout: Layout) -> None:
+    assert not Combining({}).accepts(layout)
+    given = {name: {"plan": {"*": "column"}} if name == "tensor_parallel" else {} for name in plugins_of(layout)}
+    trainer = forge.Trainer(plugins=make_plugins(given), max_updates=1, run_dir=False, mesh=layout.mesh)
+    with pytest.raises(ForgeError, match=r"both provide|does not work"):
+        trainer.fit(Net(), [batch()])
+
+
+def test_a_plan_leaves_out_what_the_recipe_cannot_be_with() -> None:
+    combining = Combining({"compile": {}, "jsonl": {}})
+    assert not combining.accepts(layout_of("ddp", pipeline=2))
+    assert combining.accepts(layout_of("ddp"))
+    [why] = combining.left_out
+    assert "'pipeline' cannot run together with 'compile'" in why
+
+
 def test_a_plan_uses_options_that_the_plugins_have() -> None:
-    variant = Variant("fp32", False)
-    made = [Layout("ddp", variant, 2, pipeline=2, schedule=schedule, micros=4) for schedule in SCHEDULES]
-    made += [Layout("fsdp", variant, 2, 2, tensor=2), Layout("zero2", variant, 4), Layout("ddp", variant, 4)]
-    made += [Layout("ddp", variant, 2, context=2), Layout("fsdp", variant, 2, pipeline=2, schedule="1F1B", micros=4)]
-    assert all(layout.has_plugins for layout in made)
-    piped = Layout("fsdp", variant, 2, pipeline=2, schedule="GPipe", micros=2)
-    for change in ({"replicate": 2}, {"tensor": 2}, {"torchtitan": True}, {"variant": Variant("bf16", False)}):
-        assert not dataclasses.replace(piped, **change).has_plugins
-    assert not Layout("fsdp", variant, 2, context=2).has_plugins
-    assert not Layout("ddp", variant, 2, context=2, pipeline=2, schedule="GPipe", micros=2).has_plugins
+    made = [layout_of("ddp", pipeline=2, schedule=schedule) for schedule in SCHEDULES]
+    made += [layout_of("fsdp", replicate=2, tensor=2), layout_of("zero2"), layout_of("fsdp", pipeline=2)]
+    made += [layout_of("fsdp", Variant("bf16", True), micros=4, scatters=True), layout_of("zero1", context=2)]
     for layout in made:
-        wanted, options = _plugins(layout)
-        assert {"pipeline", "context_parallel"}.isdisjoint(wanted) or len(wanted) == 1
-        for key, value in options.items():
-            name, _, option = key.partition(".")
-            assert name in wanted
+        assert Combining({}).accepts(layout)
+        for name, options in plugins_of(layout).items():
             kind = registry.load("plugin", name)
-            assert option in {field.name for field in dataclasses.fields(kind.Config)}
-            if option == "schedule":
-                kind(**{option: value})
+            assert options.keys() <= {field.name for field in dataclasses.fields(kind.Config)}
+            if name != "tensor_parallel":  # its plan names layers
+                kind(**options)
+
+
+def test_slices_of_a_sequence_divide_state_as_samples_do() -> None:
+    assert [layout_of(data, context=4).holders for data in ("ddp", "zero1", "fsdp")] == [1, 8, 8]

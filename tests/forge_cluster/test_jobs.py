@@ -13,6 +13,7 @@ import pytest
 
 from forge.cli import main
 from forge_cluster.jobs import ALIVE, find_job, state_of
+from tests.support.patience import PATIENCE
 
 TASK = """
 import time
@@ -49,7 +50,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def await_state(name: str, *states: str) -> str:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while (state := state_of(find_job(name))) not in states:
         assert state in ALIVE, Path(f"jobs/{name}.log").read_text()
         assert time.monotonic() < deadline, Path(f"jobs/{name}.log").read_text()
@@ -67,7 +68,7 @@ def test_a_job_of_this_machine_is_cancelled_saved_and_retried_to_its_end(
     assert main(["jobs", "submit", "here", *words]) == 2  # it runs
     assert "has not ended" in " ".join(capsys.readouterr().err.split())
     assert (folder / "first.sh").read_text() == written
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while not list(folder.glob("runs/first/checkpoints/update-*")):
         assert time.monotonic() < deadline, (folder / "jobs/first.log").read_text()
         time.sleep(0.05)

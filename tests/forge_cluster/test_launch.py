@@ -19,6 +19,7 @@ from forge.errors import ForgeError
 from forge_cluster.launching import KINDS, Container, LaunchJob, Pods, manifest, ray_driver, sbatch_script, ssh_script
 from forge_cluster.launching.job import parse_sweep
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 JOB = LaunchJob(
     name="first",
@@ -416,5 +417,5 @@ sys.exit(main(["fit", "quickstart", "--run-dir", "run", "--resume"]))
 @pytest.mark.parametrize(("program", "code"), [(LATE, 0), (EARLY, 85)])
 def test_slurms_signal_outside_of_the_fit_fails_no_job(tmp_path: Path, program: str, code: int) -> None:
     environment = {**os.environ, "SLURM_JOB_ID": "7"}
-    done = forked.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=300)
+    done = forked.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=PATIENCE)
     assert done.returncode == code, done.stderr

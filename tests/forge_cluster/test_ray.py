@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_cluster.launching import LaunchJob, ray_driver
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def test_the_driver_trains_on_two_bundles(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(ray_driver(job, strategy="PACK"))
     environment = {**os.environ, "RAY_NUM_CPUS": "2", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [python, tmp_path / "driver.py"], env=environment, capture_output=True, text=True, timeout=300
+        [python, tmp_path / "driver.py"], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "forge exit code: 0" in done.stdout

@@ -7,9 +7,7 @@ import json
 import os
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +24,7 @@ from forge_cluster.storage import object_storage
 from forge_cluster.storage.archives import RemoteShard, ShardCache, find_shards
 from tests.forge.data.test_tar_shards import numbered
 from tests.support import forked
+from tests.support.patience import PATIENCE, until
 from tests.support.profiles import some
 from tests.support.s3_server import Proxy, s3_server
 
@@ -69,13 +68,6 @@ def remote(folder: Path, cache: Path, room: float = 100.0, **options: Any) -> Ta
 
 def only_one(folder: Path) -> RemoteShard:
     return find_shards([f"file://{folder}/s-000.tar"])[0][0]
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 CROWD = """
@@ -233,7 +225,7 @@ class TestCache:
         order = list(dict.fromkeys(int(shards.index.shard[i]) for i in shards.shuffled(0, 0).tolist()))
         shards[order[0] * 10]
         known = shards._remote
-        wait_for(lambda: shards._cache.has(known[order[1]]) and shards._cache.has(known[order[2]]))
+        until(lambda: shards._cache.has(known[order[1]]) and shards._cache.has(known[order[2]]))
         assert not shards._cache.has(known[order[5]])
 
     @pytest.mark.parametrize("next_one", ["s-000.tar", "s-001.tar"])
@@ -249,7 +241,7 @@ class TestCache:
             "ShardCache(Path(sys.argv[1]), 40_000).open(find_shards([sys.argv[2]])[0][0])\n"
         )
         words = [sys.executable, "-c", code, str(tmp_path / "cache"), f"file://{there}/s-000.tar"]
-        killed = forked.run(words, timeout=100)
+        killed = forked.run(words, timeout=PATIENCE)
         assert killed.returncode == -9
         assert list((tmp_path / "cache").glob("*.part"))
         monkeypatch.setattr(shard_cache, "time", None)  # nobody else fetches: there is nothing to wait for
@@ -278,7 +270,7 @@ class TestCache:
     def test_processes_and_threads_share_a_cache_that_is_too_small(self, there: Path, tmp_path: Path) -> None:
         """Each opening removes what the others are about to open: all read what they asked for, within the limit."""
         words = [sys.executable, "-c", CROWD, str(tmp_path / "cache"), at(there), str(int(2.5 * SHARD))]
-        run = forked.run(words, timeout=300)
+        run = forked.run(words, timeout=PATIENCE)
         assert run.returncode == 0, run.stderr
 
     def test_an_archive_larger_than_it_is_refused(self, there: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from forge.checkpoint import Checkpoints
 from forge.cli import main
+from tests.support.patience import PATIENCE
 from tests.support.slurm_cluster import SlurmCluster, need_slurm, slurm_cluster
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def await_checkpoint(folder: Path, name: str, job: str) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not Checkpoints(folder / f"runs/{name}/checkpoints").all():
         assert time.monotonic() < deadline, (folder / f"{name}-{job}.out").read_text()
         time.sleep(0.1)
@@ -90,7 +91,7 @@ def test_a_requeued_job_on_two_nodes_ends_in_the_same_bits(cluster: SlurmCluster
     job = submit(cluster, folder, "requeued", *two, "task.pause=0.5")
     await_checkpoint(folder, "requeued", job)
     assert cluster.run("scancel", "--signal=USR1", job).returncode == 0  # as --signal does before the limit
-    cluster.wait(job, limit=400)
+    cluster.wait(job)
     assert cluster.job(job)["Restarts"] == "1"
     assert json.loads((folder / "runs/requeued/card.json").read_text())["resumed_from"] in range(1, 32)
     ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("straight", "requeued")]
@@ -103,7 +104,7 @@ def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, 
     cluster.wait(submit(cluster, folder, "whole", *two))
     job = submit(cluster, folder, "limited", *two, "task.pause=2.5", "--time", "00:02:00", "--grace", "40")
     assert cluster.job(job)["TimeLimit"] == "00:02:00"
-    cluster.wait(job, limit=900)
+    cluster.wait(job)
     said = (folder / f"limited-{job}.out").read_text()
     assert int(cluster.job(job)["Restarts"]) >= 1, said
     assert json.loads((folder / "runs/limited/card.json").read_text())["resumed_from"] in range(1, 32), said
@@ -123,7 +124,7 @@ def test_a_killed_task_is_tried_again_on_another_node_and_ends_in_the_same_bits(
     pids = cluster.run("scontrol", "listpids", job, "n2").stdout.splitlines()
     [victim] = [int(line.split()[0]) for line in pids[1:] if line.split()[2:5] == ["0", "0", "1"]]
     os.kill(victim, signal.SIGKILL)
-    cluster.wait(job, limit=400)
+    cluster.wait(job)
     said = (folder / f"killed-{job}.out").read_text()
     assert "Left out from now on: n2." in said
     assert cluster.job(job)["Restarts"] == "1", said
@@ -146,7 +147,7 @@ def test_tasks_get_their_cores(cluster: SlurmCluster, folder: Path) -> None:
 
 def test_an_array_runs_one_job_for_each_value(cluster: SlurmCluster, folder: Path) -> None:
     job = submit(cluster, folder, "grid", "--array", "task.lr=0.01,0.1")
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE
     while not all((folder / f"runs/grid/{number}/weights.safetensors").exists() for number in (0, 1)):
         assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("grid-*.out")]
         time.sleep(0.2)

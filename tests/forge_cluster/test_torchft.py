@@ -18,6 +18,7 @@ import forge
 from forge.testing import TinyTask, tiny_batches
 from forge_cluster.torchft import Torchft
 from tests.conftest import REPO
+from tests.support.patience import PATIENCE
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -71,24 +72,24 @@ def assert_as_one_process(tmp_path: Path, *names: str) -> None:
 @pytest.mark.slow
 class TestReplicas:
     def test_one_alone_trains_the_bits_of_a_plain_run(self, start: Start, tmp_path: Path) -> None:
-        assert start("one", 12, alone=True).wait(120) == 0
-        assert start("replica0", 12).wait(120) == 0
+        assert start("one", 12, alone=True).wait(PATIENCE) == 0
+        assert start("replica0", 12).wait(PATIENCE) == 0
         assert all(value.equal(weights(tmp_path / "one")[key]) for key, value in weights(tmp_path / "replica0").items())
 
     def test_several_train_what_one_process_trains(self, start: Start, tmp_path: Path) -> None:
-        assert start("one", 40, alone=True).wait(120) == 0
+        assert start("one", 40, alone=True).wait(PATIENCE) == 0
         replicas = [start(f"replica{number}", 40) for number in range(3)]
-        assert [replica.wait(120) for replica in replicas] == [0, 0, 0]
+        assert [replica.wait(PATIENCE) for replica in replicas] == [0, 0, 0]
         assert max(of for _, of in noted(tmp_path / "replica0")) >= 2
         assert_as_one_process(tmp_path, "replica0", "replica1", "replica2")
 
     def test_one_that_is_killed_comes_back_while_others_train(self, start: Start, tmp_path: Path) -> None:
-        assert start("one", 150, alone=True).wait(120) == 0
+        assert start("one", 150, alone=True).wait(PATIENCE) == 0
         stays = start("replica0", 150)
-        assert start("replica1", 150, die=10).wait(120) == -9
+        assert start("replica1", 150, die=10).wait(PATIENCE) == -9
         died = noted(tmp_path / "replica1")[-1][0]
         back = start("replica1", 150)
-        assert (stays.wait(120), back.wait(120)) == (0, 0)
+        assert (stays.wait(PATIENCE), back.wait(PATIENCE)) == (0, 0)
         assert_as_one_process(tmp_path, "replica0", "replica1")
         seen = noted(tmp_path / "replica0")
         assert [row for row in seen if row[0] == died] == [(died, 2), (died, 1)]  # the same update again, alone
@@ -97,17 +98,17 @@ class TestReplicas:
         assert rest == list(range(rest[0], 150))  # it never went back
 
     def test_an_update_that_fails_is_trained_again_by_all(self, start: Start, tmp_path: Path) -> None:
-        assert start("one", 60, alone=True).wait(120) == 0
+        assert start("one", 60, alone=True).wait(PATIENCE) == 0
         replicas = start("replica0", 60), start("replica1", 60, fail=5)
-        assert [replica.wait(120) for replica in replicas] == [0, 0]
+        assert [replica.wait(PATIENCE) for replica in replicas] == [0, 0]
         assert_as_one_process(tmp_path, "replica0", "replica1")
         updates = [update for update, _ in noted(tmp_path / "replica1")]
         assert sum(later == earlier for earlier, later in itertools.pairwise(updates)) >= 1
 
     def test_one_that_missed_an_update_takes_over_the_state(self, start: Start, tmp_path: Path) -> None:
-        assert start("one", 60, alone=True).wait(120) == 0
+        assert start("one", 60, alone=True).wait(PATIENCE) == 0
         stays, missed = start("replica0", 60), start("replica1", 60, miss=5)
-        assert (stays.wait(120), missed.wait(120)) == (0, 0)
+        assert (stays.wait(PATIENCE), missed.wait(PATIENCE)) == (0, 0)
         assert_as_one_process(tmp_path, "replica0", "replica1")
         seen = noted(tmp_path / "replica1")
         assert sum(of == 2 for _, of in seen) >= 6

@@ -17,9 +17,13 @@ from torch import distributed as dist
 
 from forge.env import Env
 from tests.support import forked
+from tests.support.patience import PATIENCE
+
+LEFT_ALONE = 30.0
+"""Seconds that ranks may go on after one of them has ended by an error."""
 
 
-def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[int]:
+def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = PATIENCE) -> list[int]:
     """Run `function(rank, store, *arguments)` in forked processes of one gloo group; their exit codes, by rank.
 
     A rank that is killed or fails is announced under the key that says so, as a failing run does it.
@@ -39,7 +43,7 @@ def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: f
             for rank, pid in enumerate(children):
                 if rank not in codes:
                     os.kill(pid, signal.SIGKILL)
-            seconds, deadline = 0, time.monotonic() + 60
+            seconds, deadline = 0, time.monotonic() + PATIENCE
         else:
             time.sleep(0.01)
     return [codes[rank] for rank in range(world)]
@@ -65,7 +69,8 @@ def _fork(rank: int, world: int, port: int, function: Callable[..., Any], argume
 
 
 def in_threads(world: int, function: Callable[[int], Any]) -> list[Any]:
-    """`function(rank)` of all ranks at once; the first error is raised when all have ended.
+    """`function(rank)` of all ranks at once; the first error is raised when all have ended, or wait for one that has
+    failed.
 
     Where this process was forked, make tensors before: torch does not do so in a thread of its own there.
     """
@@ -78,11 +83,15 @@ def in_threads(world: int, function: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(LEFT_ALONE)
+            if errors and thread.is_alive():
+                thread.join(LEFT_ALONE)
+                break
     if errors:
         raise errors[min(errors)]
     return [results[rank] for rank in range(world)]

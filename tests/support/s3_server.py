@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from forge_cluster.storage import object_storage
+from tests.support.patience import PATIENCE
 
 MOTO = os.environ.get("FORGE_MOTO_SERVER") or shutil.which("moto_server")
 
@@ -84,11 +85,11 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
     s3fs.S3FileSystem.clear_instance_cache()  # it knows the address of an earlier server
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-                urllib.request.urlopen(request, timeout=5)
+                urllib.request.urlopen(request, timeout=5)  # limit: it is asked again until PATIENCE ends
                 break
             except OSError:
                 assert time.monotonic() < deadline, "moto_server does not answer"

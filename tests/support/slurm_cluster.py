@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "squeue")
 CONFIGURATION = """
 ClusterName=forge
@@ -77,7 +79,7 @@ class SlurmCluster:
         path = f"{Path(sys.executable).parent}{os.pathsep}{_path()}"
         return {**own, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
-    def run(self, *words: str | Path, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str | Path, timeout: float = PATIENCE, **more: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **more}
         return subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -87,7 +89,7 @@ class SlurmCluster:
         assert said.returncode == 0, said.stderr
         return dict(word.split("=", 1) for word in said.stdout.split() if "=" in word)
 
-    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), limit: float = 600) -> Mapping[str, str]:
+    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), limit: float = PATIENCE) -> Mapping[str, str]:
         """Wait until a job is in one of these states; fail if it ends in another."""
         deadline = time.monotonic() + limit
         while (state := (job := self.job(number))["JobState"]) not in states:
@@ -136,7 +138,7 @@ def slurm_cluster(folder: Path, nodes: int = 2) -> Iterator[SlurmCluster]:
             process.terminate()
         for process in started:
             try:
-                process.wait(10)
+                process.wait(10)  # limit: it is killed then: nothing is asserted
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -156,7 +158,7 @@ def _free_ports(count: int) -> range:
     raise RuntimeError("no free ports")
 
 
-def _await(ready, folder: Path, limit: float = 60) -> None:
+def _await(ready, folder: Path, limit: float = PATIENCE) -> None:
     deadline = time.monotonic() + limit
     while not ready():
         logs = "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in folder.glob("*.out"))

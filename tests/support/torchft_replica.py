@@ -63,7 +63,7 @@ class Fate(forge.Plugin):
         others = manager.num_participants() if manager else 1
         with self.note.open("a") as file:
             file.write(json.dumps({"update": step.index, "of": others}) + "\n")
-        time.sleep(self.pause)
+        time.sleep(self.pause)  # limit: it makes room for a replica that comes back; no time is compared
         self.together += others > 1
         if self.together == self.die:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +75,8 @@ class Fate(forge.Plugin):
 def main(folder: str, updates: str, pause: str = "0", die: str = "-1", fail: str = "-1", miss: str = "-1") -> None:
     torch.manual_seed(0)
     data = torch.randn(60, 6, dtype=torch.float64), torch.randint(3, (60,))
-    strategy = Torchft(timeout=4.0, hostname="127.0.0.1") if "TORCHFT_LIGHTHOUSE" in os.environ else None
+    lost = 30.0  # limit: a replica that is silent for so long is lost, on purpose; a step takes milliseconds
+    strategy = Torchft(timeout=lost, hostname="127.0.0.1") if "TORCHFT_LIGHTHOUSE" in os.environ else None
     note = Path(folder) / "updates.jsonl"
     plugins: list[forge.Plugin] = [
         Fate(note, float(pause), int(die), int(fail), int(miss), strategy),

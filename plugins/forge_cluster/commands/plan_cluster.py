@@ -238,18 +238,22 @@ def _row(row: Prediction) -> dict[str, Any]:
 
 def command(layout: Layout, found: ClusterPlan, args: Namespace, recipe: Recipe) -> str:
     """Return the command that trains with a layout, on one node or under torchrun."""
+    from forge.contract import axes
+    from forge_cluster.planning.combining import KEPT, plugins_of
     from forge_cluster.planning.workload import APART
 
-    wanted, options = _plugins(layout)
+    wanted = plugins_of(layout)
+    options = {f"{name}.{key}": value for name, own in wanted.items() for key, value in own.items()}
     changes: dict[str, Any] = {}
-    if layout.pipeline == 1 and layout.micros > 1:
-        wanted.append("accumulate")
-        options["accumulate.window"] = layout.micros
+    if "accumulate" in wanted:
         changes["data.batch_size"] = found.batch // layout.micros
+    if layout.data_ranks != layout.gpus or layout.replicate > 1:
+        name, _, options[name] = axes.shown(layout.mesh).partition("=")
+    if "goodput" in recipe.plugins and found.goodput is not None and math.isfinite(found.goodput.interval):
+        options["goodput.promised"] = round(found.goodput.share, 4)
     given = [name for name in args.plugins if name.removeprefix("no:") not in APART]
     there = {name for name in recipe.plugins if name in given or name not in args.plugins}
-    planned = [name for name in APART if name not in ("compile",)]
-    removed = [f"no:{name}" for name in planned if name in there and name not in wanted]
+    removed = [f"no:{name}" for name in APART if name in there and name not in (*wanted, *KEPT)]
     words = ["fit", *target.same_target(args, {**changes, **options}, plugins=())]
     cluster = found.cluster
     if cluster.nodes > 1:
@@ -260,48 +264,3 @@ def command(layout: Layout, found: ClusterPlan, args: Namespace, recipe: Recipe)
     for name in (*given, *removed, *(name for name in wanted if name not in there)):
         words += ["-p", name]
     return shlex.join(words)
-
-
-OPTIONS = {
-    "GPipe": "gpipe",
-    "1F1B": "1f1b",
-    "Interleaved1F1B": "interleaved_1f1b",
-    "InterleavedZeroBubble": "interleaved_zero_bubble",
-    "ZBVZeroBubble": "zbv",
-}
-"""Values of pipeline.schedule, by torch's names."""
-
-
-def _plugins(layout: Layout) -> tuple[list[str], dict[str, Any]]:
-    """Return the plugins of a layout and their options."""
-    wanted: list[str] = []
-    options: dict[str, Any] = {}
-    if layout.data.startswith("zero"):
-        wanted.append("zero")
-        options["zero.stage"] = int(layout.data.removeprefix("zero"))
-    elif layout.data != "single" and layout.pipeline == layout.context == 1:
-        wanted.append(layout.data)
-    if layout.replicate > 1:
-        options["fsdp.replicate"] = layout.replicate
-    if layout.scatters:
-        options["fsdp.reduce"] = "micro"
-    for name, size in (("tensor_parallel", layout.tensor), ("context_parallel", layout.context)):
-        if size > 1:
-            wanted.append(name)
-            options[f"{name}.size"] = size
-    if layout.pipeline > 1:
-        wanted.append("pipeline")
-        options |= {
-            "pipeline.stages": layout.pipeline,
-            "pipeline.schedule": OPTIONS[layout.schedule or ""],
-            "pipeline.microbatches": layout.micros,
-        }
-        if layout.shards_stages:
-            options["pipeline.shard"] = True
-    if layout.variant.precision == "bf16":
-        options["fsdp.mixed_precision"] = "bf16"
-    elif layout.variant.precision == "amp":
-        wanted.append("amp")
-    if layout.variant.remat:
-        wanted.append("remat")
-    return wanted, options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -57,15 +57,21 @@ class Layout:
         return CHUNKS if self.schedule in INTERLEAVED else 1
 
     @property
-    def has_plugins(self) -> bool:
-        """Whether forge can train so: context_parallel and pipeline replicate the model themselves, without another
-        strategy; pipeline.shard divides it too."""
-        if self.context == self.pipeline == 1:
-            return True
-        if self.torchtitan or self.tensor > 1 or 1 not in (self.context, self.pipeline):
-            return False
-        sharded = self.shards_stages and self.replicate == 1 < self.shard and self.variant.precision != "bf16"
-        return self.data == "ddp" or sharded
+    def divided(self) -> dict[str, int]:
+        """Ranks that divide one sample, by the plugin that divides it."""
+        return {"tensor_parallel": self.tensor, "context_parallel": self.context}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes of the mesh with more than one rank."""
+        copies, parts = (self.replicate, self.shard) if self.data == "fsdp" else (self.data_ranks, 1)
+        sizes = {"data": copies, "shard": parts, "pipe": self.pipeline, "context": self.context, "tensor": self.tensor}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @property
+    def holders(self) -> int:
+        """Ranks that divide state. Those with slices of the same sequences do too: gradients are averaged over both."""
+        return 1 if self.data in ("single", "ddp") else self.shard * self.context
 
     @property
     def shards_stages(self) -> bool:
@@ -89,8 +95,8 @@ class Layout:
         return " + ".join([*names, *(["remat"] if self.variant.remat else [])])
 
 
-def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
-    """Yield every layout that forge can train, uses all GPUs, and gives each a whole number of samples."""
+def layouts(work: Workload, cluster: Cluster, accepts: Callable[[Layout], bool]) -> Iterator[Layout]:
+    """Yield every layout that is accepted, uses all GPUs, and gives each a whole number of samples."""
     gpus = cluster.gpus
     for tensor in _tensor_sizes(work, cluster):
         for context in _context_sizes(work, gpus // tensor):
@@ -99,7 +105,9 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
                 if ranks > work.batch or work.batch % ranks:
                     continue
                 share = work.batch // ranks
-                for data, shard, replicate in _data(ranks, cluster, alone=gpus == 1, tensor=tensor):
+                for data, shard, replicate in _data(ranks, cluster, alone=gpus == 1):
+                    if pipeline > 1 and data == "fsdp" and shard == 1:
+                        continue  # one pipeline divides no stage: the same as ddp
                     for variant in work.lines:
                         casts = data == "fsdp" and pipeline == 1
                         if (variant.precision == "bf16") != casts and variant.short:
@@ -107,7 +115,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
                         for schedule, micros in _schedules(pipeline, share):
                             parts = (shard, replicate, tensor, context, pipeline, schedule, micros)
                             layout = Layout(data, variant, *parts)
-                            if layout.has_plugins:
+                            if accepts(layout):
                                 yield layout
                                 if data == "fsdp" and pipeline == 1 < micros:
                                     yield replace(layout, scatters=True)
@@ -135,16 +143,15 @@ def _pipeline_sizes(work: Workload, ranks: int) -> list[int]:
     return [n for n in _divisors(ranks) if n == 1 or n <= min(DEEPEST, work.blocks)]
 
 
-def _data(ranks: int, cluster: Cluster, alone: bool, tensor: int) -> Iterator[tuple[str, int, int]]:
+def _data(ranks: int, cluster: Cluster, alone: bool) -> Iterator[tuple[str, int, int]]:
     if alone:
         yield "single", 1, 1
         return
     yield "fsdp", ranks, 1
-    if tensor == 1:  # tensor_parallel works on fsdp's mesh
-        yield "ddp", ranks, 1
-        if ranks > 1:
-            yield "zero1", ranks, 1
-            yield "zero2", ranks, 1
+    yield "ddp", ranks, 1
+    if ranks > 1:
+        yield "zero1", ranks, 1
+        yield "zero2", ranks, 1
     for replicate in _divisors(ranks):
         if 1 < replicate < ranks and ranks // replicate <= 8 * cluster.gpus_per_node:
             yield "fsdp", ranks // replicate, replicate

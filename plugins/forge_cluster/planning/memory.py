@@ -82,9 +82,8 @@ def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool
     here = part.total / max(1.0, work.block * work.blocks + work.outside) / layout.tensor
     if layout.pipeline == 1:
         here = 1 / layout.tensor
-    sharded = layout.shard if layout.data == "fsdp" else 1
-    parameters = weights * here / sharded + state["buffers"]
-    optimizer = state["optimizer"] * here / (sharded if layout.data == "fsdp" else _zero(layout, 1))
+    parameters = weights * here / (layout.holders if layout.data == "fsdp" else 1) + state["buffers"]
+    optimizer = state["optimizer"] * here / layout.holders
     gradients = state["gradients"] * here
     rests = _rests(work, layout, stage)
     if reserved:
@@ -92,16 +91,16 @@ def _stage(work: Workload, layout: Layout, stage: int, reserved: bool, fp8: bool
     fixed = parameters + optimizer + WORKSPACE
     if layout.shards_stages:
         used = (part.blocks + _used_outside(work, layout, stage)) * state["gradients"] / max(1.0, weights)
-        return fixed + _sharded_stage(work, part, used, gradients / layout.shard, rests)
+        return fixed + _sharded_stage(work, layout, part, used, gradients / layout.holders, rests)
     if layout.data == "fsdp":
-        stepping = state["rest optimizer"] * here / layout.shard
+        stepping = state["rest optimizer"] * here / layout.holders
         return fixed + _fsdp(work, layout, part, gradients, rests, stepping, reserved, fp8)
     q = work.at(layout.variant, work.batch / layout.data_ranks / layout.micros)
     if layout.data == "single":
         moments = [rests[name] + q[f"held {name}"] * here for name in rests]
         moments += [q["rest backward"] + q["held backward"], q["rest optimizer"] + q["held optimizer"]]
     else:
-        kept = gradients / _zero(layout, 2)
+        kept = gradients / (layout.holders if layout.data == "zero2" else 1)
         moments = [rests["forward"] + kept, rests["loss"] + gradients, rests["blocks"] + gradients]
         moments.append(q["rest optimizer"] * here + kept)
     return fixed + max(moments)
@@ -127,7 +126,7 @@ def _fsdp(
     wide = HALF if layout.variant.precision == "bf16" else 1.0
     block_type = QUARTER if fp8 else wide
     root, block = wide * part.outside / t, block_type * work.block / t
-    share = gradients / layout.shard
+    share = gradients / layout.holders
     if layout.pipeline > 1:  # gathered from the first micro-batch to the last
         units = root + block_type * part.blocks / t
     else:
@@ -154,17 +153,12 @@ def _fsdp(
 
 
 def _sharded_stage(
-    work: Workload, part: StageWeights, gradients: float, share: float, rests: dict[str, float]
+    work: Workload, layout: Layout, part: StageWeights, gradients: float, share: float, rests: dict[str, float]
 ) -> float:
     """Return what `pipeline.shard` holds beside its shards at the worst moment: all weights of the stage, gathered for
     the whole update, and its gradients, which are reduced one block after the other at the end."""
-    reducing = max(work.block, part.outside)
-    return part.total + gradients + max(*rests.values(), reducing + share)
-
-
-def _zero(layout: Layout, stage: int) -> int:
-    """Return the ranks that divide the optimizer's state (stage 1) or the gradients (stage 2)."""
-    return layout.shard if layout.data in {1: ("zero1", "zero2"), 2: ("zero2",)}[stage] else 1
+    reducing = max(work.block, part.outside) / layout.tensor
+    return (part.total + gradients) / layout.tensor + max(*rests.values(), reducing + share)
 
 
 def _rests(work: Workload, layout: Layout, stage: int) -> dict[str, float]:

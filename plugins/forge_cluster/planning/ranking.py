@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from forge.planning.advice import COMFORT
+from forge_cluster.planning.combining import Combining
 from forge_cluster.planning.failures import ExpectedGoodput, goodput
 from forge_cluster.planning.hardware import Cluster
 from forge_cluster.planning.layouts import Layout, layouts
@@ -65,7 +66,8 @@ def plan_cluster(work: Workload, cluster: Cluster) -> ClusterPlan:
     model = Model(work, cluster).calibrated()
     limit = COMFORT * cluster.memory
     found = []
-    for layout in layouts(work, cluster):
+    combining = Combining(work.recipe)
+    for layout in layouts(work, cluster, combining.accepts):
         memory = memory_of(work, layout)
         found.append(Prediction(layout, memory, model.time(layout), memory <= limit))
     error = typical_error(published_rows())
@@ -93,7 +95,7 @@ def plan_cluster(work: Workload, cluster: Cluster) -> ClusterPlan:
         mfu=[model.mfu(row.timing, cluster.gpus) for row in best],
         goodput=best_goodput,
         straggling=slowdown(cluster.gpus, cluster.jitter),
-        notes=_notes(work, cluster, model, found),
+        notes=[*_notes(work, cluster, model, found), *(f"Left out: {why}" for why in combining.left_out)],
         error=error,
         length=work.positions if work.heads else None,
         compiled=work.compiled,

@@ -105,8 +105,7 @@ class Model:
         worst = inside * deep + (1 - inside) if p > 1 else 1.0
         extra = self._layers(layout, samples, attention=self._attention(layout, samples) * deep)
         exchanged, hidden = self._exchanged(layout, forward * worst, backward * worst)
-        state = self._state_share(layout)
-        optimizer = step * state / layout.tensor * self._stage_share(layout)
+        optimizer = step / layout.holders / layout.tensor * self._stage_share(layout)
         bubble = 0.0
         compute = m * (forward + backward) * worst + optimizer
         if p > 1:
@@ -184,8 +183,7 @@ class Model:
     def _exchanged(self, layout: Layout, forward: float, backward: float) -> tuple[float, float]:
         """Return what data parallelism exchanges in an update: exposed, and hidden behind forward and backward."""
         work, m, p = self.work, layout.micros, layout.pipeline
-        replicas = layout.data_ranks * (layout.context if layout.data == "ddp" else 1)
-        if layout.data == "single" or replicas == 1:
+        if layout.data == "single" or layout.data_ranks * layout.context == 1:
             return (self._sum_outside(layout) if p > 1 and not layout.torchtitan else 0.0), 0.0
         state = work.at(work.base, 1)
         stage = self._stage_share(layout) / layout.tensor
@@ -195,9 +193,8 @@ class Model:
         if p > 1 and not layout.torchtitan:  # after the last backward: nothing hides it
             gather = units * shard.all_gather(parameters / units) if layout.shards_stages else 0.0
             reduced = shard.reduce_scatter(gradients) if layout.shards_stages else shard.all_reduce(gradients)
-            return self._sum_outside(layout) + gather + reduced, 0.0
-        if layout.data == "ddp":  # context_parallel averages over its ranks too
-            shard = group(self.cluster, replicas, layout.tensor)
+            between = self._group(layout, "replicate").all_reduce(gradients / layout.shard)
+            return self._sum_outside(layout) + gather + reduced + between, 0.0
         behind = self.cluster.efficiency.overlap
         if layout.data != "fsdp":
             reduced = units * shard.all_reduce(gradients / units)
@@ -212,7 +209,7 @@ class Model:
         gather = units * shard.all_gather(gathered / units)
         scatter = units * shard.reduce_scatter(gradients / units)
         if layout.replicate > 1:
-            scatter += units * self._group(layout, "replicate").all_reduce(gradients / units / layout.shard)
+            scatter += units * self._group(layout, "replicate").all_reduce(gradients / units / layout.holders)
         if p > 1:  # gathered once, scattered once
             first, a = _behind(gather, forward * behind, 1 / units, behind)
             last, b = _behind(scatter, backward * behind, 1 / units, behind)
@@ -225,17 +222,16 @@ class Model:
         return m * first + (m - 1) * inner + last, m * a + (m - 1) * b + c
 
     def _group(self, layout: Layout, axis: str) -> Group:
-        layers = layout.tensor * layout.context
+        """Return the ranks of an axis; those that differ in samples or slices of them are one, `shard`."""
+        layers, piped = layout.tensor * layout.context, 1 if layout.torchtitan else layout.pipeline
         inner = {
-            "tensor": 1,
-            "context": layout.tensor,
-            "shard": layers,
-            "replicate": layers * layout.shard,
-            "pipeline": layers * layout.data_ranks,
+            "tensor": (layout.tensor, 1),
+            "context": (layout.context, layout.tensor),
+            "shard": (layout.shard * layout.context, layout.tensor * piped),
+            "replicate": (layout.replicate, layers * piped * layout.shard),
+            "pipeline": (layout.pipeline, layers * (layout.data_ranks if layout.torchtitan else 1)),
         }
-        if not layout.torchtitan:
-            inner |= {"shard": layers * layout.pipeline, "pipeline": layers}
-        return group(self.cluster, getattr(layout, axis), inner[axis])
+        return group(self.cluster, *inner[axis])
 
     def _send(self, layout: Layout, samples: float) -> float:
         hidden = self.work.at(layout.variant, samples)["hidden"] / layout.context
@@ -245,16 +241,13 @@ class Model:
         """Return the seconds in which a pipeline sums the gradients of what all its stages have."""
         state, work = self.work.at(self.work.base, 1), self.work
         share = work.outside / max(1.0, work.block * work.blocks + work.outside)
-        return self._group(layout, "pipeline").all_reduce(state["gradients"] * share * self._state_share(layout))
+        return self._group(layout, "pipeline").all_reduce(state["gradients"] * share / layout.holders / layout.tensor)
 
     def _stage_share(self, layout: Layout) -> float:
         if layout.pipeline == 1 or layout.torchtitan:
             return 1 / layout.pipeline
         weights = weights_of(self.work, layout, 0)
         return weights.total / max(1.0, self.work.block * self.work.blocks + self.work.outside)
-
-    def _state_share(self, layout: Layout) -> float:
-        return 1.0 if layout.data in ("single", "ddp") else 1 / layout.shard
 
 
 def _behind(communication: float, room: float, first: float, overlap: float) -> tuple[float, float]:

@@ -68,6 +68,8 @@ class Workload:
     "Length of a sample, if blocks hand on (samples, positions, width)."
     heads: int | None = None
     compiled: bool = False
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    "The recipe's plugins with their options."
     _known: dict[tuple[Variant, float], Quantities] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, variant: Variant, samples: float) -> Quantities:
@@ -129,6 +131,7 @@ def count_workload(recipe: Recipe, precisions: tuple[str, ...] = ("fp32", "amp",
         positions=counter.positions,
         heads=counter.heads,
         compiled="compile" in recipe.plugins,
+        recipe=recipe.plugins,
     )
 
 

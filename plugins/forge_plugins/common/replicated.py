@@ -23,6 +23,7 @@ from forge_plugins.common.batch_statistics import warn_of_divided_batches
 from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import listed
 from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
+from forge_plugins.common.sharded import divided_along
 
 logger = logging.getLogger("forge")
 
@@ -64,7 +65,7 @@ class Replicated(forge.Plugin):
     config: Config
     provides = ("strategy",)
     axes = {"data": "samples"}
-    beside = ("positions",)
+    beside = ("positions", "experts")
     explains = {
         "expected to have finished reduction in the prior iteration": "Some parameters were not used in the last step, "
         "so they have no gradients. Set {name}.find_unused=true, or freeze them."
@@ -149,7 +150,7 @@ class Replicated(forge.Plugin):
         try:
             self._model._check_reducer_finalized()
         except RuntimeError as error:
-            trained = [name for name, p in step.trainer.task.named_parameters() if p.requires_grad]
+            trained = [name for name, p in self._averaged(step.trainer.task).items() if p.requires_grad]
             numbers = re.findall(r"\d+", str(error).rpartition("did not receive grad for rank")[2].partition("\n")[0])
             missing = [trained[int(number)] for number in numbers[1:] if int(number) < len(trained)]
             raise TaskError(
@@ -189,9 +190,12 @@ class Replicated(forge.Plugin):
         config, inner = self.config, self._inner
         assert inner is not None
         self.note_trained(task)
-        if not any(self._trained):
+        if not any(p.requires_grad for p in self._averaged(task).values()):
             return inner
         self._refuse_detail()
+        divided = {id(p) for p in self._divided(task)}
+        if divided:
+            internals.leave_to_others(inner, [name for name, p in inner.named_parameters() if id(p) in divided])
         self._model = Synchronised(
             inner,
             bucket_cap_mb=config.bucket_mb,
@@ -205,6 +209,15 @@ class Replicated(forge.Plugin):
         elif config.compress is not None:
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
+
+    def _averaged(self, task: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters that all ranks hold, by name."""
+        divided = {id(p) for p in self._divided(task)}
+        return {name: p for name, p in task.named_parameters() if id(p) not in divided}
+
+    def _divided(self, task: nn.Module) -> list[nn.Parameter]:
+        assert self._env is not None
+        return divided_along(task.parameters(), self._env.mean_axes)
 
     def note_trained(self, task: nn.Module) -> None:
         """Note which parameters train; after an update in which that has changed, the wrapper is made anew."""

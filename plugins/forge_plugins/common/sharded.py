@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,16 @@ from forge.checkpoint import sharding
 from forge.checkpoint.sharding import is_distributed
 from forge.env import Env
 
-__all__ = ["clip_norm_", "is_distributed", "local", "settle_gradients", "sum_gradients", "total_norm", "whole"]
+__all__ = [
+    "clip_norm_",
+    "divided_along",
+    "is_distributed",
+    "local",
+    "settle_gradients",
+    "sum_gradients",
+    "total_norm",
+    "whole",
+]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,6 +40,12 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_distributed(tensor):
         return tensor
     return sharding.whole(tensor).to(local(tensor).device)
+
+
+def divided_along(parameters: Iterable[Any], axes: Collection[str]) -> list[Any]:
+    """Return the parameters that are divided along one of these axes of the mesh. Where gradients are averaged along
+    it, as for experts, those of these parameters are sums already: who has divided them averages them."""
+    return [p for p in parameters if is_distributed(p) and not {*(p.device_mesh.mesh_dim_names or ())}.isdisjoint(axes)]
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -101,8 +116,7 @@ def _norm_on(mesh: Any, tensors: list[Any], norm_type: float) -> Tensor:
 def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, env: Env | None = None) -> Tensor:
     """`clip_grad_norm_` for parameters on several meshes or ranks too; returns the norm over all ranks."""
     is_divided = env is not None and env.parts is not None
-    first = next((parameter for parameter in parameters if parameter.ndim), None)  # others are never sharded
-    if not is_divided and not is_distributed(first):
+    if not is_divided and not any(type(p) is not nn.Parameter and is_distributed(p) for p in parameters):
         return clip_grad_norm_(parameters, max_norm, norm_type)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     norm = total_norm([p.grad for p in trained if p.grad is not None], norm_type, env)

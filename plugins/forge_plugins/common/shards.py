@@ -81,6 +81,12 @@ class Shards:
         post_backward(*unused)
 
     @property
+    def divided(self) -> set[int]:
+        """The ids of the parameters that are divided here."""
+        groups = [group for state in self._states if (group := state._fsdp_param_group) is not None]
+        return {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+
+    @property
     def modules(self) -> list[FSDPModule]:
         """The added modules, in order."""
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]

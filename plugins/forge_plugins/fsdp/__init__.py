@@ -25,7 +25,7 @@ from forge_plugins.common.loss_over_ranks import tell_of_other_means
 from forge_plugins.common.patterns import MANY, as_list, listed
 from forge_plugins.common.replicated import check_positive
 from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
-from forge_plugins.common.sharded import sum_gradients
+from forge_plugins.common.sharded import divided_along, sum_gradients
 from forge_plugins.common.shards import Shards, refuse_unshardable
 from forge_plugins.common.sparse import refuse_sparse
 from forge_plugins.common.use import AgreedUse
@@ -115,7 +115,7 @@ class FSDP(forge.Plugin):
     config: Config
     provides = ("strategy", "sharding")
     axes = {"data": "samples", "shard": "samples weights"}
-    beside = ("positions", "matrices")
+    beside = ("positions", "experts", "matrices")
     cures = {"processes": "-p {name} if the model is too big for one device", "meta": "{name}.meta=false"}
     explains = {
         "out of bounds for storage of size 0": "{name} has freed parameters that this backward pass needs. A block "
@@ -188,8 +188,8 @@ class FSDP(forge.Plugin):
             tell_different_weights(trainer)
             env.copy_from_first(task)
             for block in blocks.values():
-                self._shards.add(block, self._options(env))
-        self._shards.add(build.model, self._options(env, root=True))
+                self._shards.add(block, self._options(block, env))
+        self._shards.add(build.model, self._options(build.model, env, root=True))
         if env.mean_world > 1 and trainer.verb == "fit":
             self._shards.note_use()
         build.model.register_forward_hook(self._after_forward)
@@ -210,14 +210,15 @@ class FSDP(forge.Plugin):
                 if id(module) in ends:
                     materialiser.settle(env.device, module)
                     env.copy_from_first(module)
-                    self._shards.add(module, self._options(env))
+                    self._shards.add(module, self._options(module, env))
         finally:
             rng.restore(env.device)
         materialiser.settle(env.device, task)
         env.copy_from_first(task)
 
-    def _options(self, env: ShardedEnv, root: bool = False) -> dict[str, Any]:
-        config, options = self.config, {}
+    def _options(self, module: nn.Module, env: ShardedEnv, root: bool = False) -> dict[str, Any]:
+        config = self.config
+        options: dict[str, Any] = {"ignored_params": {*divided_along(module.parameters(), env.mean_axes)}}
         if config.mixed_precision is not None:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=DTYPES[config.mixed_precision],
@@ -280,7 +281,8 @@ class FSDP(forge.Plugin):
         if env.mean_world == 1:
             return
         task, called = step.trainer.task, [*shards.called]
-        named = list(task.named_parameters())
+        others = {id(parameter) for parameter in divided_along(task.parameters(), env.mean_axes)} - shards.divided
+        named = [(name, parameter) for name, parameter in task.named_parameters() if id(parameter) not in others]
         scalars = [parameter for _, parameter in named if not parameter.ndim]
         used = {*shards.used, *(id(scalar) for scalar in scalars if scalar.grad is not None)}
         shards.used.clear()

@@ -14,6 +14,7 @@ from forge.contract import axes
 from forge.contract.stack import Stack
 from forge.errors import ForgeError, StackError
 from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.torchft import Torchft
 from forge_cluster.zero import Zero
@@ -21,13 +22,16 @@ from forge_plugins import DDP, FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.profiles import few
 
-EVERY: list[Any] = [DDP(), FSDP(), Zero(), Pipeline(), ContextParallel(), TensorParallel(plan={"Linear": "column"})]
+EVERY: list[Any] = [
+    *(DDP(), FSDP(), Zero(), Pipeline(), ContextParallel(), ExpertParallel()),
+    TensorParallel(plan={"Linear": "column"}),
+]
 KINDS = axes.kinds(EVERY)
 PLAN: Any = {"Linear": "column"}
 
 
 def test_axes_lie_from_slow_links_to_fast_ones() -> None:
-    assert axes.ordered(reversed(KINDS), KINDS) == ["data", "shard", "pipe", "context", "tensor"]
+    assert axes.ordered(reversed(KINDS), KINDS) == ["data", "shard", "expert", "pipe", "context", "tensor"]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,8 @@ def test_what_does_not_combine_is_refused_by_name_with_what_does(plugins: list[A
         [FSDP(), ContextParallel(), TensorParallel(plan=PLAN)],
         [Pipeline(), TensorParallel(plan=PLAN)],
         [DDP(), ContextParallel()],
+        [DDP(), ExpertParallel()],
+        [FSDP(), ExpertParallel(), TensorParallel(plan=PLAN)],
         [Zero(), ContextParallel()],
         [ContextParallel()],
     ],
@@ -138,7 +144,7 @@ def test_what_combines_is_taken_in_any_order(plugins: list[Any]) -> None:
     [
         ({"pipe": 2}, "trainer.mesh has pipe: 2, but no plugin of this stack divides along 'pipe'. Add -p pipeline."),
         ({"shard": 2, "context": 2}, "no plugin of this stack divides along 'shard'. Add -p fsdp or -p pipeline."),
-        ({"shards": 2}, "'shards', which no installed plugin owns; there are data, shard, pipe.*'shard'"),
+        ({"shards": 2}, "'shards', which no installed plugin owns; there are data, shard, expert, pipe.*'shard'"),
     ],
 )
 def test_an_axis_without_an_owner_is_refused_with_the_plugin_to_add(mesh: Any, said: str) -> None:

@@ -1,0 +1,107 @@
+"""Send each token to the ranks that hold the experts it chose, and bring back what they made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge_cluster.torch_internals import all_to_all
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A call of the experts that this rank holds: tokens, the expert of each by its number here, and its weight."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes between which tokens travel; without groups, one."""
+
+    group: Any = None
+    "The ranks that hold all experts together."
+    size: int = 1
+    rank: int = 0
+    everyone: Any = None
+    "All ranks with tokens of one batch, in the order of its samples; ranks that divide experts are neighbours."
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # groups are not copied with a model
+
+
+@dataclass(frozen=True)
+class Loads:
+    """How many choices fell on each expert on this rank, and how many of those it dropped."""
+
+    chosen: Tensor
+    dropped: Tensor
+
+
+def route(
+    experts: Experts, count: int, ranks: Ranks, tokens: Tensor, chosen: Tensor, weights: Tensor, capacity: float | None
+) -> tuple[Tensor, Loads]:
+    """Return the sum of what the chosen experts make of each token; `count` experts are divided evenly among ranks.
+
+    `chosen` has a row of numbers for each token; a number of `count` chooses none. With a capacity, an expert takes no
+    more than that many times its even share of the batch: the first, in the order of samples, on all ranks as on one.
+    """
+    flat = chosen.reshape(-1)
+    choices = chosen.shape[1] if chosen.ndim > 1 else 1
+    own = flat.new_zeros(count + 1, dtype=torch.int64).scatter_add_(0, flat.long(), torch.ones_like(flat.long()))
+    order, own = flat.argsort(stable=True), own[:count]
+    taken, here = _taken(own, ranks, capacity)
+    if capacity is not None:
+        first = own.cumsum(0) - own
+        place = torch.arange(len(flat), device=flat.device) - _at(first, flat[order])
+        order = order[place < _at(taken[here], flat[order])]
+    held = count // ranks.size
+    coming = taken[here - ranks.rank :][: ranks.size, ranks.rank * held : (ranks.rank + 1) * held]
+    leaving = taken[here].view(ranks.size, held).sum(1)
+    sizes: list[int] = torch.cat([leaving, coming.sum(1)]).tolist()  # on the host: torch divides messages there
+    outward, inward = sizes[: ranks.size], sizes[ranks.size :]
+    order = order[: sum(outward)]
+    numbers = torch.arange(held, device=flat.device).repeat(ranks.size)
+    numbers = numbers.repeat_interleave(coming.reshape(-1), output_size=sum(inward))
+
+    def travel(rows: Tensor, there: list[int], back: list[int]) -> Tensor:
+        return rows if ranks.group is None else all_to_all(rows, back, there, ranks.group)
+
+    arrived = travel(tokens[order // choices], outward, inward)
+    weighed = travel(weights.reshape(-1)[order], outward, inward)
+    made = travel(_computed(experts, arrived, numbers.to(chosen.dtype), weighed, chosen.ndim), inward, outward)
+    output = made.new_zeros(flat.numel(), made.shape[1]).index_copy(0, order, made)
+    return output.view(len(tokens), choices, made.shape[1]).sum(1), Loads(own, own.sum() - taken[here].sum())
+
+
+def _taken(own: Tensor, ranks: Ranks, capacity: float | None) -> tuple[Tensor, int]:
+    """Return how many choices of each rank each expert takes, and the row of this rank."""
+    group = ranks.group if capacity is None else ranks.everyone
+    if group is None:
+        every, here = own[None], 0
+    else:
+        every, here = own.new_empty(dist.get_world_size(group) * len(own)), dist.get_rank(group)
+        dist.all_gather_into_tensor(every, own, group=group)
+        every = every.view(-1, len(own))
+    if capacity is None:
+        return every, here
+    most = math.ceil(capacity * int(every.sum()) / len(own))
+    return (most - (every.cumsum(0) - every)).clamp(min=0).minimum(every), here
+
+
+def _at(values: Tensor, experts: Tensor) -> Tensor:
+    """Return the value of each choice's expert; 0 for a choice of none."""
+    return torch.cat([values, values.new_zeros(1)])[experts.long()]
+
+
+def _computed(experts: Experts, tokens: Tensor, numbers: Tensor, weights: Tensor, dimensions: int) -> Tensor:
+    """Return what this rank's experts make of tokens that were sent here. Where none was, one that does not count is
+    computed: the backward pass then sends gradients on all ranks, and those of the experts are zeros."""
+    count = len(tokens)
+    if not count:
+        tokens, numbers = torch.cat([tokens, tokens.new_ones(1, tokens.shape[1])]), numbers.new_zeros(1)
+        weights = torch.cat([weights, weights.new_ones(1)])
+    shape = (-1, 1) if dimensions > 1 else (-1,)
+    return experts(tokens, numbers.view(shape), weights.view(shape))[:count]
