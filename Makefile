@@ -30,7 +30,8 @@ SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 # how many runs `make faults` kills
 N ?= 1000
 
-.PHONY: help quickstart test check test-full test-browser docs faults coverage dist install chromium clean
+ORDER ?= $(shell date +%s)
+.PHONY: help quickstart test check test-shuffled test-full test-browser docs faults coverage matrix dist try-dist install chromium clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -42,6 +43,10 @@ quickstart: $(INSTALLED)  ## train a small network on handwritten digits
 
 test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
 	@$(PYTEST)
+
+test-shuffled: $(INSTALLED_DEV)  ## run the tests in another order: ORDER=SEED for the one of before
+	@echo "ORDER=$(ORDER)"
+	@FORGE_ORDER=$(ORDER) $(PYTEST)
 
 test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
 	@FORGE_PROFILE=full $(PYTEST)
@@ -57,6 +62,10 @@ faults: $(INSTALLED_DEV)  ## kill N runs (1000), damage N checkpoints, fail call
 	@$(BIN)/python -m benchmarks.faults --runs $(N) --signals $$(( ($(N) + 4) / 5 )) --damages $(N) \
 		--logs $$(( ($(N) + 4) / 5 )) --io $$(( ($(N) + 1) / 2 )) --crashes $$(( ($(N) + 1) / 2 ))
 
+matrix: | $(BIN)/pip  ## run the tests against the oldest and the newest versions, and between; ROWS="oldest newest" for some of them
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet uv
+	@$(BIN)/python tests/matrix.py $(ROWS)
+
 check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and pyright
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -67,9 +76,19 @@ coverage: $(INSTALLED_DEV)  ## run the tests with coverage; build/not-covered.tx
 	@$(PYTEST) --cov --cov-report=; ended=$$?; \
 		$(BIN)/coverage report --skip-covered --show-missing > build/not-covered.txt; tail -n 1 build/not-covered.txt; exit $$ended
 
-dist: $(INSTALLED_DEV)  ## build the wheel and the sdist of every package into dist/
+dist: $(INSTALLED_DEV)  ## build the wheel and the sdist of every package into dist/, and check them with twine
 	@rm -rf dist
 	@for project in $(dir $(PROJECTS)); do (cd $$project && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit 1; done
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet twine
+	@$(BIN)/python -m twine check --strict dist/*
+
+try-dist: dist  ## install what `make dist` built into bare environments, with and without extras, and use it
+	@for extra in '' '[all]'; do echo "forge-trainer$$extra in an environment of its own"; rm -rf build/bare; \
+		$(PYTHON) -m venv build/bare && cd build/bare && \
+		bin/python -m pip install --disable-pip-version-check --quiet --find-links $(CURDIR)/dist "forge-trainer$$extra" mypy 'pyright[nodejs]' && \
+		bin/python -m pip check && bin/forge fit quickstart --smoke && cp $(CURDIR)/tests/fixtures/users_file.py . && \
+		echo '{"typeCheckingMode": "strict", "include": ["users_file.py"]}' > pyrightconfig.json && \
+		bin/pyright --pythonpath bin/python && bin/mypy --strict users_file.py || exit 1; cd $(CURDIR); done; rm -rf build/bare
 
 install: $(INSTALLED_DOCS) $(INSTALLED_BROWSER) chromium  ## install what all the targets above need, and run nothing
 

@@ -22,7 +22,7 @@ import forge  # noqa: E402
 from forge.report.page import page  # noqa: E402
 from forge.runs.folder import RunFolder  # noqa: E402
 from forge_recipes.digits import DigitsMLP, digits  # noqa: E402
-from tests.browser.watched import PATIENCE, Watched, board, chromium, make_runs  # noqa: E402
+from tests.browser.watched import MILLISECONDS, Watched, board, chromium, make_runs  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 EPOCHS = 12
@@ -96,7 +96,7 @@ def report(browser: Browser, folder: Path) -> None:
 
 
 def main() -> None:
-    expect.set_options(timeout=PATIENCE)
+    expect.set_options(timeout=MILLISECONDS)
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         make_runs(Path(folder), EPOCHS)

@@ -14,6 +14,7 @@ names of their own (`forge.NAME`) by the entry point `forge.names`.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from forge.version import __version__ as __version__
@@ -130,7 +131,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOME[name]), name)
     elif name in _ROOMS:
         value = import_module(f"forge.{name}")
-    elif name.startswith("_"):
+    elif name.startswith("_") or find_spec(f"{__name__}.{name}"):  # a module: what imports it asks here first
         raise AttributeError(f"module 'forge' has no attribute {name!r}")
     else:
         value = import_module("forge.registry").public(name)

@@ -1,7 +1,8 @@
 """What every test gets: an empty folder to stand in, one torch thread, a hypothesis profile.
 
 `FORGE_PROFILE=quick` (the default) draws few examples with a fixed seed, so `make test` says the same thing every time;
-`FORGE_PROFILE=full` draws many, and runs the tests marked `slow` too (so does `--slow`).
+`FORGE_PROFILE=full` draws many, and runs the tests marked `slow` too (so does `--slow`). `FORGE_ORDER=SEED` is
+another order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from hypothesis import HealthCheck, settings
 import forge
 import forge.env
 from tests.support import cpu_times, forked
+from tests.support.patience import PATIENCE
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
@@ -43,6 +47,7 @@ settings.register_profile(
 )
 settings.load_profile(PROFILE)
 
+multiprocessing.set_start_method("fork")  # as before Python 3.14: workers get datasets that tests define inside
 torch.set_num_threads(1)
 torch.zeros((), requires_grad=True).backward()  # a first one after torch.export starts threads: no rehearsal then
 gc.disable()  # until all is collected: what modules and tests are made of is no garbage
@@ -87,6 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = pytest.mark.skip(reason="long: run `make test-full`, or pytest --slow")
     leave_out = PROFILE != "full" and not config.getoption("--slow")
     named = any("::" in word for word in config.args)
+    if "FORGE_ORDER" in os.environ:  # the same in all of xdist's processes
+        random.Random(os.environ["FORGE_ORDER"]).shuffle(items)
     chosen, left_out = [], []
     for item in items:
         is_long = leave_out and item.get_closest_marker("slow")
@@ -229,7 +236,7 @@ def run_python(empty_folder: Path) -> Run:
             **PLAIN,
         }
         return subprocess.run(
-            [python, *words], cwd=empty_folder, env=environment, capture_output=True, text=True, timeout=300
+            [python, *words], cwd=empty_folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
         )
 
     return run

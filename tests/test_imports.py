@@ -46,6 +46,11 @@ assert not {"torch", "forge_kernels", "forge_lightning"} & sys.modules.keys()
 assert forge.Trainer and forge.TaskModule and forge.Plugin
 assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
 """,
+    "the Trainer parses nothing and looks for no package before it is called": """
+from forge import registry
+assert not {"yaml", "statistics"} & sys.modules.keys()
+assert not registry.installed.cache_info().currsize
+""",
     "a fit needs neither torchvision nor omegaconf": """
 from forge.testing import fit_tiny
 task, result = fit_tiny([], max_updates=2)

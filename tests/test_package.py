@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 from tests.conftest import REPO, Run
 
@@ -58,35 +60,50 @@ def pip(*words: str | Path) -> None:
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
     """What is in the folders of the packages is shipped; tests, benchmarks and examples are not."""
     packages = {"forge": "forge", "forge_recipes": "recipes/forge_recipes", "forge_plugins": "plugins/forge_plugins"}
-    sources = {
-        f"{package}/{path.relative_to(REPO / folder)}"
-        for package, folder in packages.items()
-        for path in (REPO / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    sources = {f"{package}/{file}" for package, folder in packages.items() for file in files(REPO / folder)}
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if ".dist-info/" not in name} == sources
     assert {"forge/py.typed", "forge_plugins/clip.py", "forge_recipes/digits.npz"} < sources
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-AROUND = sorted(path.parent for path in (REPO / "plugins").glob("forge_*/pyproject.toml"))
+PROJECTS = [REPO, *sorted(path.parent for path in (REPO / "plugins").glob("forge_*/pyproject.toml"))]
+
+
+ABOUT = {"LICENSE", "PKG-INFO", "README.md", "CHANGELOG.md", "pyproject.toml", ".gitignore"}
+"""What stands beside a package."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", AROUND, ids=lambda package: package.name)
-def test_a_package_around_the_core_has_a_wheel_of_its_own(package: Path, tmp_path: Path) -> None:
-    pip("wheel", package, "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
-    (built,) = tmp_path.glob("*.whl")
-    apart = ("pyproject.toml", "LICENSE")
-    sources = {
-        f"{package.name}/{path.relative_to(package)}"
-        for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.name not in apart
-    }
-    names = zipfile.ZipFile(built).namelist()
-    assert {name for name in names if ".dist-info/" not in name} == sources
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
+def test_a_wheel_is_the_same_from_the_tree_and_from_the_sdist(project: Path, tmp_path: Path) -> None:
+    """Byte for byte; so a build depends on the sources alone, and the sdist lacks none of them. Nor has it others."""
+    trees, wheels = [project], []
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+        subprocess.run(build, cwd=trees[-1], check=True, capture_output=True)
+        (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+        wheels.append(wheel)
+        shutil.unpack_archive(sdist, folder)
+        trees.append(folder / sdist.name.removesuffix(".tar.gz"))
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    names = set(zipfile.ZipFile(wheels[0]).namelist())
+    inside = {name for name in names if ".dist-info/" not in name}
+    if project != REPO:
+        assert inside == {f"{project.name}/{file}" for file in files(project) - ABOUT}
+    assert len(inside) == len(files(trees[1]) - ABOUT)
+    assert {f"{name.partition('/')[0]}/py.typed" for name in inside} < inside
+    assert (trees[1] / "LICENSE").read_bytes() == (REPO / "LICENSE").read_bytes()
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    with zipfile.ZipFile(wheels[0]) as archive:
+        (about,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    assert Metadata.from_email(about).description  # what an index shows
+
+
+def files(folder: Path) -> set[str]:
+    """The files of a folder, but compiled ones."""
+    found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)) for path in found}
 
 
 PYPROJECTS = sorted(REPO.glob("plugins/*/pyproject.toml"))

@@ -138,8 +138,8 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
     if args.smoke:
         lines["smoke"] = "it runs: two batches of each stage; nothing was kept"
     if data.test is not None and result.run_dir is not None:
-        best = result.run_dir / "checkpoints" / "best"
-        weights = str(show.near(best if best.exists() else result.run_dir / "weights.safetensors"))
+        best = ":best" if (result.run_dir / "checkpoints" / "best").exists() else ""
+        weights = f"{show.near(result.run_dir)}{best}"
         lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", weights])
     if shown:
         for label, text in lines.items():

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 from forge import options
 from forge.config.build import plugin_class
@@ -84,7 +85,9 @@ def markdown(name: str, title: str = "") -> str:
             lines += [f"```{language}", part.text, "```", ""]
         else:
             lines += [part.text, ""]
-    lines += [f"In Python: `from {kind.__module__.partition('.')[0]} import {kind.__name__}`.", ""]
+    package = kind.__module__.partition(".")[0]
+    place = package if hasattr(import_module(package), kind.__name__) else kind.__module__
+    lines += [f"In Python: `from {place} import {kind.__name__}`.", ""]
     known = options.of_config(kind.Config)
     if known:
         lines += ["## Options", "", "| option | type | default | what it is for |", "|---|---|---|---|"]

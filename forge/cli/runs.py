@@ -18,7 +18,7 @@ from rich.text import Text
 
 from forge.errors import ForgeError, did_you_mean
 from forge.runs import compare, goodput, notes, wording
-from forge.runs.directions import mode_of
+from forge.runs.directions import mode_of, told_once
 from forge.runs.find import RUNS, label, locate, rows_in
 from forge.runs.folder import RunFolder, is_group
 from forge.runs.group import RunGroup
@@ -167,7 +167,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
         **({"tags": lambda run: ", ".join(run.tags)} if any(run.tags for run in runs) else {}),
-        **({"goodput": lambda run: f"{spent[run.path].share:.0%}" if run.path in spent else ""} if spent else {}),
+        **({"goodput": lambda run: spent[run.path].short() if run.path in spent else ""} if spent else {}),
         **({"resume": lambda run: (run.resume or "").partition(":")[0]} if any(run.resume for run in runs) else {}),
         **{
             name: lambda run, name=name: wording.number(run.final[name]) if name in run.final else ""
@@ -280,7 +280,7 @@ def _side_by_side(part: str, rows: compare.Rows, names: Sequence[str]) -> Table:
     for column in grid.columns[1:]:
         column.justify = "right" if is_result else "left"
     as_text = wording.number if is_result else wording.value_text
-    for key, values in rows.items():
+    for key, values in told_once(rows).items():
         cells = [Text("–" if value is None else as_text(value)) for value in values]
         change = compare.difference(values) if two else None
         more = [Text(wording.signed(change), _color(key, change)) if change else Text("")] if two else []

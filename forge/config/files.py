@@ -12,7 +12,7 @@ from typing import Any
 
 from forge import registry
 from forge.errors import RecipeError, did_you_mean
-from forge.util import strict_yaml
+from forge.util.budget import Budget
 from forge.util.files import check_name
 
 TOP_LEVEL = ("description", "extends", "task", "data", "trainer", "plugins")
@@ -80,7 +80,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
 def with_bases(path: Path) -> list[SourceFile]:
     """Return a recipe after all its bases, each once, so that a shared base cannot undo what another base changed."""
     done: dict[Path, SourceFile] = {}
-    budget = strict_yaml.Budget(f"{path.name} with its bases")
+    budget = Budget(f"{path.name} with its bases")
 
     def visit(path: Path, chain: list[Path]) -> None:
         path = path.resolve()
@@ -105,6 +105,8 @@ def with_bases(path: Path) -> list[SourceFile]:
 
 def read(path: Path) -> SourceFile:
     """Read one file, unresolved, and check its shape."""
+    from forge.util import strict_yaml
+
     omegaconf()
     values, lines = deepcopy(_parsed(path, strict_yaml.read(path)))
     _settle_optional(values, lines)
@@ -132,6 +134,8 @@ def _settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
 @lru_cache(maxsize=32)
 def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the values of a recipe and the line of each key; the same text is parsed once."""
+    from forge.util import strict_yaml
+
     values, root = strict_yaml.compose(text, path.name)
     if root is None:
         return {}, {}

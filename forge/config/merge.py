@@ -11,7 +11,7 @@ from forge.config import references
 from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape
 from forge.config.schema import Maker, label, options_of
 from forge.errors import RecipeError, did_you_mean
-from forge.util import strict_yaml
+from forge.util.budget import LONGEST, Budget
 
 COMMAND_LINE = "command line"
 
@@ -65,7 +65,7 @@ class Layers:
             if not equals or not key:
                 raise RecipeError(f"{text!r} is no override: write key=value, as in trainer.max_epochs=3.")
             parts = self._full_key(key, local)
-            strict_yaml.Budget(f"{key[:80]} ({COMMAND_LINE})").spend(len(text), len(parts))
+            Budget(f"{key[:80]} ({COMMAND_LINE})").spend(len(text), len(parts))
             holder = layer
             for part in parts[:-1]:
                 inner = holder.get(part)
@@ -141,13 +141,15 @@ def refuse_unknown_plugin(name: str, problem: str) -> None:
 
 def _parse(key: str, text: str) -> Any:
     """Read a value as YAML: 1e-3 is a float, [1, 2] a list, null None."""
+    from forge.util import strict_yaml
+
     try:
         return strict_yaml.load(text, "it")
     except RecipeError as error:
         problem = getattr(error.__cause__, "problem", None) or error
         meant = "{}='{}'".format(key, text.replace("'", "''"))
         meant = shlex.quote(meant) if set(meant) & set('"$`\\!') else f'"{meant}"'
-        if len(text) > strict_yaml.LONGEST:
+        if len(text) > LONGEST:
             raise RecipeError(f"{key[:80]}={text[:40]}… ({COMMAND_LINE}): {error}") from error
         raise RecipeError(
             f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML ({problem}). If it is text, quote it for "

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from forge.errors import RecipeError
-from forge.util.strict_yaml import DEEPEST, VALUE, Budget
+from forge.util.budget import DEEPEST, VALUE, Budget
 
 Path = tuple[Any, ...]
 """The keys that lead to a value."""

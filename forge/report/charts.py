@@ -49,8 +49,9 @@ class Panel:
     @property
     def rank(self) -> tuple[int, int, str]:
         """Sort results first, then other metrics, then the course of training, then plugins."""
-        if self.key in FIRST:
-            return 0, FIRST.index(self.key), ""
+        of_epochs = self.key.removesuffix("_epoch")
+        if of_epochs in FIRST:
+            return int(of_epochs != self.key), FIRST.index(of_epochs) - len(FIRST), ""
         if self.key in LAST:
             return 2, LAST.index(self.key), ""
         return (4 if self.is_aside else 3 if DECLARED in self.key else 1), 0, self.key
@@ -77,8 +78,13 @@ def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
         plugins, charts = _plugins(run), _charts(run)
         drawn: Counter[str] = Counter()
         bands = {name: band for name, (_, band) in run.curves.items()} if isinstance(run, RunGroup) else {}
-        for name, points in run.series.items():
-            if (name.startswith("test/") and len(points) == 1) or _is_twice(name, run.series):
+        series = dict(run.series)
+        for name in list(series):
+            if _replaces(name, series):
+                base = name.removesuffix("_epoch")
+                series[base], bands[base] = series.pop(name), bands.get(name, [])
+        for name, points in series.items():
+            if name.startswith("test/") and len(points) == 1:
                 continue
             key, line, is_aside = place(name, plugins, charts)
             points = on_grid(points) if line == "train" else points
@@ -132,10 +138,10 @@ def on_grid(points: Sequence[Point]) -> Sequence[Point]:
     return [(x, y) for x, y in points if x % steps[0] == 0 or (x, y) == points[-1]]
 
 
-def _is_twice(name: str, series: Mapping[str, Sequence[Point]]) -> bool:
-    """Whether a mean of epochs has no other points than the metric itself, as where an epoch is one log."""
-    log = series.get(name.removesuffix("_epoch"), ())
-    return name.endswith("_epoch") and set(series[name]) <= set(log)
+def _replaces(name: str, series: Mapping[str, Sequence[Point]]) -> bool:
+    """Whether it is a mean of epochs, and the metric itself is drawn nowhere but at their ends."""
+    log = on_grid(series.get(name.removesuffix("_epoch"), ()))
+    return name.endswith("_epoch") and {x for x, _ in log} <= {x for x, _ in series[name]}
 
 
 def _parts(panel: Panel) -> list[Panel]:

@@ -20,6 +20,7 @@ from forge.report.markdown import as_html
 from forge.report.svg import COLORS, DASHES, STYLE
 from forge.runs import compare, goodput, wording
 from forge.runs.attempts import attempts_of, omitted, shown
+from forge.runs.directions import told_once
 from forge.runs.folder import RunFolder, as_dict
 from forge.runs.group import RunGroup
 from forge.runs.summary import group_rows
@@ -130,21 +131,22 @@ def tiles(run: RunFolder) -> dict[str, str]:
     """Return the figures at the top of the page, by label."""
     best = list(compare.bests(run).items())[:2]
     return {
+        **{f"best {name}": wording.number(value) for name, (_, value) in best},
         "updates": f"{run.updates:,}",
         "epochs": f"{run.epochs:,}",
         "time": wording.duration(run.seconds),
-        "goodput": "" if (spent := goodput.read(run.path)) is None else f"{spent.share:.1%}",
-        "samples per second, overall": wording.number(round(run.rate)) if run.rate else "",
+        "of the time in updates (goodput)": "" if (spent := goodput.read(run.path)) is None else spent.short(),
+        "samples per second, overall": f"{run.rate:,.0f}" if run.rate else "",
         "parameters": wording.count(as_dict(run.card.get("task")).get("parameters")),
         "device": str(run.card.get("device") or ""),
-        **{f"best {name}": wording.number(value) for name, (_, value) in best},
     }
 
 
 def metrics_rows(run: RunFolder) -> list[list[Any]]:
     """Return (name, last value, best value, its update) of every metric."""
     best = {name: [wording.number(value), update] for name, (update, value) in compare.bests(run).items()}
-    return [[name, wording.number(run.final[name]), *best.get(name, ["", ""])] for name in compare.metrics_of(run)]
+    last = told_once({name: run.final[name] for name in compare.metrics_of(run)})
+    return [[name, wording.number(value), *best.get(name, ["", ""])] for name, value in last.items()]
 
 
 def pictures(run: RunFolder) -> tuple[list[images.Picture], str]:
@@ -227,8 +229,9 @@ def cost_rows(run: RunFolder) -> list[list[Any]]:
 def comparison(runs: Sequence[RunFolder], labels: Sequence[str]) -> dict[str, Any]:
     """Return the tables of a page about several runs."""
     parts = compare.compare(runs)
-    differences = [compare.difference(values) for values in parts["result"].values()]
-    result = _cells(parts["result"], wording.number)
+    results = told_once(parts["result"])
+    differences = [compare.difference(values) for values in results.values()]
+    result = _cells(results, wording.number)
     if len(runs) == 2:
         result = [[*row, wording.signed(d) if d else ""] for row, d in zip(result, differences, strict=True)]
     many = by_run(runs, labels, parts) if len(runs) > MOST_COLUMNS else None

@@ -62,13 +62,46 @@ class CharAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class CharBlock(nn.Module):
-    """Attention and MLP, each added to its input."""
+class CharExperts(nn.Module):
+    """MLPs of which each token has chosen some: the sum of their outputs, by weight."""
 
-    def __init__(self, width: int, heads: int, dropout: float):
+    def __init__(self, width: int, experts: int):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, 4 * width, width))
+        self.down = nn.Parameter(torch.empty(experts, width, 4 * width))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        output = torch.zeros_like(tokens)
+        for expert in range(len(self.up)):
+            rows, place = torch.where(chosen == expert)
+            made = F.linear(F.gelu(F.linear(tokens[rows], self.up[expert])), self.down[expert])
+            output = output.index_add(0, rows, (made * weights[rows, place, None]).to(output.dtype))
+        return output
+
+
+class CharMixture(nn.Module):
+    """Experts, of which each position chooses two."""
+
+    def __init__(self, width: int, experts: int):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(width, experts, bias=False), CharExperts(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).topk(2)
+        return self.experts(tokens, chosen, weights.softmax(-1)).view_as(x)
+
+
+class CharBlock(nn.Module):
+    """Attention and MLP, or a mixture of some, each added to its input."""
+
+    def __init__(self, width: int, heads: int, dropout: float, experts: int):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.attention, self.dropout = CharAttention(width, heads, dropout), nn.Dropout(dropout)
+        if experts:
+            self.mlp = CharMixture(width, experts)
+            return
         up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.mlp = nn.Sequential(up, nn.GELU(), down)
 
@@ -78,7 +111,10 @@ class CharBlock(nn.Module):
 
 
 class CharGPT(forge.TaskModule):
-    """A GPT over characters, as nanoGPT's without biases; at the end of a run it generates `sample` characters."""
+    """A GPT over characters, as nanoGPT's without biases; at the end of a run it generates `sample` characters.
+
+    With `experts`, each block has that many MLPs, of which a position chooses two.
+    """
 
     def __init__(
         self,
@@ -91,17 +127,18 @@ class CharGPT(forge.TaskModule):
         beta2: float = 0.99,
         weight_decay: float = 0.1,
         sample: int = 500,
+        experts: int = 0,
     ):
         super().__init__()
         self.context, self.sample = context, sample
         self.lr, self.beta2, self.weight_decay = lr, beta2, weight_decay
         self.tokens, self.positions = nn.Embedding(len(ALPHABET), width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(CharBlock(width, heads, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(CharBlock(width, heads, dropout, experts) for _ in range(layers)))
         self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:  # scaled by the number of residual additions
-                is_added = name.endswith(("attention.out.weight", "mlp.2.weight"))
+                is_added = name.endswith(("attention.out.weight", "mlp.2.weight", "experts.down"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_added else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from tests.browser.watched import PATIENCE, Watched, board, chromium, forge, logged, make_runs
+from tests.browser.watched import MILLISECONDS, Watched, board, chromium, forge, logged, make_runs
 
 pytestmark = pytest.mark.browser
 
-expect.set_options(timeout=PATIENCE)
+expect.set_options(timeout=MILLISECONDS)
 LETTERS = """head => {
     const range = document.createRange();
     range.selectNodeContents(head);

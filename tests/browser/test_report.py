@@ -62,6 +62,21 @@ def test_fifteen_runs_fit_into_the_page(tmp_path: Path) -> None:
         assert "0" in chart.locator("text.tick").all_text_contents()
 
 
+def test_a_narrow_screen_shows_words_and_ticks(tmp_path: Path) -> None:
+    """360 pixels: names of runs are not broken into letters, and the texts of a chart are not shrunk with it."""
+    runs = made(tmp_path / "20261118-132749", 2)
+    from tests.browser.watched import chromium
+
+    with chromium() as browser:
+        shown: Any = browser.new_page(viewport={"width": 360, "height": 900})
+        for file, content in (("one", page(runs[:1])), ("two", page(runs))):
+            (tmp_path / f"{file}.html").write_text(content)
+            shown.goto((tmp_path / f"{file}.html").as_uri())
+            assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+            assert all(tick.bounding_box()["height"] > 9 for tick in shown.locator("svg>text.tick").all())
+        assert shown.locator("td", has_text="run-00").first.bounding_box()["width"] > 90
+
+
 def test_a_key_hides_its_curve_and_pointing_tells_values(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 2)))
     from tests.browser.watched import chromium

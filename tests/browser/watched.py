@@ -20,10 +20,12 @@ from urllib.request import urlopen
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response, sync_playwright
 
+from tests.support.patience import PATIENCE
+
 LOOKING = Path(__file__).with_name("looking.py")
 FORGE = Path(sys.executable).with_name("forge")
 PLUGINS = ("ledger", "throughput", "monitor", "profiler")
-PATIENCE = 60_000
+MILLISECONDS = int(1000 * PATIENCE)
 """Milliseconds for a page to show what it has to show."""
 
 
@@ -35,7 +37,7 @@ def forge(*words: str, cwd: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
 
@@ -80,7 +82,7 @@ def board(folder: Path) -> Iterator[str]:
         _wait_for(address, len(list(folder.glob("runs/*/*/tensorboard"))))
         yield address
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE) == 0
     finally:
         process.kill()
         process.communicate()
@@ -88,7 +90,7 @@ def board(folder: Path) -> Iterator[str]:
 
 def _wait_for(address: str, runs: int) -> None:
     """Until TensorBoard has read something of every run, which it does not announce."""
-    deadline = time.monotonic() + PATIENCE / 1000
+    deadline = time.monotonic() + PATIENCE
     while len(json.load(urlopen(f"{address}data/runs"))) < runs:
         assert time.monotonic() < deadline, "TensorBoard has not found the runs"
         time.sleep(0.1)
@@ -118,7 +120,7 @@ class Watched:
     @classmethod
     def of(cls, browser: Browser, address: str, width: int = 1280, height: int = 800) -> Watched:
         page = browser.new_page(viewport={"width": width, "height": height})
-        page.set_default_timeout(PATIENCE)
+        page.set_default_timeout(MILLISECONDS)
         watched = cls(page, address)
         page.on("console", watched._said)
         page.on("pageerror", lambda error: watched.errors.append(str(error)))

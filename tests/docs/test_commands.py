@@ -57,6 +57,7 @@ def test_the_commands_on_a_page_work(
             for name, value in command.env.items():
                 patch.setenv(name, value)
             if is_script_of_page(command, empty_folder):
+                patch.setattr("sys.argv", command.words[1:])
                 runpy.run_path(command.words[1], run_name="__main__")
             elif command.words[0] != "forge":
                 check(command, empty_folder)

@@ -21,10 +21,8 @@ from forge import cli
 from forge_plugins import Clip, Tensorboard
 from forge_plugins.board import command as board
 from forge_plugins.board.links import Links, base_of
+from tests.support.patience import PATIENCE
 from tests.support.tasks import Classifier, fit, make_batches
-
-PATIENCE = 60.0
-"""Seconds for TensorBoard to load a few points."""
 
 
 def make_run(folder: Path, *, log: str = "tensorboard") -> Path:

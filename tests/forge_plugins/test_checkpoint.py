@@ -21,6 +21,7 @@ from forge.checkpoint import Checkpoints, publish
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.config import load_recipe
 from forge_plugins.checkpoint import Best, Checkpoint, ranking
+from tests.support.patience import PATIENCE
 from tests.support.ranks import in_threads
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -142,7 +143,7 @@ def test_all_ranks_decide_alike_and_only_rank_0_looks(
             if rank == 0:
                 from_rank_0.put(value)
                 return value
-            return from_rank_0.get(timeout=60)
+            return from_rank_0.get(timeout=PATIENCE)
 
         best = {"monitor": "val/score", "mode": "max"}
         plugin = Checkpoint(every=None, keep=1, best=best, background=background)

@@ -114,11 +114,12 @@ def test_each_optimizer_is_clipped_and_logged_on_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_norm": 0.0}, r"clip\.max_norm is 0; it must be above 0"),
-        ({"max_value": -1.0}, r"clip\.max_value is -1; it must be above 0"),
-        ({"max_norm": None}, "neither max_norm nor max_value"),
+        ({"max_norm": 0.0}, "clip.max_norm is 0; it must be above 0, or null for no limit."),
+        ({"max_value": -1.0}, "clip.max_value is -1; it must be above 0, or null for no limit."),
+        ({"max_norm": None}, "clip has neither max_norm nor max_value, so it clips nothing. Set one of them."),
     ],
 )
 def test_a_limit_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError) as refused:
         Clip(**options)
+    assert str(refused.value) == message

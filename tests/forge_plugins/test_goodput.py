@@ -22,6 +22,7 @@ from forge.testing import TinyTask, check_plugin, tiny_batches
 from forge_plugins import Checkpoint, Goodput, goodput
 from forge_plugins.common import clock
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 
 class Watch:
@@ -209,8 +210,8 @@ trainer.fit(Dies(), tiny_batches())
 
 
 def test_the_parts_of_a_killed_and_resumed_run_add_up(tmp_path: Path) -> None:
-    assert forked.run([sys.executable, "-c", KILLED], cwd=tmp_path, timeout=300).returncode == -signal.SIGKILL
-    assert forked.run([sys.executable, "-c", KILLED], cwd=tmp_path, timeout=300).returncode == 0
+    assert forked.run([sys.executable, "-c", KILLED], cwd=tmp_path, timeout=PATIENCE).returncode == -signal.SIGKILL
+    assert forked.run([sys.executable, "-c", KILLED], cwd=tmp_path, timeout=PATIENCE).returncode == 0
     attempts, spent = records.attempts_in(tmp_path / "run"), records.read(tmp_path / "run")
     assert spent is not None
     assert [attempt.update for attempt in attempts] == [0, 8]
@@ -268,11 +269,13 @@ def test_the_list_and_the_report_show_the_share(
     (run / "card.json").write_text(json.dumps({"started": "2026-01-01 00:00:00 +0000", "task": {"class": "T"}}))
     (run / records.FILE).write_text(json.dumps({"promised": 0.95, "attempts": [record]}))
     assert main(["runs", "runs"]) == 0
-    assert "90%" in capsys.readouterr().out
+    assert "90% (promised: 95%)" in capsys.readouterr().out
     assert main(["runs", str(tmp_path / "runs"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["goodput"]["promised"] == 0.95
     assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
-    assert "waiting for data" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "waiting for data" in page
+    assert "90% (promised: 95%)" in page
 
 
 def test_the_loggers_get_the_account_once_a_minute(watch: Watch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 import forge
 from forge.util.notebook import notebook_shell
 from forge_plugins import Progress
+from tests.support.patience import PATIENCE
 
 CELL = """
 import os, signal
@@ -145,7 +146,7 @@ def test_a_real_notebook_from_its_first_cell_to_its_last(empty_folder: Path) -> 
         "forge.Trainer(device='cpu').test(Task(), data).keys()",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    nbclient.NotebookClient(book, timeout=PATIENCE, kernel_name="python3").execute()
     first, second, third, fourth = (list(cell.outputs) for cell in book.cells)
     pages = [output.data["text/html"] for output in first if output.output_type == "display_data"]
     assert len(pages) == 1

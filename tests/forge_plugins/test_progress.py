@@ -162,7 +162,7 @@ class TestBar:
         epoch, update, metrics = picture.splitlines()
         assert re.match(r" epoch 2/2    ━+.*━ 3/5 ", epoch)
         assert re.match(r" update  8/10 ━+.*━ 80 % .* left", update)
-        assert re.search(r"\d updates?/s|\d/s", epoch)
+        assert re.search(r"\d updates?/s|\d s/update", epoch)
         assert "samples/s" in epoch
         assert metrics.startswith(" train loss")
         assert epoch.index("3/5") == update.index("80 %")
@@ -181,6 +181,7 @@ class TestBar:
         assert re.search(r"val/error +2 +1 +8\n", end)
         assert re.search(r"val/score +not finite *\n", end)
         assert re.search(r"train/loss +\d\.\d+ *\n", end)
+        assert "train/loss_epoch" not in end  # the last log was an epoch: the same number
         assert "trained     3 epochs, 12 updates in " in end
         assert "s, as planned (max_epochs)" in end
         assert re.search(r"speed +\S+ updates/s, \S+ samples/s", end)

@@ -52,6 +52,8 @@ ELSEWHERE = [
     ("pooled bert", "find_unused"),
     *((name, strategy) for name in ("gpt2", "llama", "whisper", "torchvision vit") for strategy in ("zero 2", "zbv")),
     *((name, "context") for name in kit.CASES if "without padding" in name),
+    ("mixtral", "experts"),
+    ("mixtral", "sharded experts"),
     ("encoder", "context"),
     ("from tokens", "context"),
 ]
@@ -78,7 +80,8 @@ def test_a_strangers_model_trains_as_in_one_process(name: str, strategy: str) ->
     expected, case = alone(name), kit.CASES[name]
     for rank in ranks(kit.STRATEGIES[strategy][0])(kit.fit, name, strategy):
         assert kit.apart(rank["weights"], expected["weights"]) <= case.tolerance
-        assert rank["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+        metrics = {key: value for key, value in rank["metrics"].items() if not key.startswith("experts/")}
+        assert metrics == pytest.approx(expected["metrics"], rel=1e-6)
 
 
 REFUSED_BY_EACH = [("t5", "pipeline"), ("mistral", "context")]

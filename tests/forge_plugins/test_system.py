@@ -14,6 +14,7 @@ import torch
 
 from forge_plugins import JSONL, System
 from forge_plugins import system as module
+from tests.support.patience import PATIENCE
 from tests.support.tasks import Classifier, fit
 
 HOST = {"cpu_percent", "process_cpu_percent", "ram_gb", "process_ram_gb", "disk_free_gb"}
@@ -31,7 +32,7 @@ class Waits(Classifier):
         plugin = next(plugin for plugin in self.trainer.stack if isinstance(plugin, System))
         assert plugin._sampler is not None
         while plugin._sampler._thread.is_alive() and "ram_gb" not in plugin._sampler._read:
-            plugin._sampler._over.wait(1e-3)
+            plugin._sampler._over.wait(1e-3)  # limit: a pause in a loop that waits
         return super().training_step(batch)
 
 
@@ -75,7 +76,7 @@ def test_means_are_of_what_was_read_since() -> None:
             return {}
 
     sampler = module.Sampler([source], 1e-4)
-    assert read.wait(60)
+    assert read.wait(PATIENCE)
     assert (sampler.take(), sampler.take()) == ({"x": 2.0}, {})
     sampler.stop()
     assert not sampler._thread.is_alive()

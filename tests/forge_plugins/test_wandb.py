@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from forge.errors import StackError
 from forge_plugins import Checkpoint, Wandb
 from tests.support.logger_runs import LAST, bytes_below, live, live_twice
+from tests.support.patience import until
 from tests.support.tasks import fit, make_batches
 
 pytestmark = pytest.mark.slow  # each run starts a process of its own
@@ -53,12 +53,12 @@ def records(folder: Path) -> list[Any]:
 
     (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
     record: Any = wandb_internal_pb2
-    for _ in range(3000):
-        found = [record.Record.FromString(block) for block in blocks(file)]
-        if any(entry.HasField("exit") for entry in found):
-            return found
-        time.sleep(0.01)
-    raise AssertionError("wandb does not finish its file")
+
+    def read() -> list[Any]:
+        return [record.Record.FromString(block) for block in blocks(file)]
+
+    until(lambda: any(entry.HasField("exit") for entry in read()), "wandb does not finish its file")
+    return read()
 
 
 def history(folder: Path) -> list[dict[str, Any]]:

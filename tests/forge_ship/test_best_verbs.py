@@ -19,6 +19,7 @@ from forge_plugins import Checkpoint
 from forge_ship.open_engine import open_engine
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
+from tests.support.patience import PATIENCE
 from tests.support.profiles import some
 from tests.support.ships import Classifier, batches, trained_run
 
@@ -61,13 +62,13 @@ def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
             line = process.stdout.readline()
             found = re.search(r"Serving run:best at http://127.0.0.1:(\d+)", line)
             assert found, line
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=PATIENCE)
             body = json.dumps({"images": batches()[0][0].tolist()})
             connection.request("POST", "/predict", body, {"Content-Type": "application/json"})
             answer = json.load(connection.getresponse())
             connection.close()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=PATIENCE) == 0
         finally:
             process.kill()
     (values,) = answer["outputs"].values()

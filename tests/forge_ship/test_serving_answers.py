@@ -24,6 +24,7 @@ from forge_ship.serving.http_answers import ModelService, make_app
 from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.protocol import JSON, RAW
 from tests.support import serving_kit
+from tests.support.patience import PATIENCE
 from tests.support.serving_kit import FAST, Body, X, check_refusal, client_of, expected, post, service_of
 from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine, TokensEngine
 
@@ -256,7 +257,7 @@ def test_a_full_queue_is_a_429() -> None:
     engine = GatedEngine()
     with client_of(engine, warmup=False) as client:
         running = in_thread(lambda: post(client, {"x": X}))
-        assert engine.begun.wait(30)
+        assert engine.begun.wait(PATIENCE)
         others = [in_thread(lambda: post(client, {"x": X})) for _ in range(2)]
         while service_of(client).waiting < 2:
             client.get("/health")
@@ -273,10 +274,10 @@ def test_a_full_queue_is_a_429() -> None:
 
 def test_a_request_past_its_time_is_a_504() -> None:
     engine = GatedEngine()
-    limits = ServeLimits(max_batch=1, max_wait=0.0, timeout=0.02)
+    limits = ServeLimits(max_batch=1, max_wait=0.0, timeout=0.02)  # limit: it expires: what is waited for never comes
     with client_of(engine, limits, warmup=False) as client:
         running = in_thread(lambda: post(client, {"x": X}))
-        assert engine.begun.wait(30)
+        assert engine.begun.wait(PATIENCE)
         late = post(client, {"x": X})
         assert late.status_code == 504
         assert "did not answer within 0.02 seconds" in late.json()["error"]
@@ -381,7 +382,7 @@ def test_a_body_that_does_not_arrive_is_a_408() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    app = make_app(LinearEngine(), ServeLimits(timeout=0.01))
+    app = make_app(LinearEngine(), ServeLimits(timeout=0.01))  # limit: it expires: what is waited for never comes
     app.state.service.warm.set()
     assert asyncio.run(call(app, silent))[0] == 408
     assert app.state.service.waiting == 0

@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 
 from forge_ship.serving.http_answers import make_app
 from tests.support import serving_kit
+from tests.support.patience import PATIENCE
 from tests.support.serving_kit import FAST, X, check_refusal, client_of, post, service_of
 from tests.support.small_engines import GatedEngine, LinearEngine
 
@@ -19,7 +20,7 @@ def test_health_and_readiness() -> None:
     engine = GatedEngine()
     app = make_app(engine, FAST)
     with TestClient(app) as client:
-        assert engine.begun.wait(30)  # the model warms up
+        assert engine.begun.wait(PATIENCE)  # the model warms up
         assert client.get("/health").json() == {"status": "up"}
         assert client.get("/ready").status_code == 503
         early = post(client, {"x": X})

@@ -24,6 +24,7 @@ from forge_ship.commands.serve import parser
 from forge_ship.serving import server_process
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
+from tests.support.patience import PATIENCE
 from tests.support.small_engines import LinearEngine
 
 PROGRAM = f"""
@@ -65,7 +66,7 @@ def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def request(port: int, method: str, path: str, body: str | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     connection.request(method, path, body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -91,8 +92,8 @@ def test_sigterm_answers_what_is_in_flight_and_exits_with_0(tmp_path: Path, monk
         process.send_signal(signal.SIGTERM)
         gate.unlink()
         for thread in ask:
-            thread.join(30)
-        _, errors = process.communicate(timeout=30)
+            thread.join(PATIENCE)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert statuses == [200, 200, 200]
         assert process.returncode == 0, errors
         assert errors.strip() == "stopped"

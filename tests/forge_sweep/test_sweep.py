@@ -22,6 +22,7 @@ from forge_sweep.sweep import SweepResult
 from tests.conftest import REPO
 from tests.support import forked
 from tests.support.logger_runs import bytes_below
+from tests.support.patience import PATIENCE
 from tests.support.tasks import Classifier, make_batches
 
 optuna = pytest.importorskip("optuna")
@@ -205,7 +206,7 @@ def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder:
     )
     paths = os.pathsep.join([str(REPO), *sys.path])
     both = [forked.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}) for _ in range(2)]
-    assert [process.wait(300) for process in both] == [0, 0]
+    assert [process.wait(PATIENCE) for process in both] == [0, 0]
     found = sweep(tmp_path, trials=10)
     assert [(row.number, row.state) for row in found.trials] == [(n, "complete") for n in range(10)]
     holders = {run.path.name: len(run.attempts) for run in runs_in(tmp_path)}

@@ -8,15 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forge import cli
 from forge.runs.find import runs_in
 from forge.runs.lock import is_held
+from tests.support.patience import PATIENCE, until
 
 pytest.importorskip("optuna")
 TASK = """
@@ -122,32 +121,24 @@ def start(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(what: Any) -> None:
-    for _ in range(30_000):
-        if what():
-            return
-        time.sleep(0.01)
-    raise AssertionError("this never happened")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_and_its_trials_end_and_go_on_together(how: signal.Signals) -> None:
     Path("wait").touch()
     sweep = start("task.slow=true")
     try:
-        wait_for(Path("waits").exists)
+        until(Path("waits").exists)
         sweep.send_signal(how)
         if how is not signal.SIGKILL:
             Path("wait").unlink()  # the trial ends its update, saves and leaves
-        out, _ = sweep.communicate(timeout=60)
+        out, _ = sweep.communicate(timeout=PATIENCE)
     finally:
         sweep.kill()
     assert sweep.returncode == (-how if how is signal.SIGKILL else 85), out
-    wait_for(lambda: not is_held(Path("s/trial-0001")))
+    until(lambda: not is_held(Path("s/trial-0001")))
     Path("wait").unlink(missing_ok=True)
     again = start("task.slow=true")
-    out, _ = again.communicate(timeout=120)
+    out, _ = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0, out
     assert "2 complete" in out
     runs = {run.path.name: run for run in runs_in("s")}

@@ -191,3 +191,18 @@ def _texts(folder: Path) -> dict[str, str]:
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
     events.Reload()
     return {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+
+
+def test_a_mixture_of_equal_experts_is_one_mlp() -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"layers": 1, "width": 16, "heads": 2, "context": 8, "dropout": 0.0}
+    mixed, plain = CharGPT(**sizes, experts=3), CharGPT(**sizes)
+    experts: Any = mixed.get_submodule("blocks.0.mlp.experts")
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter[:] = torch.randn(parameter.shape[1:])
+    shared = {name: value for name, value in mixed.state_dict().items() if ".mlp." not in name}
+    own = {"blocks.0.mlp.0.weight": experts.up[0], "blocks.0.mlp.2.weight": experts.down[0]}
+    plain.load_state_dict({**shared, **own})
+    tokens = torch.randint(0, 65, (2, 8))
+    assert torch.allclose(mixed(tokens), plain(tokens), atol=1e-5)

@@ -11,7 +11,7 @@ from pathlib import Path
 from forge import cli, registry
 from tests.support import forked
 
-SECONDS = 10.0
+SECONDS = 10.0  # limit: CPU time, of what takes a tenth of it; other load is not counted
 BYTES = 200 * 2**20
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_ship.engine import Port
+from tests.support.patience import PATIENCE
 
 
 class LinearEngine:
@@ -36,7 +37,7 @@ class GatedEngine(LinearEngine):
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.begun.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE)
         return super().__call__(inputs)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import forge
 from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Remat, TensorParallel
@@ -399,6 +400,8 @@ STRATEGIES: dict[str, tuple[int, Callable[[Case], list[Any]]]] = {
     "interleaved, remat": (2, lambda case: [Pipeline(4, schedule="interleaved_1f1b"), Remat()]),
     "sharded pipeline": (4, lambda case: [Pipeline(2, stages=2, shard=True)]),
     "context": (2, lambda case: [ContextParallel(balance=False)]),
+    "experts": (2, lambda case: [DDP(), ExpertParallel()]),
+    "sharded experts": (4, lambda case: [FSDP(), ExpertParallel(size=2)]),
 }
 
 

@@ -26,8 +26,9 @@ LEAST = 8
 """Shortest useful bar, in columns."""
 FREE = 6
 """Columns of a row beside its texts and its bar: three spaces, and room for the ^C that a terminal echoes."""
-WIDE, NORMAL, MIDDLE = 100, 80, 60
-"""Columns needed for words, for samples per second, for counters beside the bars."""
+NORMAL, MIDDLE = 80, 60
+"""Columns needed for words and samples per second, for counters beside the bars."""
+RATES = len("99,999 updates/s  99,999 samples/s")
 
 
 class Bar:
@@ -76,7 +77,7 @@ class Bar:
         if status.has_epoch_bar:
             yield from self._two(console, options)
         else:
-            left, right = self._left(), self._right(wide=width >= WIDE)
+            left, right = self._left(), self._right(wide=width >= NORMAL)
             yield from self._row(console, options, left, self._done(), right, width - len(left) - len(right) - FREE)
         lists = bool(status.metrics) and not (status.ending == "done" and status.verb == "fit")  # else the summary does
         self._rows = 1 + status.has_epoch_bar + lists
@@ -88,10 +89,11 @@ class Bar:
         status, width = self.status, options.max_width
         names = [reading.epoch_of(status), f"update {reading.updates_of(status)}"]
         numbers = [reading.within_epoch(status), reading.share_of(status)] if width >= MIDDLE else ["", ""]
-        now = status.doing or reading.rates_of(status, width >= WIDE, width >= NORMAL)
         left_of = f"{reading.clock(status.remaining)} left" if status.remaining is not None else ""
-        tails = [now, "  ".join(filter(None, [reading.clock(status.elapsed), left_of]))]
         name, number = (max(map(len, texts)) for texts in (names, numbers))
+        wide = width - name - number - RATES - FREE >= 2 * LEAST  # of constants: it must not change while one looks
+        now = status.doing or reading.rates_of(status, wide, width >= NORMAL)
+        tails = [now, "  ".join(filter(None, [reading.clock(status.elapsed), left_of]))]
         rights = [f"{n:<{number}}  {tail}" if number else tail for n, tail in zip(numbers, tails, strict=True)]
         space = width - name - max(max(map(len, rights)), 30 if width >= MIDDLE else 0) - FREE
         done = [(status.epoch_share or 0.0, 1.0), self._done()]

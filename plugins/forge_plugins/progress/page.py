@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import forge
+from forge.runs.directions import metric_rank, told_once
+from forge.util.text import short_path
 from forge_plugins.progress.reading import clock, epoch_of, rates_of, speed_of, updates_of
 from forge_plugins.progress.status import NEVER, Status
 
@@ -79,7 +81,7 @@ class Page:
         curves = [curve(name, points) for name, points in self.series.items() if len(points) > 1]
         parts.append(f"<div style='display:flex;flex-wrap:wrap;gap:12px'>{''.join(curves)}</div>")
         if status.run_dir is not None:
-            parts.append(f"<div style='color:gray'>{html.escape(str(status.run_dir))}</div>")
+            parts.append(f"<div style='color:gray'>{html.escape(short_path(status.run_dir))}</div>")
         return "".join([*parts, "</div>"])
 
     def _line(self) -> str:
@@ -101,7 +103,8 @@ def bar(share: float, colour: str) -> str:
 
 def metrics_table(metrics: dict[str, float], best: dict[str, float]) -> str:
     """Return the last and the best values as a table."""
-    rows = [(name, f"{value:.5g}", f"{best[name]:.5g}" if name in best else "") for name, value in metrics.items()]
+    names = sorted(told_once(metrics), key=metric_rank)
+    rows = [(name, f"{metrics[name]:.5g}", f"{best[name]:.5g}" if name in best else "") for name in names]
     head = "".join(f"<th style='{CELL};font-weight:600'>{title}</th>" for title in ("metric", "last", "best"))
     return table(rows, "margin:6px 0", f"<tr>{head}</tr>")
 
@@ -139,7 +142,7 @@ def result_html(result: Any) -> str:
         "ended": result.stop_reason + more,
         "updates": f"{result.updates:,}",
         "epochs": f"{result.epochs:,}",
-        **{name: f"{value:.5g}" for name, value in result.metrics.items()},
-        **({"run folder": str(result.run_dir)} if result.run_dir is not None else {}),
+        **{name: f"{result.metrics[name]:.5g}" for name in sorted(told_once(result.metrics), key=metric_rank)},
+        **({"run folder": short_path(result.run_dir)} if result.run_dir is not None else {}),
     }
     return table(facts.items(), STYLE)

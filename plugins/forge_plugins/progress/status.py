@@ -75,7 +75,7 @@ class Status:
         rates = [rate(self.average_speed, "updates"), rate(self.average_speed * self.samples_per_update, "samples")]
         found = {"trained": ended(done, self.reason, self.was_complete)}
         if any(rates):
-            found["speed"] = f"{', '.join(filter(None, rates))}, evaluation and saves included"
+            found["speed"] = f"{', '.join(filter(None, rates))} in all the time after the first update"
         return found | (folder_lines(self.run_dir) if self.run_dir is not None else {})
 
     @property

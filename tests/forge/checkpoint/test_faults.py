@@ -25,6 +25,7 @@ from benchmarks.fault_kinds.replay import read_log
 from benchmarks.fault_kinds.victim import HANG, exit_code
 from tests.conftest import REPO
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 FEW = [f"--only={case}" for case in ("run:2", "signal:15")]
 """A run that is killed, and one that is told to stop; damage and logs have tests of their own beside this one."""
@@ -38,7 +39,7 @@ needs_cc = pytest.mark.skipif(
 
 def rows(*words: str) -> list[dict[str, Any]]:
     """The table of these cases."""
-    done = forked.run([sys.executable, "-m", "benchmarks.faults", *words, "--json"], cwd=REPO, timeout=600)
+    done = forked.run([sys.executable, "-m", "benchmarks.faults", *words, "--json"], cwd=REPO, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()][1:]
 
@@ -106,7 +107,7 @@ def run_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subproce
             env={**os.environ, "LD_PRELOAD": str(library)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
 
     return run
@@ -146,11 +147,11 @@ def test_an_attempt_that_does_not_end_is_a_hang() -> None:
     child = forked.fork()
     if child == 0:
         os.setsid()
-        time.sleep(60)
+        time.sleep(PATIENCE)  # limit: a child that hangs, and is killed
         os._exit(0)
     while os.getpgid(child) != child:  # it is stopped by the group that it leads
         time.sleep(0.001)
-    assert exit_code(child, time.monotonic() + 0.1) == HANG
+    assert exit_code(child, time.monotonic() + 0.1) == HANG  # limit: it expires: what is waited for never comes
 
 
 def crashes(folder: Path, run_with: Any, flush: bool) -> dict[str, set[tuple[bytes, ...]]]:

@@ -478,7 +478,7 @@ def cost_in_child(folder: Path) -> tuple[float, int]:
             gc.freeze()  # what the tests hold is not looked through meanwhile
             began = time.process_time()
             json.loads(innocent)
-            yardstick = 8 * (time.process_time() - began)
+            yardstick = 8 * (time.process_time() - began)  # limit: CPU time, in units of an innocent load beside it
             before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
             try:
                 StoredCheckpoint(folder).load()

@@ -37,6 +37,7 @@ from tests.conftest import PROFILE
 from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
 from tests.forge.checkpoint.test_tree import same, tensor_of
 from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
+from tests.support.patience import PATIENCE
 from tests.support.ranks import in_threads, pretending
 from tests.support.sharded_kit import S0, S1, R, write_pretended
 
@@ -177,7 +178,7 @@ def test_damage_that_one_reader_finds_is_raised_by_all(tmp_path: Path) -> None:
     def read(rank: int) -> None:
         def gather(value: Any) -> list[Any]:
             said[rank] = value
-            meeting.wait(60)
+            meeting.wait(PATIENCE)
             return list(said)
 
         with pytest.raises(CheckpointError) as caught:

@@ -20,6 +20,7 @@ from forge.errors import CheckpointError
 from tests.forge.checkpoint.test_checkpoint import tree_of
 from tests.forge.checkpoint.test_tree import ALL_DTYPES, same, tensor_of
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened, publish = threading.Event(), writer.publish
 
     def gated(*arguments: Any) -> None:
-        assert opened.wait(60)
+        assert opened.wait(PATIENCE)
         publish(*arguments)
 
     monkeypatch.setattr(writer, "publish", gated)
@@ -104,7 +105,7 @@ def test_submit_waits_for_the_write_before(
     second = threading.Thread(target=background.submit, args=(tmp_path / "update-00000002", tree_of(2)))
     second.start()
     gate.set()
-    second.join(60)
+    second.join(PATIENCE)
     background.wait()
     assert published_first == [True]
     for number in (1, 2):
@@ -294,7 +295,7 @@ writer.publish = lambda *arguments: (threading.main_thread().join(), publish(*ar
 BackgroundWriter().submit(Path({str(tmp_path / "it")!r}), {{"model": {{"w": torch.ones(3)}}}})
 {end}
 """
-    done = forked.run([sys.executable, "-c", code], timeout=120)
+    done = forked.run([sys.executable, "-c", code], timeout=PATIENCE)
     assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1), done.stderr
     assert same(StoredCheckpoint(tmp_path / "it").load(), {"model": {"w": torch.ones(3)}})
 

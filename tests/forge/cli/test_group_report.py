@@ -72,6 +72,13 @@ class TestCharts:
         text = page([RunFolder(write_run("a", *lines(logs)))])
         assert [title for title in ("loss", "loss_epoch") if f"<figcaption>{title}</figcaption>" in text] == titles
 
+    def test_a_log_between_two_epochs_is_no_reason_for_a_second_chart(self) -> None:
+        at = (20, 40, 50, 60, 80, 100)
+        logs = [{"update": i, "train/loss": i, **({} if i == 50 else {"train/loss_epoch": -i})} for i in at]
+        text = page([RunFolder(write_run("a", *logs))])
+        assert "loss_epoch" not in text.partition("Curves")[2]
+        assert Page(text).points("train") == [[(i, -i) for i in at if i != 50]]
+
     def test_a_key_hides_its_curve_and_what_is_told_of_it(self) -> None:
         text = page([RunFolder(write_run("a", *({"update": i, "train/loss": 1, "val/loss": 2} for i in (1, 2, 3))))])
         assert text.count("<input type='checkbox' checked>") == 2

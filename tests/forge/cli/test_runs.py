@@ -20,6 +20,7 @@ from forge.runs.find import locate
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint
 from forge_plugins.checkpoint import Best
+from tests.support.patience import PATIENCE
 from tests.support.tasks import Classifier, fit, make_batches
 
 HOLDS = "import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDWR); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"
@@ -52,7 +53,7 @@ def held(folder: Path) -> Iterator[None]:
         assert process.stdout is not None
         process.stdout.readline()
         yield
-        process.communicate("\n", timeout=60)
+        process.communicate("\n", timeout=PATIENCE)
 
 
 def listed(*words: str) -> list[dict[str, Any]]:
@@ -190,7 +191,7 @@ class TestTheList:
             write_run(name, {"update": 1, "val/loss": 1.0}, card=card(1), config="data: {name: x}\n")
         verbs = [["runs"], ["runs", "compare", "one", "two"], ["report", "one"]]
         code = f"import sys; from forge.cli import main; [main(v) for v in {verbs}]; sys.exit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         assert Path("runs/mine/one/report.html").exists()
 

@@ -17,6 +17,7 @@ from forge.runs import folder as folders
 from forge.runs.folder import RunFolder, find_runs
 from forge.util.files import read_regular
 from forge_plugins.board.links import runs_below
+from tests.support.patience import PATIENCE
 from tests.support.profiles import some
 from tests.support.tasks import fit
 
@@ -30,7 +31,7 @@ def no_hang() -> Iterator[None]:
         raise TimeoutError("it hangs")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(20)
+    signal.alarm(int(PATIENCE))
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -25,14 +25,14 @@ import forge
 from forge.distributed import heartbeat, stall_report
 from forge.distributed.heartbeat import Heartbeat
 from forge.distributed.namespace import fresh_store
+from forge.distributed.stderr import is_echo
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive
 from forge.errors import PeerFailed
 from forge.runs.stall_clock import StallClock
 from forge.util import stacks
 from tests.support import forked
+from tests.support.patience import PATIENCE, until
 
-DIED = 90
-"""Seconds that a test waits for the other ranks to end, when one has died; they take a few, on a busy machine more."""
 HOST = socket.gethostname()
 
 TASK = """
@@ -121,13 +121,12 @@ class Ranks:
             ]
 
     def until_failing(self) -> None:
-        await_(lambda: (self.folder / "failing").exists() or self.processes[0].poll() is not None)
+        until(lambda: (self.folder / "failing").exists() or self.processes[0].poll() is not None)
 
-    def codes(self, seconds: float = DIED) -> list[int]:
-        """The exit codes of all ranks, which must have ended by then."""
+    def codes(self) -> list[int]:
+        """The exit codes of all ranks, which must have ended before a collective's own limit."""
         self.until_failing()
-        end = time.monotonic() + seconds
-        return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+        return [process.wait(PATIENCE) for process in self.processes]
 
     @property
     def text(self) -> str:
@@ -137,13 +136,6 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
-
-
-def await_(condition: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def free_port() -> int:
@@ -194,7 +186,7 @@ def test_a_killed_rank_is_missed_by_the_other(start: Start) -> None:
 @pytest.mark.slow
 def test_a_stall_names_the_missing_and_shows_all_stacks(start: Start) -> None:
     ranks = start("stall", options=("ddp.watchdog=3",))
-    assert ranks.codes(seconds=3 + DIED) == [1, 1]
+    assert ranks.codes() == [1, 1]
     text = ranks.text
     assert text.count("The run has stalled") == 1
     assert "no progress for 3 s at update 3" in text
@@ -273,7 +265,7 @@ def test_a_new_life_does_not_answer_to_signs_of_the_last(store: TCPStore) -> Non
         met: dict[int, Any] = {}
 
         def join(rank: int, met: dict[int, Any] = met) -> None:
-            met[rank] = fresh_store(store.clone(), rank, 2, timedelta(seconds=30))
+            met[rank] = fresh_store(store.clone(), rank, 2, timedelta(seconds=PATIENCE))
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
         for thread in threads[:: 1 if life % 2 else -1]:
@@ -287,7 +279,7 @@ def test_a_new_life_does_not_answer_to_signs_of_the_last(store: TCPStore) -> Non
 
 def test_a_rank_that_waits_for_others_in_vain_says_so(store: TCPStore) -> None:
     with pytest.raises(forge.ForgeError, match="Rank 1 of 2 waited"):
-        fresh_store(store, 1, 2, timedelta(seconds=0.1))
+        fresh_store(store, 1, 2, timedelta(seconds=0.1))  # limit: it expires: what is waited for never comes
 
 
 def test_a_dead_process_that_nobody_has_buried_is_not_alive() -> None:
@@ -329,6 +321,24 @@ def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd
     assert isinstance(told, PeerFailed)
     assert (told.rank, told.code) == (0, 2)
     assert capfd.readouterr().err == ""
+
+
+def test_what_a_plugin_says_of_a_lost_connection_is_its_consequence() -> None:
+    def explained(error: BaseException, **how: Any) -> BaseException:
+        try:
+            try:
+                raise error
+            except type(error) as first:
+                said = forge.ForgeError("the block counts its heads")
+                raise said from (first if how.get("said") else None)
+        except forge.ForgeError as told:
+            return told
+
+    lost = RuntimeError("[gloo] Connection closed by peer")
+    assert is_echo(lost)
+    assert is_echo(explained(lost, said=True))
+    assert not is_echo(explained(lost))  # the plugin says that the first one does not matter
+    assert not is_echo(explained(ValueError("shape is invalid"), said=True))
 
 
 @pytest.mark.slow
@@ -415,7 +425,7 @@ def test_the_report_names_the_missing_ranks_of_each_group() -> None:
 def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
     ranks = start("stop", options=("ddp.watchdog=3",))
     ranks.until_failing()
-    assert ranks.processes[0].wait(3 + DIED) == 1
+    assert ranks.processes[0].wait(PATIENCE) == 1
     report = (ranks.folder / "run" / "stall" / "report.txt").read_text()
     stopped = ranks.processes[1].pid
     first, stalled = report.splitlines()[:2]
@@ -431,7 +441,7 @@ def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
 def test_a_stopped_rank_that_holds_the_store_is_named_first(start: Start) -> None:
     ranks = start("stop", who=0, at=600)  # when the other has heard of it
     ranks.until_failing()
-    assert ranks.processes[1].wait(4 * DIED) == 1
+    assert ranks.processes[1].wait(PATIENCE) == 1
     stopped = ranks.processes[0].pid
     assert f"rank 0 does not answer: its process {stopped} on {HOST} is stopped (SIGSTOP" in ranks.text
     assert ranks.text.index("does not answer") < ranks.text.index("the store of this run no longer answers")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from forge.distributed import flight_recorder, stall_report
 from tests.forge.distributed.test_failures import dumped
 from tests.support.lasting_ranks import ranks
+from tests.support.patience import PATIENCE
 
 
 def entry(name: str, number: int, done: bool, created: int = 0, **more: Any) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def reduced() -> tuple[str, list[str]]:
     for _ in range(3):
         dist.all_reduce(torch.ones(4))
     dist.barrier()
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while True:
         recorded = [e for e in flight_recorder.entries() if e["profiling_name"] == "gloo:all_reduce"]
         if flight_recorder.is_done(recorded[-1]) or time.monotonic() > end:  # gloo's own thread records the end later

@@ -19,6 +19,7 @@ import torch
 
 import forge
 from forge.checkpoint import Checkpoints
+from tests.support.patience import PATIENCE
 
 EXACT = 1e-11
 """The tolerance in float64: sums over samples are taken in another order, and nothing else."""
@@ -146,8 +147,8 @@ def settings(strategy: str, updates: int, pause: float) -> list[str]:
     return [*options, "--data", "mine.py:data"]
 
 
-def wait_for(found: Any, process: subprocess.Popen[str], seconds: float) -> None:
-    until = time.monotonic() + seconds
+def wait_for(found: Any, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + PATIENCE
     while not found():
         assert process.poll() is None, "the run ended too early"
         assert time.monotonic() < until, "the run does not get there"
@@ -163,12 +164,12 @@ def test_one_host_goes_on_alone_when_the_other_is_cut_off(strategy: str, hosts: 
     jobs = [host.start(tmp_path, *torchrun(host, first, run, strategy, updates, 0.3)) for host in hosts]
     saved = Checkpoints(run / "checkpoints")
     try:
-        wait_for(lambda: len(saved.all()) >= 2, jobs[0], 120)
+        wait_for(lambda: len(saved.all()) >= 2, jobs[0])
         together = forge.checkpoint.StoredCheckpoint(saved.all()[0]).load()
         assert len(together["rng"]) == 2
         second.cut_off()
         os.killpg(jobs[1].pid, signal.SIGKILL)  # nobody is left to answer, and no word of it comes through
-        assert jobs[0].wait(240) == 0
+        assert jobs[0].wait(PATIENCE) == 0
     except BaseException:
         for host in hosts:
             print(f"-- {host.address}\n{(tmp_path / f'{host.address}.log').read_text()[-6000:]}")
@@ -202,12 +203,12 @@ def test_a_job_of_slurm_is_requeued_when_a_host_is_lost(strategy: str, hosts: li
 
     try:
         jobs = srun(0)
-        wait_for(lambda: len(saved.all()) >= 2, jobs[0], 120)
+        wait_for(lambda: len(saved.all()) >= 2, jobs[0])
         hosts[1].cut_off()
         os.killpg(jobs[1].pid, signal.SIGKILL)
-        assert jobs[0].wait(240) != 0
+        assert jobs[0].wait(PATIENCE) != 0
         hosts[1].join()
-        assert [job.wait(240) for job in srun(1)] == [0, 0]
+        assert [job.wait(PATIENCE) for job in srun(1)] == [0, 0]
     except BaseException:
         for host in hosts:
             print(f"-- {host.address}\n{(tmp_path / f'{host.address}.log').read_text()[-6000:]}")

@@ -24,6 +24,7 @@ from forge.errors import ForgeError
 from forge.testing import TinyTask, assert_same_weights
 from tests.support import forked
 from tests.support.context_kit import Tokens
+from tests.support.patience import PATIENCE
 
 TASK = """
 import os, signal
@@ -91,12 +92,12 @@ def launch(empty_folder: Path) -> Iterator[Launch]:
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=180)
+    text, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, text
 
 
 def await_file(path: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not path.exists():
         assert time.monotonic() < end, f"{path} never came"
         time.sleep(0.02)
@@ -204,7 +205,7 @@ def test_a_stopped_rank_does_not_keep_a_run_from_ending(
     stopped = int((empty_folder / "alive-1").read_text())
     os.kill(stopped, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, text.count(f"rank 1 (process {stopped}) {said}")) == (code, 1), text
 
 
@@ -214,7 +215,7 @@ def test_workers_end_when_their_launcher_is_killed(launch: Launch, empty_folder:
     for rank in range(2):
         await_file(empty_folder / f"alive-{rank}")
     process.kill()
-    text, _ = process.communicate(timeout=20)  # the workers hold the pipe until they end
+    text, _ = process.communicate(timeout=PATIENCE)  # the workers hold the pipe until they end
     assert "the store of this run no longer answers" in text
 
 

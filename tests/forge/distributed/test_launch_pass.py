@@ -18,6 +18,7 @@ from forge.cli import main, predict, validate
 from forge.distributed import launch as launching
 from forge.testing import TinyTask, tiny_batches
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 SIZES = (8, 7, 1)
 """Two ranks take 4 and 4, 3 and 4, and of the last batch one takes the only sample, the other none."""
@@ -64,7 +65,7 @@ def on_two_ranks(empty_folder: Path) -> Forge:
     def run(verb: str, *words: str) -> tuple[int, str, str]:
         command = [sys.executable, "-m", "forge", verb, "small.py", *PLAIN, "-p", "ddp", "--nproc", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
-        done = forked.run([*command, "--weights", "run", *words], env=environment, timeout=180)
+        done = forked.run([*command, "--weights", "run", *words], env=environment, timeout=PATIENCE)
         return done.returncode, done.stdout, done.stderr
 
     return run

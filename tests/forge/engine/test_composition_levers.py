@@ -257,6 +257,7 @@ def test_every_built_in_plugin_is_in_these_laws() -> None:
     strategies = {
         "context_parallel",
         "ddp",
+        "expert_parallel",
         "fsdp",
         "pipeline",
         "tensor_parallel",

@@ -18,6 +18,7 @@ import forge
 import forge.errors
 from forge.data import Loader
 from forge.testing import TinyTask, tiny_batches
+from tests.support.patience import PATIENCE
 from tests.support.profiles import some
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "run_dir": False}
@@ -218,13 +219,13 @@ def test_the_draws_of_another_thread_are_not_blamed_on_a_validation(caplog: pyte
     class Waits(TinyTask):
         def validation_step(self, batch: Any) -> Any:
             go.set()
-            assert done.wait(60)
+            assert done.wait(PATIENCE)
             return super().validation_step(batch)
 
     @forge.on("step_end")
     def draws(step: forge.Step) -> None:
         if step.index == 1:
-            assert go.wait(60)
+            assert go.wait(PATIENCE)
             torch.rand(3)
         if step.index == 2:
             done.set()

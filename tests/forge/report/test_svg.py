@@ -12,6 +12,7 @@ import pytest
 
 from forge.report.svg import MOST_POINTS, line_chart, thinned
 from forge.report.ticks import log_ticks
+from tests.support.patience import PATIENCE
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -117,7 +118,7 @@ def test_series_are_told_apart_by_colour_and_then_by_dashes() -> None:
 
 def test_drawing_does_not_import_torch() -> None:
     code = "import sys; from forge.report.svg import line_chart; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
 
 
 def test_ticks_of_a_log_scale_are_powers_of_ten_or_finer() -> None:

@@ -17,6 +17,7 @@ from forge_plugins import EMA, Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
 from tests.forge.contract.test_frozen import Adapted, Student, teacher
 from tests.support import forked
+from tests.support.patience import PATIENCE
 from tests.support.ships import Classifier, batches, trained_run
 
 
@@ -112,7 +113,7 @@ def test_a_task_fitted_from_python_is_found_where_installed(tmp_path: Path) -> N
         import forge
         assert forge.load("run").net[1].out_features == 8
     """
-    done = forked.run([sys.executable, "-c", code], cwd=tmp_path, timeout=300)
+    done = forked.run([sys.executable, "-c", code], cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
 

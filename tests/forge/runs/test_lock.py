@@ -20,6 +20,7 @@ from forge.errors import CheckpointError
 from forge.runs import lock
 from forge.runs.lock import RunLock
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 
 def in_child(action: Callable[[], None]) -> bool:
@@ -291,4 +292,4 @@ def test_a_lock_held_by_a_dead_runs_worker_is_waited_for(tmp_path: Path) -> None
     for _ in range(2 * lock.TRIES):  # more often than for a living holder
         assert other.stdout.readline() == "waits\n"
     held.release()
-    assert other.communicate(timeout=60)[0].endswith("taken\n")
+    assert other.communicate(timeout=PATIENCE)[0].endswith("taken\n")

@@ -28,9 +28,9 @@ def small_heap_for_each() -> None:
     gc.freeze()
 
 
-NOT_ALONE = {"tensor_parallel", "torchft"}
-"""What needs another plugin beside it and a plan for its task, or a server: tests/forge_plugins/test_tensor_parallel.py
-and tests/forge_cluster/test_torchft.py have them."""
+NOT_ALONE = {"expert_parallel", "tensor_parallel", "torchft"}
+"""What needs another plugin beside it and a plan or experts in its task, or a server: test_expert_parallel.py,
+test_tensor_parallel.py and test_torchft.py have them."""
 
 
 THOROUGH = {"amp", "ema"}

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import forge
 from forge.cli import main, tune_workers
-from forge.data.fork_garbage import collections_paused
 from forge.tuning import WorkersProbe, WorkersReport, step_timer, workers, workers_range
+from forge.util.fork_garbage import collections_paused
 from tests.support.profiles import some
 
 TASK = """
