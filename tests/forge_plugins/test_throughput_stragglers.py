@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ import pytest
 import forge
 from forge.env import Env
 from forge.testing import TinyTask, tiny_batches
+from forge_cluster.context_parallel import ContextParallel
+from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Accumulate, Throughput
 from forge_plugins.common.clock import Totals
-from forge_plugins.throughput import RATES
+from forge_plugins.tensor_parallel import TensorParallel
+from forge_plugins.throughput import RATES, stragglers
 from forge_plugins.throughput.stragglers import LASTING, SLOW, Pace, Stragglers
-from tests.support import throughput_kit
+from tests.support import mesh_kit, throughput_kit
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 from tests.support.throughput_kit import Clock, Sink
@@ -114,6 +118,45 @@ def test_a_rank_with_a_slow_loader_is_named_with_its_cause(strategy: str) -> Non
     assert logs[18]["throughput/slowest_rank"] == 0
 
 
+STRATEGIES: dict[str, Any] = {
+    "fsdp": lambda: [FSDP()],
+    "zero": lambda: [Zero(stage=2)],
+    "tensor_parallel": lambda: [FSDP(), TensorParallel(2, plan=mesh_kit.PLAN)],
+    "pipeline": lambda: [Pipeline(microbatches=2)],
+    "context_parallel": lambda: [ContextParallel()],
+}
+
+
+def with_a_slow_device(strategy: str) -> list[str]:
+    """The warnings of a run in which rank 1 takes 20 ms longer for a product."""
+    multiply, messages = stragglers.DeviceProduct.multiply, Messages()
+
+    def slowly(self: Any) -> None:
+        multiply(self)
+        time.sleep(0.02 if os.environ["RANK"] == "1" else 0)
+
+    logging.getLogger("forge").addHandler(messages)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(stragglers.DeviceProduct, "multiply", slowly)
+            patched.setattr(stragglers, "SHARE", 1.0)
+            options: Any = {"device": "cpu", "run_dir": False, "log_every": 1, "allow_inexact": True}
+            plugins = [*STRATEGIES[strategy](), Throughput()]
+            trainer = forge.Trainer(max_updates=9, seed=0, plugins=plugins, **options)
+            trainer.fit(mesh_kit.MeshWords(), mesh_kit.sentences(sizes=(8,) * 9))
+    finally:
+        logging.getLogger("forge").removeHandler(messages)
+    return [text for text in messages.texts if "times as slow" in text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", some(STRATEGIES))
+def test_a_slow_device_is_named_where_ranks_meet_inside_of_a_step(strategy: str) -> None:
+    (text,), silent = ranks(2)(with_a_slow_device, strategy)
+    assert silent == []
+    assert f"the device of rank 1 on {HOST} is " in text
+
+
 class Behind(Throughput):
     """On rank 1 no step of the first interval is finished at its log, and FLOPs, items and memory stay unknown."""
 
@@ -172,7 +215,7 @@ class Many(Env):
     """One of several ranks, for which others' numbers are there already."""
 
     def __init__(self, *others: int, rank: int = 0):
-        self.world, self.rank, self.asked = len(others) // 3, rank, 0
+        self.world, self.rank, self.asked = len(others) // 4, rank, 0
         self._others = others
 
     def all_max(self, numbers: Sequence[int]) -> list[int]:
@@ -189,9 +232,9 @@ def paced(*own: float) -> list[Pace]:
 
 def judged(*logs: list[Pace], env: Env | None = None) -> tuple[int, list[dict[str, float]]]:
     """How often hosts were asked for, which a warning does, and the metrics."""
-    env = env or Many(*[0] * 3 * len(logs[0]))
-    stragglers = Stragglers(env)
-    metrics = [stragglers.judge(paces) for paces in logs]
+    env = env or Many(*[0] * 4 * len(logs[0]))
+    found = Stragglers(env)
+    metrics = [found.judge(paces) for paces in logs]
     return env.asked, metrics  # pyright: ignore[reportAttributeAccessIssue]
 
 
