@@ -58,6 +58,7 @@ from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
 from forge_doctor.patient import (
     NotApplicable,
+    OutOfTime,
     Patient,
     copied,
     copied_task,
@@ -195,9 +196,12 @@ SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
-READ_SHARE, BEFORE_SHARE, RUN_SHARE, AFTER_SHARE, LAST_SHARE, PROBE_SHARE = 0.1, 0.6, 0.4, 0.4, 0.5, 0.4
-"""Shares of the time that is left: for reading samples, the first probes, the short run, those after it, the last, and
-one of them."""
+READ_SHARE, BEFORE_SHARE, RUN_SHARE, AFTER_SHARE, LAST_SHARE = 0.1, 0.6, 0.4, 0.4, 0.5
+"""Shares of the time that is left: for reading samples, the first probes, the short run, those after it, the last."""
+PROBE_SHARES = 0.1, 0.5
+"""The share of this that a probe gets at first, and where it needs more."""
+STEPS = 1500
+"""Steps of an examination, about: where they would take longer than there is time, they are made on fewer samples."""
 OVERTIME = 0.25
 """The share of their time by which probes may be late that need no step."""
 SETTLED = 3
@@ -341,8 +345,12 @@ class Examination(Plugin):
         self.patient.plugins = self.plugins or list(trainer.stack)
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
         with no_trace(trainer.env.device):
-            with suppress(Exception), self.deadline.first_step():  # many probes share it; its error is theirs to say
-                _ = self.patient.watched
+            with suppress(Exception):  # many probes share the first step; its error is theirs to say
+                with self.deadline.first_step():
+                    _ = self.patient.watched
+                began = self.deadline.spent
+                self.patient.loss(self.patient.clone(), self.patient.batches[0]).backward()
+                self.patient.lighten(self.deadline.left / STEPS / max(self.deadline.spent - began, 1e-9))
             self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
         self._within = self.deadline.part(RUN_SHARE)
         self._weights = copied(self.patient.task)
@@ -351,32 +359,44 @@ class Examination(Plugin):
         self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
     def probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]], within: Deadline) -> None:
-        """Run probes in their order, each for a part of the time at most; then those alone that need no step."""
+        """Run probes in their order, each for a part of the time at most; those that need more then get what is left,
+        and others run that need no step."""
         patient = self.patient
         assert patient is not None
-        for number, (what, probe) in enumerate(probes.items(), 1):
-            if within.left <= -OVERTIME * within.seconds or patient.is_stopped:
-                self.report.skipped[what] = NO_TIME
-                continue
-            self.tell(f"{what} ({number} of {len(probes)})")
-            before = len(self.report.findings)
-            patient.begin(within.part(PROBE_SHARE))
-            try:
-                self.report.findings.extend(probe(patient))
-            except NotApplicable:
-                continue
-            except OutOfTime:
-                pass
-            except Exception as error:
-                why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"[:200]
-                refused = f"{patient.place(patient.asked)} does not take the batch of this experiment: "
-                self.report.skipped[what] = (refused if error is patient.refused else "") + why.partition("\n")[0]
-            else:
-                if len(self.report.findings) == before and not patient.is_late:
-                    self.report.good.append(what)
-            if patient.is_late:  # some probes take an error for an answer
-                self.report.skipped[what] = NO_TIME
+        late = list(probes)
+        for share in PROBE_SHARES:
+            todo, late = late, []
+            for what in todo:
+                if within.left <= -OVERTIME * within.seconds or patient.is_stopped:
+                    self.report.skipped[what] = NO_TIME
+                    continue
+                self.tell(f"{what} ({list(probes).index(what) + 1} of {len(probes)})")
+                patient.begin(within.part(share))
+                self._probe(what, probes[what])
+                late += [what] if patient.is_late else []
         patient.begin(Deadline())
+
+    def _probe(self, what: str, probe: Callable[[Patient], Iterator[Finding]]) -> None:
+        """Run a probe, and note what came of it."""
+        patient, report = self.patient, self.report
+        assert patient is not None
+        before = len(report.findings)
+        report.skipped.pop(what, None)
+        try:
+            report.findings.extend(probe(patient))
+        except NotApplicable:
+            return
+        except OutOfTime:
+            pass
+        except Exception as error:
+            why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"[:200]
+            refused = f"{patient.place(patient.asked)} does not take the batch of this experiment: "
+            report.skipped[what] = (refused if error is patient.refused else "") + why.partition("\n")[0]
+        else:
+            if len(report.findings) == before and not patient.is_late:
+                report.good.append(what)
+        if patient.is_late:  # some probes take an error for an answer
+            report.skipped[what] = NO_TIME
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
@@ -440,10 +460,6 @@ class Examination(Plugin):
             self.report.findings.append(Finding("state_not_saved", text, changed[0], {"attributes": changed[:8]}))
 
 
-class OutOfTime(Exception):
-    """Raised in a step of a probe that has had its time."""
-
-
 class TimedPatient(Patient):
     """A patient whose steps end when the time of a probe is over."""
 
@@ -463,9 +479,12 @@ class TimedPatient(Patient):
         stop = self.trainer.requests.open.get("stop")
         return stop is not None and stop.asker == SIGNAL
 
+    def is_out_of_time(self) -> bool:
+        self.is_late = self.is_late or self.within.is_over or self.is_stopped
+        return self.is_late
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.within.is_over or self.is_stopped:
-            self.is_late = True
+        if self.is_out_of_time():
             raise OutOfTime
         self.asked = kwargs.get("stage", args[2] if len(args) > 2 else "train")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,8 +27,18 @@ SEED = 20
 """With which each step of a probe begins, so that two of them draw the same numbers."""
 
 
+MANY = 10_000
+"""Entries from which a list of a task is data, not what a step collects."""
+FEWEST = 8
+"""Samples of a batch that experiments need."""
+
+
 class NotApplicable(Exception):
     """Raised by a probe of something that the planned run does not have."""
+
+
+class OutOfTime(Exception):
+    """Raised in a step of a probe that has had its time."""
 
 
 @dataclass
@@ -82,6 +92,8 @@ class Patient:
     "What the last layers answer to a batch, by the batch's id and the number of updates."
     groups: dict[str, Any] = field(default_factory=dict)
     "Samples of each stage that batches are made of."
+    whole: list[Any] = field(default_factory=list)
+    "The batches as the loader serves them, where `batches` are smaller."
 
     reads: ClassVar[bool] = True
     "Whether samples of datasets may be read: that may change them."
@@ -135,6 +147,14 @@ class Patient:
         """The batches of train, and those of val where the task validates."""
         return [("train", self.batches), *([("val", self.val_batches)] if self.can_validate else [])]
 
+    def lighten(self, share: float) -> None:
+        """Keep this share of the samples of each batch, and a few at least: experiments on a large model need no more,
+        and come to their end."""
+        if share < 1:
+            self.whole = self.batches
+            self.batches, self.val_batches = ([part(x, share) for x in xs] for xs in (self.batches, self.val_batches))
+            self.__dict__.pop("watched", None)
+
     def place(self, stage: str = "train") -> str:
         """The name of the step of a stage."""
         return f"{type(self.task).__name__}.{'training' if stage == 'train' else 'validation'}_step"
@@ -172,6 +192,10 @@ class Patient:
                 return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
         with torch.enable_grad() if task.evaluation == "grad" else nullcontext():
             return task.validation_step(batch)
+
+    def is_out_of_time(self) -> bool:
+        """Whether the probe that runs should end."""
+        return False
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
         """Return the loss of a training step, with its graph; see `run`."""
@@ -274,6 +298,12 @@ def _relates(x: Tensor) -> bool:
     return torch.equal(x, x.T) or bool(((x == 0) | (x == 1)).all()) or bool(((x.sum(1) - 1).abs() < 1e-4).all())
 
 
+def part(batch: Any, share: float) -> Any:
+    """The first samples of a batch, a share of them and FEWEST at least; all where its rows are no samples."""
+    count = max(FEWEST, int(share * (batch_size(batch) or 0)))
+    return pytree.tree_map_only(Tensor, lambda x: x[:count] if x.ndim else x, batch) if are_samples(batch) else batch
+
+
 def rows(batch: Any) -> list[tuple[Tensor, ...]]:
     """The samples of a batch: a row of each tensor. Where tensors differ in length, rows are no samples."""
     if not are_samples(batch):
@@ -305,6 +335,25 @@ def no_trace(device: torch.device) -> Iterator[None]:
             yield
     finally:
         rng.restore(device)
+
+
+@contextmanager
+def own_state_kept(task: nn.Module) -> Iterator[None]:
+    """Give modules back the attributes of their own: a step collects what the end of a validation uses, and a thousand
+    steps would collect a thousand times that. Tensors that are written into stay as they are."""
+    theirs = vars(nn.Module()).keys()
+    copied = lambda own: own if isinstance(own, Sized) and len(own) > MANY else pytree.tree_map(lambda x: x, own)  # noqa: E731
+    kept = [
+        (module, {name: copied(own) for name, own in vars(module).items() if name not in theirs})
+        for module in task.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, own in kept:
+            for name in vars(module).keys() - theirs - own.keys():
+                del module.__dict__[name]
+            vars(module).update(own)
 
 
 def named(names: Sequence[str], most: int = 4) -> str:

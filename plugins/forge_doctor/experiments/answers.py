@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.torch_internals import pytree
-from forge_doctor.patient import Patient, like, loss_of, numbers
+from forge_doctor.patient import Patient, like, loss_of, numbers, own_state_kept
 
 Place = tuple[str, int, int]
 """A module's path, the number of its call, and the number of the tensor among its output."""
@@ -89,7 +89,11 @@ class Answers:
         return list(dict.fromkeys(path for path, _, _ in self.given))
 
     def step(self, values: list[Tensor], batch: Any = None, stage: str = "train") -> Any:
-        """Run a step on these answers."""
+        """Run a step on these answers; what it collects is let go of."""
+        with own_state_kept(self.task):
+            return self._step(values, batch, stage)
+
+    def _step(self, values: list[Tensor], batch: Any, stage: str) -> Any:
         told = dict(zip(self.given, values, strict=True))
         self.used = set()
 
@@ -114,13 +118,8 @@ class Answers:
     def metrics(self, values: list[Tensor]) -> dict[str, float] | None:
         """What a validation of these answers says, its end included; None where it asks other layers."""
         try:
-            with torch.no_grad():
-                self.task.evaluation_end("val")  # let go of what other steps collected
-        except Exception:  # as it was never told anything
-            pass
-        try:
-            with torch.no_grad():
-                said = self.step(values, stage="val")
+            with torch.no_grad(), own_state_kept(self.task):
+                said = self._step(values, None, "val")
                 ended = self.task.evaluation_end("val")
         except LookupError:
             return None
@@ -220,7 +219,7 @@ def answers(patient: Patient, batch: Any, name: str | None = None, stage: str = 
         calls[path, number] = output
         return output
 
-    with torch.enable_grad(), layer_calls(task, noted):
+    with torch.enable_grad(), own_state_kept(task), layer_calls(task, noted):
         loss = loss_of(patient.run(task, batch, stage, name))
     if not isinstance(loss, Tensor) or loss.grad_fn is None or loss.numel() != 1:
         return None

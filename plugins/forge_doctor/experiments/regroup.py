@@ -105,6 +105,7 @@ def _read(patient: Patient, stage: str) -> SampleGroup | None:
     size = getattr(loader, "batch_size", None) or (len(next(iter(copy.deepcopy(sampler)))) if sampler else 0)
     if dataset is None or collate is None or not 1 < size <= len(dataset):
         return None
+    size = min(size, batch_size(patient.batches[0]) or size)
     reseed(SEED)
     items = [dataset[i] for i in range(0, len(dataset), len(dataset) // size)][:size]
     return SampleGroup(patient, None, items, collate)

@@ -17,7 +17,7 @@ from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import numbers
 from forge_doctor.experiments.reading import read
 from forge_doctor.findings import Finding
-from forge_doctor.patient import Patient, first, like
+from forge_doctor.patient import OutOfTime, Patient, first, like
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
@@ -36,7 +36,9 @@ def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tupl
     settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
     given = [copy.deepcopy(batch) for batch in batches]
     change = Variation(rate=factor * _peak(patient))
-    losses = fit(task, given, [], settings, len(given), change, seeded=False)
+    losses = fit(task, given, [], settings, len(given), change, lambda losses: patient.is_out_of_time(), seeded=False)
+    if patient.is_out_of_time():
+        raise OutOfTime
     task.trainer = patient.trainer
     return task.to(patient.device), losses
 
@@ -79,14 +81,15 @@ def rates(patient: Patient) -> Iterator[Finding]:
     """Short fits at the rate, a hundredth and a hundred times of it: it must not raise the loss, nor leave it."""
     if len(patient.names) > 1:
         return
-    served = [patient.batches[i % len(patient.batches)] for i in range(UPDATES)]
+    batches = patient.whole or patient.batches  # a rate belongs to the size of a batch
+    served = [batches[i % len(batches)] for i in range(UPDATES)]
     found: dict[float, list[float]] = {}
     for factor in (1.0, 0.01, 100.0):
         with suppress(Exception):
             found[factor] = short_fit(patient, served, factor)[1]
     if len(found) < 3:
         return
-    few = len(patient.batches)  # a round over the batches
+    few = len(batches)  # a round over the batches
     start = sum(found[0.01][:few]) / few
     at = {factor: sum(losses[-few:]) / few for factor, losses in found.items()}
     if not start > 0:
