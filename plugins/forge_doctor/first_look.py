@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext, suppress
@@ -48,6 +49,8 @@ FEWEST = 12
 LAZY = "layers get their sizes from this batch"
 SAMPLES = 2000
 """Samples of a dataset in memory that are looked at."""
+MOST_NOTES = 3
+"""Notes that a run in a script shows at its end."""
 
 
 FIRST_STEP = (
@@ -161,6 +164,7 @@ class FirstLook(Plugin):
         super().__init__(**options)
         self._stall: StallWatch | None = None
         self._beside: beside.Beside | None = None
+        self._notes: list[Finding] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -192,6 +196,7 @@ class FirstLook(Plugin):
         """Log what was found beside the run; in a thread, where a filter of the main one could swallow a warning."""
         if finding.level == "note":
             logger.info("Worth a look: %s", as_warning(finding))
+            self._notes += [] if logger.isEnabledFor(logging.INFO) else [finding]
         elif finding.name not in trainer.said:
             trainer.said.add(finding.name)
             logger.warning("%s", as_warning(finding), extra={"finding": finding.name})
@@ -200,6 +205,9 @@ class FirstLook(Plugin):
         if self._beside is not None:
             self._beside.end()
             self._beside = None
+        for note in self._notes[:MOST_NOTES]:  # in a script nobody has asked for the log
+            print(f"Worth a look: {as_warning(note)}", file=sys.stderr)
+        self._notes.clear()
 
     @hookimpl
     def forge_start(self, trainer: Run) -> None:

@@ -80,6 +80,19 @@ class Answers:
     found: dict[bool, tuple[float, list[Tensor]]] = field(default_factory=dict)
     "The best answers, and the best one answer for all samples."
 
+    def __post_init__(self) -> None:
+        self._same = {call: self._first_alike(call) for call in self.held}
+        "The call with the same output, for calls of an answer's layer: a step may ask twice, for metrics and loss."
+
+    def _first_alike(self, call: tuple[str, int]) -> tuple[str, int]:
+        own = pytree.tree_leaves(self.held[call])
+        for path, number in dict.fromkeys(place[:2] for place in self.given):
+            theirs = pytree.tree_leaves(self.held[path, number])
+            alike = [isinstance(x, Tensor) and isinstance(y, Tensor) and torch.equal(x, y) for x, y in zip(own, theirs)]  # noqa: B905
+            if path == call[0] and len(own) == len(theirs) and all(alike):
+                return path, number
+        return call
+
     @property
     def values(self) -> list[Tensor]:
         return list(self.given.values())
@@ -98,6 +111,7 @@ class Answers:
         self.used = set()
 
         def noted(path: str, number: int, output: Any) -> Any:
+            path, number = self._same.get((path, number), (path, number))
             is_answer = any(place[:2] == (path, number) for place in told)
             if is_answer:
                 self.used.add((path, number))

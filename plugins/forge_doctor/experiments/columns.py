@@ -332,7 +332,7 @@ def _constant(found: list[Column], asked: set[int]) -> Iterator[Finding]:
                 f"{place} of a sample, never change in train: {_listed(still, [c.train for c in still])}."
             )
             is_number = any(bool((c.train != c.train.round()).any()) for c in columns)  # no mask, and no rare tag
-            level = "warning" if place in asked and is_number else "note"
+            level = "warning" if place in asked and is_number and not columns[0].is_channel else "note"
             evidence = {"columns": [c.number for c in still]}
             yield Finding("constant_columns", text, f"train, tensor {place} of a sample", evidence, level=level)
         for split, other in (("val", "train"), ("train", "val")):

@@ -33,6 +33,8 @@ def alone(patient: Patient) -> Iterator[Finding]:
     for key, x in together.items():
         if any(key not in single for single in singles) or not _same(x, again.get(key)):
             return  # it draws random numbers, or does other things with one sample
+    if _tells_copies_apart(patient, group.take([places[0]] * SAMPLES), stage):
+        return  # it has numbers of its own for each place, as noise of a fixed seed
     for key in list(together)[::-1]:
         rows = [single[key] for single in singles]
         worst = _apart(together[key], rows)
@@ -48,6 +50,14 @@ def alone(patient: Patient) -> Iterator[Finding]:
             )
             yield Finding("depends_on_company", text, first, {"difference": worst})
         return
+
+
+def _tells_copies_apart(patient: Patient, copies: Any, stage: str) -> bool:
+    """Whether rows of a batch differ that are all of one sample."""
+    for x in _outputs(patient, copies, stage).values():
+        if x.ndim and len(x) == SAMPLES and not _same(x, x[:1].expand_as(x)):
+            return True
+    return False
 
 
 def _serves_the_same(whole: Any, singles: list[Any]) -> bool:

@@ -172,6 +172,7 @@ def _measured(
         raise ArithmeticError("the step keeps a state of its own")
     gradients = {id(p): g for p, g in zip(weights, found, strict=True)}
     total = math.sqrt(sum(float(g.pow(2).sum()) for g in found if g is not None)) or 1e-12
+    unseen = 8 * torch.finfo(loss.dtype).eps * abs(float(loss.detach())) / step
     generator = torch.Generator().manual_seed(0)
     for group in groups:
         given = [gradients[id(p)] for p in group.weights]
@@ -183,7 +184,7 @@ def _measured(
                 [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(group.weights, given, strict=True)]
             )
         for way in ways:
-            _compare(again, group, way, given, step, total)
+            _compare(again, group, way, given, step, total, unseen)
     return groups, watch
 
 
@@ -198,7 +199,9 @@ def _compare(
     given: Sequence[Tensor | None],
     step: float,
     total: float,
+    unseen: float,
 ) -> None:
+    """Compare one slope with the gradient; below `unseen` it is that of rounding."""
     size = math.sqrt(sum(float(d.pow(2).sum()) for d in way)) or 1.0
     way = [d / size for d in way]
     said = sum(float((g * d).sum()) for g, d in zip(given, way, strict=True) if g is not None)
@@ -219,7 +222,7 @@ def _compare(
     if abs(seen[0]) > 1e-4 * total:
         group.slope = max(group.slope, abs(seen[0]))
     off = abs(said - seen[0]) / max(abs(said), abs(seen[0]), 1e-12)
-    if off > NEAR and abs(said - seen[0]) > 0.01 * total and off > group.off:
+    if off > NEAR and abs(said - seen[0]) > max(0.01 * total, unseen) and off > group.off:
         group.agrees, group.off, group.said, group.seen = False, off, said, seen[0]
 
 

@@ -80,6 +80,13 @@ def written(patient: Patient) -> Iterator[Finding]:
             yield Finding("same_rows_written", text, name, {"rows": len(rows), "of": total})
 
 
+OUTLASTS = 0.3
+"""The share of the way to the trained weights that an average must go within the planned run."""
+FASTER = (
+    "Keep less of the average, 0.99 instead of 0.9999, or let it begin as a plain mean: min(decay, (1 + n) / (10 + n))."
+)
+
+
 def averages(patient: Patient) -> Iterator[Finding]:
     """Weights outside all optimizers that follow trained ones: how far they go in an update, and whether at all."""
     track, known = patient.track, trained(patient)
@@ -104,6 +111,16 @@ def averages(patient: Patient) -> Iterator[Finding]:
             "rather than an average of the past."
         )
         yield Finding("average_too_close", text, name, {"share": rate})
+    elif moving and patient.trainer.planned_updates:
+        name, rate = max(moving.items(), key=lambda item: item[1])
+        planned = patient.trainer.planned_updates
+        share = 1 - math.exp(-rate * planned)
+        if share < OUTLASTS and _moved_always(track, list(moving)):
+            text = (
+                f"{name} goes {rate:.2g} of the way to the weights that are trained in every update, and {share:.0%} "
+                f"of it in the {planned} updates of this run: it stays near its first value."
+            )
+            yield Finding("average_stands_still", text, name, {"share": share}, level="warning", cure=FASTER)
     elif rates and not moving and len(rates) >= 2 and not getattr(patient.train, "live", False):  # one may collect
         text = (
             f"{len(rates)} weights that are in no optimizer have the names and shapes of trained ones and never move: "

@@ -110,7 +110,8 @@ def _fault(name: str, value: float, other: float, untrained: float, is_perfect: 
     if not is_perfect:
         return None
     if way == "max" and min(other, untrained) >= 0 and max(value, other, untrained) <= 1 and value < SHORT:
-        return "metric_wrong", f"{seen}: if its best is 1, right answers do not reach it."
+        alike = "hardly tell them apart, so loss and metric disagree on what is right" if value - other < NEAR else ""
+        return "metric_wrong", f"{seen}: if its best is 1, right answers {alike or 'do not reach it'}."
     if mode == "max" and value > 1.01 and abs(value - 100) > 0.5 and max(other, untrained) <= 1.5:
         return "metric_wrong", f"{seen}: it should not be above 1."
     if way == "min" and min(value, other) >= 0 and value > (1 - SHORT) * max(other, untrained):

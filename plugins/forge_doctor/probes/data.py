@@ -243,8 +243,8 @@ def is_target(patient: Patient, place: int) -> bool:
 
 def splits(patient: Patient) -> Iterator[Finding]:
     """Inputs of val against those of train."""
-    if not patient.val_samples:
-        return
+    if not patient.val_samples or not patient.samples or len(patient.val_samples[0]) != len(patient.samples[0]):
+        return  # validation is of something else, as starts of a simulation
     train, val = stacked(patient, patient.samples), stacked(patient, patient.val_samples)
     for place, x in train.items():
         y = val.get(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from forge_doctor.watch import CallWatch, where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000
 """Steps of a schedule that are rehearsed; a shorter run is a trial."""
+LATER = 1000
+"""Steps behind the end of the planned run to which a schedule is rehearsed."""
+SOONER = "Step it after every update, (optimizer, schedule), or let it rise within this run."
 ONE_SAMPLES_VALUES = 256
 """Values per channel that batch normalisation of one sample needs."""
 
@@ -172,20 +176,33 @@ def schedules(patient: Patient) -> Iterator[Finding]:
     for entry in patient.trainer.optimizers.entries.values():
         for scheduled in entry.schedules:
             steps = planned_steps(scheduled, patient.trainer)
-            if (
-                steps is None
-                or not FEWEST_STEPS <= steps <= MOST_STEPS
-                or isinstance(scheduled.schedule, ReduceLROnPlateau)
-            ):
+            if steps is None or not 0 < steps <= MOST_STEPS or isinstance(scheduled.schedule, ReduceLROnPlateau):
                 continue
             rates = rehearse(entry.optimizer, scheduled.schedule, steps)
             kind = type(scheduled.schedule).__name__
-            epoch = patient.trainer.updates_per_epoch if scheduled.every is None else None
-            if rates and epoch is not None and ends_within(rates, epoch):
-                text = f"{kind} has done all that it does within the first epoch, of {epoch} of {steps} updates."
-                yield Finding("schedule_spent", text, kind, {"steps": steps, "epoch": epoch, "last": rates[-1]})
-            elif rates:
-                yield from judge(rates, kind, isinstance(scheduled.schedule, (CosineAnnealingWarmRestarts, CyclicLR)))
+            found = list(_rehearsed(patient, scheduled, rates, kind)) if steps >= FEWEST_STEPS else []
+            yield from found or _never_reached(entry.optimizer, scheduled, rates, kind)
+
+
+def _rehearsed(patient: Patient, scheduled: Any, rates: list[float], kind: str) -> Iterator[Finding]:
+    epoch, steps = patient.trainer.updates_per_epoch if scheduled.every is None else None, len(rates)
+    if rates and epoch is not None and ends_within(rates, epoch):
+        text = f"{kind} has done all that it does within the first epoch, of {epoch} of {steps} updates."
+        yield Finding("schedule_spent", text, kind, {"steps": steps, "epoch": epoch, "last": rates[-1]})
+    elif rates:
+        yield from judge(rates, kind, isinstance(scheduled.schedule, (CosineAnnealingWarmRestarts, CyclicLR)))
+
+
+def _never_reached(optimizer: Any, scheduled: Any, rates: list[float], kind: str) -> Iterator[Finding]:
+    """Rehearse far beyond the plan: most of the way up must lie within it."""
+    with suppress(Exception):  # one that ends
+        later = rehearse(optimizer, scheduled.schedule, 20 * len(rates) + LATER)
+        if 0 < max(rates) < 0.25 * max(later) and len(rates) < 0.25 * later.index(max(later)):
+            text = (
+                f"{kind} reaches {max(rates):.2g}: it would reach {max(later):.2g} after {later.index(max(later))} "
+                f"steps, and this run takes {len(rates)}, one every {scheduled.every or 'update'}."
+            )
+            yield Finding("schedule_still", text, kind, {"highest": max(rates), "later": max(later)}, cure=SOONER)
 
 
 def ends_within(rates: list[float], epoch: int) -> bool:
