@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.experiments import edges, equivariance, loopholes, partners, tables, values
+from forge_doctor.experiments import (
+    company,
+    edges,
+    equivariance,
+    loopholes,
+    motion,
+    partners,
+    reachable,
+    tables,
+    values,
+)
+from forge_doctor.patient import FEWEST, Patient
 from forge_doctor.probes import data, start
 from tests.support.patients import Healthy, found, loader, numbers, splits
 
@@ -310,3 +323,123 @@ def texts(first: int) -> Any:
 def test_a_word_that_has_the_number_of_padding() -> None:
     assert set(found(Bags(), tables.padding_between, data=texts(0))) == {"padding_is_a_word"}
     assert found(Bags(), tables.padding_between, data=texts(1)) == {}
+
+
+class AsksTwice(Healthy):
+    """Asks its model for the metric, and again for the loss. `wrong`: counts the right ones among the next samples."""
+
+    wrong = 0
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        guess = self(x).argmax(1)
+        return {"loss": self.training_step(batch), "accuracy": (guess.roll(self.wrong) == y).float().mean()}
+
+
+class CountsOthers(AsksTwice):
+    wrong = 3
+
+
+def test_a_model_that_is_asked_twice_gives_the_same_answers_twice() -> None:
+    assert found(AsksTwice(), reachable.metrics) == {}
+    assert set(found(CountsOthers(), reachable.metrics)) == {"metric_wrong"}
+
+
+class Collects(Healthy):
+    """Collects its answers until the end of a validation."""
+
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.kept.append(self(x).argmax(1) == y)
+        return {"loss": self.training_step(batch)}
+
+    def evaluation_end(self, stage: str) -> Any:
+        Collects.most = max(Collects.most, sum(map(len, self.kept)))
+        right, self.kept = torch.cat(self.kept), []
+        return {"accuracy": right.float().mean()}
+
+
+def test_what_steps_collect_is_let_go_of() -> None:
+    assert found(Collects(), reachable.metrics) == {}
+    assert Collects.most == 16  # a batch, though a hundred steps looked for the best answers
+
+
+class NoisyByPlace(Healthy):
+    """Validates with noise of a fixed seed."""
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        noise = torch.from_numpy(np.random.default_rng(0).normal(size=tuple(x.shape))).to(x)
+        return {"loss": F.cross_entropy(self(x + noise), y)}
+
+
+def test_noise_of_a_fixed_seed_is_no_company_and_no_mistake_of_the_model() -> None:
+    assert found(NoisyByPlace(), company.alone) == {}
+    levels = {finding.level for finding in found(NoisyByPlace(), equivariance.samples).values()}
+    assert levels <= {"note"}
+
+
+class SlowAverage(Healthy):
+    """Follows its weights, by so much in each step."""
+
+    share = 1e-5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any) -> Any:
+        with torch.no_grad():
+            for mean, weight in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(weight, self.share)
+        return super().training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
+
+
+class FitAverage(SlowAverage):
+    share = 0.05
+
+
+def test_an_average_that_outlasts_the_run() -> None:
+    (told,) = found(SlowAverage(), motion.averages, after=6).values()
+    assert (told.name, told.level) == ("average_stands_still", "warning")
+    assert found(FitAverage(), motion.averages, after=6) == {}
+
+
+class WarmsUp(Healthy):
+    """Its rate rises over 60 steps."""
+
+    every: str | None = "1 epoch"
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 60))
+        return (adam, schedule) if self.every is None else (adam, schedule, self.every)
+
+
+class WarmsUpInTime(WarmsUp):
+    every = None
+
+
+def test_a_schedule_whose_peak_lies_far_behind_the_end() -> None:
+    assert set(found(WarmsUp(), start.schedules)) == {"schedule_still"}
+    assert found(WarmsUpInTime(), start.schedules) == {}
+
+
+def test_a_large_model_is_examined_on_fewer_samples() -> None:
+    patient = Patient(Healthy(), cast(Any, None), None, None, [numbers(64)] * 2, [numbers(64)])
+    patient.lighten(2.0)
+    assert not patient.whole
+    patient.lighten(0.25)
+    assert [len(x) for x, _ in (*patient.batches, *patient.val_batches)] == [16, 16, 16]
+    assert len(patient.whole[0][0]) == 64
+    patient.lighten(0.01)
+    assert len(patient.batches[0][0]) == FEWEST
