@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.checkpoint import Checkpoints, StoredCheckpoint
+from forge.checkpoint import Checkpoints, StoredCheckpoint, manifest
 from forge.checkpoint.weights import read_weights
 from forge.errors import CheckpointError, RecipeError
 from forge.testing import assert_same_weights
-from forge_cluster.storage import object_storage
+from forge_cluster.storage import object_storage, remote
 from forge_cluster.storage.object_storage import redacted
 from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins.checkpoint import Checkpoint
@@ -398,3 +398,26 @@ def test_without_remote_the_plugin_wraps_nothing() -> None:
     assert Checkpoint().forge_setup_env is None
     assert Checkpoint(remote=PLACE).forge_setup_env is not None
     assert isinstance(forge.Trainer(plugins=[Checkpoint(remote=PLACE)]), forge.Trainer)
+
+
+def test_a_large_file_is_fetched_in_ranges_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "run")
+    monkeypatch.setattr(remote, "RANGE", 64)
+    asked: list[tuple[str, int, int]] = []
+    whole = FlakyFileSystem.cat_file
+
+    def part(self: Any, path: str, *more: Any, **options: Any) -> bytes:
+        if options.get("end") != manifest.MAX_SIZE:
+            asked.append((path, options["start"], options["end"]))
+            if len(asked) == 3:
+                raise OSError("the line is cut")
+        return whole(self, path, *more, **options)
+
+    monkeypatch.setattr(FlakyFileSystem, "cat_file", part)
+    RemoteCheckpoints(PLACE).fetch(6, tmp_path / "again/update-00000006")
+    own, there = (folder / "update-00000006" for folder in (tmp_path / "run/checkpoints", tmp_path / "again"))
+    assert all((there / file.name).read_bytes() == file.read_bytes() for file in own.iterdir())
+    assert len(asked) == len(set(asked)) + 1  # the one that failed
+    for file in (file for file in own.iterdir() if file.name != manifest.NAME and file.stat().st_size > 64):
+        ranges = sorted({(begin, end) for path, begin, end in asked if path.endswith(f"/{file.name}")})
+        assert sum(end - begin for begin, end in ranges) == file.stat().st_size

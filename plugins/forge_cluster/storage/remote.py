@@ -13,6 +13,7 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 DOWNLOADS = 2
 """How often a file is downloaded if it differs from the manifest: once may be the network's fault."""
+RANGE, AT_ONCE = 2**26, 4
+"""Bytes of a large file that are asked for together, and how many such ranges at a time."""
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
 """Places without folders. To make one there could make a bucket."""
 
@@ -153,7 +156,7 @@ class RemoteCheckpoints:
         problem = ""
         for _ in range(DOWNLOADS):
             try:
-                self._try(f"read {name}", lambda: self._fs.get_file(self._path(name), str(target)))
+                self._get(name, target, record.size)
             except RemoteMissing as error:
                 raise CheckpointError(f"{self.url}/{name} is missing.") from error
             problem = _difference(target, record)
@@ -161,6 +164,27 @@ class RemoteCheckpoints:
                 os.chmod(target, access(target, 6))
                 return
         raise CheckpointError(f"{self.url}/{name} is damaged: {problem}.")
+
+    def _get(self, name: str, target: Path, size: int) -> None:
+        """Download a file, a large one in ranges, several at a time: one that fails is tried again alone."""
+        path = self._path(name)
+        if size <= RANGE:
+            self._try(f"read {name}", lambda: self._fs.get_file(path, str(target)))
+            return
+        with open(target, "wb") as stream, ThreadPoolExecutor(AT_ONCE) as pool:
+            file = stream.fileno()
+
+            def read(begin: int) -> None:
+                def get() -> bytes:
+                    found = self._fs.cat_file(path, start=begin, end=min(begin + RANGE, size))
+                    if len(found) != min(RANGE, size - begin):
+                        raise OSError(f"{len(found):,} bytes of a range arrived")
+                    return found
+
+                os.pwrite(file, self._try(f"read {name} from byte {begin:,}", get), begin)
+
+            for done in [pool.submit(read, begin) for begin in range(0, size, RANGE)]:
+                done.result()
 
     # -- one operation ------------------------------------------------------------------------------------------------
 
