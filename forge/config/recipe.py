@@ -86,11 +86,13 @@ class Recipe:
         task_of = cache(lambda: self.make_task() if task is None else task)
         otherwise = "write a function data() beside your task, or pass --data FILE.py:function"
         splits = self._make("data", otherwise, task_of)
+        if type(splits) is tuple and 2 <= len(splits) <= 4:  # train, val, test, predict
+            splits = Splits(*splits)
         if not isinstance(splits, Splits):
             whose = self.local["data"].__qualname__ if "data" in self.local else self.config["data"]["name"]
             raise RecipeError(
-                f"The data function {whose!r} returned a {type(splits).__name__}; return forge.data.Splits(train=..., "
-                "val=...)."
+                f"The data function {whose!r} returned a {type(splits).__name__}; return (train, val), or "
+                "forge.data.Splits(train=..., val=...)."
             )
         for loader in splits.live():
             loader.attach(task_of())

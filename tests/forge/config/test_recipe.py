@@ -386,6 +386,11 @@ def test_data_that_are_no_splits_are_refused():
         load_recipe("default", data=batches).make_data()
 
 
+def test_a_data_function_may_return_a_pair_of_loaders() -> None:
+    splits = load_recipe("default", data=lambda: ([1], [2])).make_data()
+    assert (splits.train, splits.val, splits.test) == ([1], [2], None)
+
+
 def test_a_plugin_that_cannot_be_imported_names_its_package(tmp_path, monkeypatch, write):
     info = tmp_path / "broken_plugin-1.2.dist-info"
     info.mkdir()
