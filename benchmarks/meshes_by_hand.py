@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.cases import Batch
@@ -31,8 +30,10 @@ from benchmarks.scale_by_hand import (
     HalfByHand,
     Hand,
     divided_by_hand,
+    inside_and_shared,
     loss,
     make_network,
+    part_loss,
     sum_over,
 )
 
@@ -100,14 +101,8 @@ def _staged(batches: Batches, sizes: Any, whole: DeviceMesh, samples: Any) -> Ha
     _cut(network, whole)
     if shards:
         _sharded(network.blocks.layers, half, sizes, reshard_after_forward=False)
-    inside = list(network.blocks.layers.parameters())
-    own = {id(parameter) for parameter in inside}
-    shared = [parameter for parameter in network.parameters() if id(parameter) not in own]
+    inside, shared = inside_and_shared(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-
-    def part_loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target.flatten()) / (PARTS * WINDOW)
-
     made = PipelineStage(half, stage, pipe.size(), torch.device("cpu"), group=pipe.get_group())
     schedule = Schedule1F1B(made, PARTS, loss_fn=part_loss, scale_grads=False)
     for index, batch in enumerate(batches, 1):

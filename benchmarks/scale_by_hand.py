@@ -210,6 +210,18 @@ class HalfByHand(nn.Module):
         return network.head(hidden).flatten(0, 1) if self.is_last else hidden
 
 
+def inside_and_shared(network: Any) -> tuple[list[Any], list[Any]]:
+    """The parameters of the blocks, and those that both stages hold."""
+    inside = list(network.blocks.layers.parameters())
+    own = {id(parameter) for parameter in inside}
+    return inside, [parameter for parameter in network.parameters() if id(parameter) not in own]
+
+
+def part_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of one micro-batch, as a share of that of a window."""
+    return F.cross_entropy(output, target.flatten()) / (PARTS * WINDOW)
+
+
 def pipeline_by_hand(batches: Batches, shard: bool = False) -> Hand:
     """1F1B. With `shard`, stages are divided by FSDP2, which torch gathers and scatters once per update."""
     mesh = pipes()
@@ -220,14 +232,8 @@ def pipeline_by_hand(batches: Batches, shard: bool = False) -> Hand:
         for layer in network.blocks.layers:
             fully_shard(layer, mesh=mesh["data"], reshard_after_forward=False)
         fully_shard(half, mesh=mesh["data"], reshard_after_forward=False)
-    inside = list(network.blocks.layers.parameters())
-    own = {id(parameter) for parameter in inside}
-    shared = [parameter for parameter in network.parameters() if id(parameter) not in own]
+    inside, shared = inside_and_shared(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-
-    def part_loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target.flatten()) / (PARTS * WINDOW)
-
     made = PipelineStage(half, stage, 2, torch.device("cpu"), group=pipe)
     schedule = Schedule1F1B(made, PARTS, loss_fn=part_loss, scale_grads=False)
     for index, batch in enumerate(batches, 1):
