@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "overrides", metavar="key=value", nargs="*", help="e.g. trainer.max_epochs=3 task.lr=1e-3 PLUGIN.OPTION=VALUE"
     )
     parser.add_argument("--recipe", metavar="NAME", help="a stack to use: fast, frugal, debug, ...")
-    parser.add_argument("--data", metavar="FILE.py:function", help="a function that returns (train, val), or forge.data.Splits")
+    parser.add_argument("--data", metavar="FILE.py:function", help="a function that returns (train, val) or Splits")
     parser.add_argument(
         "-p",
         dest="plugins",
