@@ -367,8 +367,8 @@ def learn(
         report.skipped[what] = NO_TIME
         return
     try:
-        (batch,) = first(patient.train, 1)
-        trials = OneBatch(make(), batch, plugins, settings, updates, deadline.part(0.75), tell)
+        (batch,) = patient.batches[:1] if patient.whole else first(patient.train, 1)
+        trials = OneBatch(given := make(), batch, plugins, settings, updates, deadline.part(0.75), tell)
         curve = report.one_batch = trials.curve()
     except Exception as error:
         report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -378,6 +378,8 @@ def learn(
         evidence = {key: value for key, value in figures.items() if value is not None}
         found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
         report.findings.append(replace(found, level=curve.level))
+    if trials.trained is not None:
+        report.findings[:] = [found for found in report.findings if not motion.moves(found, given, trials.trained)]
     if trials.trained is not None and not curve.is_cut_short:
         learnt = motion.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
         report.findings.extend(learnt)

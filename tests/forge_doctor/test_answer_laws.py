@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import forge
 from forge_doctor.experiments import (
     company,
     edges,
@@ -443,3 +444,25 @@ def test_a_large_model_is_examined_on_fewer_samples() -> None:
     assert len(patient.whole[0][0]) == 64
     patient.lighten(0.01)
     assert len(patient.batches[0][0]) == FEWEST
+
+
+class SyncsLate(SlowAverage):
+    """Copies its weights once in a while. `works`: not into something that is let go of."""
+
+    works = True
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps % 30 == 0:
+            other = self.average if self.works else copy.deepcopy(self.average)
+            other.load_state_dict(self.net.state_dict())
+        return Healthy.training_step(self, batch)
+
+
+class SyncsNothing(SyncsLate):
+    works = False
+
+
+def test_a_copy_that_follows_once_in_a_while_does_not_stand_still() -> None:
+    names = [{f.name for f in forge.doctor(kind(), *splits()).findings} for kind in (SyncsLate, SyncsNothing)]
+    assert ["average_stands_still" in found for found in names] == [False, True]

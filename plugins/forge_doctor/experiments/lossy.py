@@ -80,7 +80,7 @@ class LossyWatch(CallWatch):
         off = (result.detach().double() - x.detach().double()).abs().max()
         spread = float(x.detach().double().std())
         if (
-            spread > 0
+            spread > 1e-9 * float(x.detach().abs().max())  # as much as double itself can tell
             and float(off) > ROUNDED * spread
             and float(off) >= 1e-3 * float(x.detach().double().diff().abs().median())
         ):

@@ -129,6 +129,13 @@ def averages(patient: Patient) -> Iterator[Finding]:
         yield Finding("average_stands_still", text, sorted(rates)[0], {"weights": sorted(rates)[:8]})
 
 
+def moves(found: Finding, before: nn.Module, after: nn.Module) -> bool:
+    """Whether a copy that stood still in a few updates moved in many: it follows once in a while."""
+    names = found.evidence.get("weights", []) if found.name == "average_stands_still" else []
+    old, new = (dict(task.named_parameters()) for task in (before, after))
+    return any(not torch.equal(old[name].cpu(), new[name].cpu()) for name in names if name in old and name in new)
+
+
 def _twin(name: str, known: set[str], weights: dict[str, Tensor]) -> str | None:
     """The trained weight of which this may be the average: the same name inside another module, and the same shape."""
     ends = [name.split(".", n)[n] for n in range(1, name.count(".") + 1)]

@@ -14,6 +14,9 @@ from forge_doctor.patient import SEED, Patient
 from forge_doctor.probes.data import stacked
 from forge_doctor.stored import Array, arrays, copied, count_of, differs, indexed, put_back, read
 
+TIMES = 4
+"""How often each of a few samples is read again."""
+
 
 def noise(patient: Patient) -> Iterator[Finding]:
     """Two tensors of a sample that differ by the same noise in all samples."""
@@ -55,19 +58,20 @@ def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
     for name, loader in loaders.items():
         count = count_of(loader) if indexed(loader) is not None else 0
         held = arrays(loader) if count >= 8 else {}
-        first, touched = {path: copied(value) for path, value in held.items()}, set[str]()
+        first, touched, times = {path: copied(value) for path, value in held.items()}, set[str](), 0
         for index in (0, count // 2, count - 1) if held else ():
             read(loader, index, SEED)  # which may fill a cache
             before = {path: copied(value) for path, value in held.items()}
-            read(loader, index, SEED + 1)
-            later = [x.clone() for x in read(loader, index, SEED + 2)]
-            touched = _put_back(held, before)
-            clean = read(loader, index, SEED + 2)
-            if not touched or all(torch.equal(x, y) for x, y in zip(later, clean, strict=True)):
-                touched.clear()
-                break
+            for seed in range(1, 1 + TIMES):  # what changes may be drawn
+                read(loader, index, SEED + seed)
+                later = [x.clone() for x in read(loader, index, SEED)]
+                others = _put_back(held, before)
+                clean = read(loader, index, SEED)
+                if others and not all(torch.equal(x, y) for x, y in zip(later, clean, strict=True)):
+                    touched, times = touched | others, times + 1
+                _put_back(held, before)
         _put_back(held, first)
-        if touched:
+        if times > 1:
             text = f"Reading a sample again changes it in the dataset, in {min(touched)}: each epoch has other data."
             yield Finding("dataset_changed", text, name, {"array": min(touched)})
             return
