@@ -133,7 +133,7 @@ def with_a_slow_device(strategy: str) -> list[str]:
 
     def slowly(self: Any) -> None:
         multiply(self)
-        time.sleep(0.02 if os.environ["RANK"] == "1" else 0)
+        time.sleep(0.02 if os.environ["RANK"] == "1" else 0)  # limit: a slow device takes longer still; nothing waits
 
     logging.getLogger("forge").addHandler(messages)
     try:

@@ -91,7 +91,8 @@ def rates(patient: Patient) -> Iterator[Finding]:
         return
     few = len(batches)  # a round over the batches
     start = sum(found[0.01][:few]) / few
-    at = {factor: sum(losses[-few:]) / few for factor, losses in found.items()}
+    late = {factor: losses[len(losses) // 2 :] for factor, losses in found.items()}  # a low end may be chance
+    at = {factor: sum(losses) / len(losses) for factor, losses in late.items()}
     if not start > 0:
         return
     fall = {factor: (start - value) / start if math.isfinite(value) else -math.inf for factor, value in at.items()}
