@@ -121,7 +121,7 @@ class OneBatch:
         tell: Callable[[str], None],
     ):
         self.task, self.updates, self.deadline, self.tell = task, updates, deadline, tell
-        self.witness = TrialLook(batch)
+        self.witness = TrialLook(batch, deadline.part(0.3))
         self.trial = Trial(plugins, settings, batch, (self.witness,))
         self.found = Curve([])
         self.trained: TaskModule | None = None
@@ -275,10 +275,10 @@ class OneBatch:
 class TrialLook(Plugin):
     """Looks at the first trial from inside: its floor, its optimizers and its stack."""
 
-    def __init__(self, batch: Any):
+    def __init__(self, batch: Any, within: Deadline):
         super().__init__()
         self.name = "forge_doctor.one_batch"
-        self.batch, self.looks = batch, True
+        self.batch, self.looks, self._within = batch, True, within
         self.trainer: Trainer | None = None
         self.names: list[str | None] = []
         self.floor: float | None = None
@@ -295,7 +295,7 @@ class TrialLook(Plugin):
         self.looks, self.trainer = False, trainer
         self._before = copied(trainer.task)
         self.batch = trainer.env.move(self.batch)
-        patient = Patient(trainer.task, trainer, None, None, [self.batch], [])
+        patient = Patient(trainer.task, trainer, None, None, [self.batch], [], within=self._within)
         self.names = patient.names
         groups = [group for entry in trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
         self.decays = any(group.get("weight_decay") for group in groups)

@@ -21,6 +21,7 @@ from forge.data.combined import Combined
 from forge.errors import TaskError
 from forge.rng import RNGState, reseed
 from forge.torch_internals import pytree
+from forge_doctor.deadline import Deadline
 from forge_doctor.watch import StepWatch
 
 SEED = 20
@@ -94,6 +95,9 @@ class Patient:
     "Samples of each stage that batches are made of."
     whole: list[Any] = field(default_factory=list)
     "The batches as the loader serves them, where `batches` are smaller."
+
+    within: Deadline = field(default_factory=Deadline)
+    "When steps end in OutOfTime."
 
     reads: ClassVar[bool] = True
     "Whether samples of datasets may be read: that may change them."
@@ -185,6 +189,8 @@ class Patient:
         The task runs in the mode that it is in. `name` is that of an optimizer, where there are several: by default
         the first.
         """
+        if self.is_out_of_time():
+            raise OutOfTime
         reseed(seed)
         if stage == "train":
             name = self.names[0] if name is None else name
@@ -194,8 +200,8 @@ class Patient:
             return task.validation_step(batch)
 
     def is_out_of_time(self) -> bool:
-        """Whether the probe that runs should end."""
-        return False
+        """Whether what runs should end."""
+        return self.within.is_over
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
         """Return the loss of a training step, with its graph; see `run`."""
