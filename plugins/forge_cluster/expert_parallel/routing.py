@@ -67,7 +67,13 @@ def route(
     numbers = numbers.repeat_interleave(coming.reshape(-1), output_size=sum(inward))
 
     def travel(rows: Tensor, there: list[int], back: list[int]) -> Tensor:
-        return rows if ranks.group is None else all_to_all(rows, back, there, ranks.group)
+        if ranks.group is None:
+            return rows
+        if rows.requires_grad and torch.is_grad_enabled():
+            return all_to_all(rows, back, there, ranks.group)
+        found = rows.new_empty(sum(back), *rows.shape[1:])  # torch 2.10 has none without gradients on a host
+        dist.all_to_all_single(found, rows.contiguous(), back, there, group=ranks.group)
+        return found
 
     arrived = travel(tokens[order // choices], outward, inward)
     weighed = travel(weights.reshape(-1)[order], outward, inward)
