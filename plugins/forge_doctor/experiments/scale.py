@@ -29,10 +29,12 @@ SMALL_STEP = 1e-3
 """The share of the planned rate at which an update must lower the loss that it was computed from."""
 
 
-def short_fit(patient: Patient, batches: list[Any], factor: float = 1.0) -> tuple[TaskModule, list[float]]:
-    """Train a copy on these batches with the optimizers alone, at a multiple of the highest rate of its schedule; the
-    copy, and the loss of each update."""
-    task = patient.fresh()
+def short_fit(
+    patient: Patient, batches: list[Any], factor: float = 1.0, task: TaskModule | None = None
+) -> tuple[TaskModule, list[float]]:
+    """Train a copy, or this task, on these batches with the optimizers alone, at a multiple of the highest rate of its
+    schedule; the task, and the loss of each update."""
+    task = patient.fresh() if task is None else task
     settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
     given = [copy.deepcopy(batch) for batch in batches]
     change = Variation(rate=factor * _peak(patient))

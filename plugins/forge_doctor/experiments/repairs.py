@@ -1,0 +1,285 @@
+"""Repairs: make one small edit of the user's own code after another, and see whether the task then learns far more.
+
+The user's own validation judges. A function of the model keeps the edit there; one that makes batches, sees the target
+or computes the loss has it in training alone. A line that holds learning back is named by the edit that shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import linecache
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.contract.task import TaskModule
+from forge.rng import reseed
+from forge.runs.directions import mode_of
+from forge.util.frames import is_library
+from forge.util.text import short_path
+from forge_doctor.experiments import equivariance
+from forge_doctor.experiments.answers import held_of
+from forge_doctor.experiments.edits import Edit, edits_of, function_of
+from forge_doctor.experiments.intervene import numbers
+from forge_doctor.experiments.reading import sides
+from forge_doctor.experiments.scale import short_fit
+from forge_doctor.findings import Finding
+from forge_doctor.patient import SEED, OutOfTime, Patient, first, rows, tensors
+from forge_doctor.stored import collate_of, indexed
+
+ROUNDS = ((25, 6, 0.02, 0.6), (100, 3, 0.1, 0.8))
+"""Updates after which edits are compared, how many go on, by which gain at least, and the share of the time."""
+LAST = 200
+"""Updates of the last comparison."""
+LONGER = 3
+"""How many times as long the code as it is may train, and must stay behind."""
+BATCHES, MOST_SAMPLES, JUDGES = 60, 2000, 6
+"""Batches of train that are served, the samples in them, and batches of val that judge."""
+MORE = 0.2
+"""By how much more an edit must take of what there is to learn."""
+FIND_SHARE = 0.3
+"""The share of the time for finding edits that run."""
+FEWEST_UPDATES = 800
+"""Updates that there must be time for: of a few edits, and of the code as it is."""
+STAGES = ("train", "val", "read", "make", "data")
+"""In what order functions are edited, by where they run."""
+
+Figures = dict[str, float]
+
+
+class Listener:
+    """Notes which functions of the user's run in which stage, and which of them see a target or give back a loss."""
+
+    def __init__(self, targets: list[Tensor]):
+        self.stages: dict[CodeType, set[str]] = {}
+        self.judges: set[CodeType] = set()
+        self._targets = targets
+
+    @contextmanager
+    def listening(self, stage: str) -> Iterator[None]:
+        def note(frame: FrameType, event: str, given: Any) -> None:
+            if event not in ("call", "return") or is_others(frame.f_code.co_filename):
+                return
+            self.stages.setdefault(frame.f_code, set()).add(stage)
+            if event == "call" and any(self._is_target(x) for x in tensors(list(frame.f_locals.values()))):
+                self.judges.add(frame.f_code)
+            if event == "return" and any(x.numel() == 1 and x.requires_grad for x in tensors(given)):
+                self.judges.add(frame.f_code)
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _is_target(self, x: Tensor) -> bool:
+        return any(x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)) for y in self._targets)
+
+
+@functools.cache
+def is_others(file: str) -> bool:
+    """Whether a source file is Python's, or an installed package's."""
+    return is_library(file) or file.startswith(tuple(sysconfig.get_path(x) for x in ("stdlib", "purelib", "platlib")))
+
+
+class Bench:
+    """Trains tasks with an edit, and asks their own validation."""
+
+    def __init__(self, patient: Patient):
+        self.patient, self.listener = patient, Listener(_targets(patient))
+        self.val = patient.trainer.env.move(first(patient.loaders["val"], JUDGES))
+        with self.listener.listening("make"):
+            self.task = self._made()
+        with self.listener.listening("data"):
+            self.loader = patient.rebuild() if patient.rebuild is not None else patient.train
+        with self.listener.listening("read"):
+            self._read(self.loader, 1)
+        self.batches = self._read(self.loader)
+        self.reads_alike = _keys(self.batches) == _keys(self._read(self.loader, seed=SEED + 1))
+        with self.listener.listening("train"):
+            self._fitted(self.batches[:1], None)
+        began = time.perf_counter()
+        self._fitted(self.batches[:1] * 5, None)
+        self.seconds = (time.perf_counter() - began) / 5
+        "That an update takes, about."
+        with self.listener.listening("val"):
+            self.start = self.validate(copy.deepcopy(self.task))
+
+    def _made(self) -> TaskModule:
+        reseed(SEED)
+        return self.patient.remake() if self.patient.remake is not None else self.patient.fresh()
+
+    def _read(self, loader: Any, most: int = BATCHES, seed: int = SEED) -> list[Any]:
+        """Batches of train, of the same samples each time where they can be read by index."""
+        collate, dataset, size = collate_of(loader), indexed(loader), int(getattr(loader, "batch_size", None) or 0)
+        if dataset is None or collate is None or not 0 < size <= len(dataset):
+            reseed(seed)
+            return self.patient.trainer.env.move(first(loader, most))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
+        found = []
+        for i in range(0, min(most * size, max(size, MOST_SAMPLES), len(dataset) - size + 1), size):
+            reseed(seed + i)
+            found.append(collate([dataset[k] for k in order[i : i + size]]))
+        return self.patient.trainer.env.move(found)
+
+    def _served(self, edit: Edit | None, most: int = BATCHES) -> list[Any]:
+        """Batches of train with an edit of what makes or reads them; nothing of val may be among them."""
+        stages = self.stages(edit)
+        if "data" in stages:
+            if not self.reads_alike:
+                raise LookupError("samples of val could hide behind augmentation")
+            reseed(SEED)
+            found = self._read(self.patient.rebuild(), most)
+            if _keys(found) & _keys(self.val) - _keys(self.batches):
+                raise LookupError("samples of val are trained on")
+            return found
+        return self._read(self.loader, most) if "read" in stages else self.batches[:most]
+
+    def stages(self, edit: Edit | None) -> set[str]:
+        return self.listener.stages[edit.own] if edit is not None else set()
+
+    def is_models(self, edit: Edit | None) -> bool:
+        """Whether an edit is one of the model, which validation runs too."""
+        return "val" in self.stages(edit) and edit is not None and edit.own not in self.listener.judges
+
+    def _fitted(self, batches: list[Any], edit: Edit | None) -> tuple[TaskModule, list[float]]:
+        return short_fit(
+            self.patient, batches, task=self._made() if "make" in self.stages(edit) else copy.deepcopy(self.task)
+        )
+
+    def validate(self, task: Any) -> Figures:
+        task.to(self.patient.device).trainer = self.patient.trainer
+        task.eval()
+        said: dict[str, list[float]] = {}
+        with torch.no_grad():
+            for batch in copy.deepcopy(self.val):
+                for name, value in numbers(self.patient.run(task, batch, "val")).items():
+                    said.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in said.items()}
+
+    def edits(self) -> Iterator[Edit]:
+        """The edits that run, and do something else to a step than those before them; other names come last."""
+        known = {self._effect(None)}
+        ran = self.listener.stages
+        order = sorted(ran, key=lambda code: min(map(STAGES.index, ran[code])))
+        for names in (False, True):
+            for code in order:
+                function = function_of(code)
+                for edit in edits_of(function, names) if function is not None else ():
+                    with suppress(Exception):  # most of them break the step
+                        effect = self._effect(edit)
+                        if effect not in known and all(map(math.isfinite, effect)):
+                            known.add(effect)
+                            yield edit
+
+    def _effect(self, edit: Edit | None) -> tuple[float, ...]:
+        """Numbers that tell what an edit does to two updates: their losses, and the weights after them."""
+        with edit.made() if edit is not None else nullcontext():
+            task, losses = self._fitted(self._served(edit, 1) * 2, edit)
+        weights = [float(p.detach().double().sum()) for p in task.parameters()]
+        return (*losses, sum((i + 1) * x for i, x in enumerate(weights)))
+
+    def figures(self, edit: Edit | None, updates: int, shift: int = 0) -> Figures:
+        """What validation says after so many updates with an edit."""
+        with edit.made() if edit is not None else nullcontext():
+            batches = self._served(edit)
+            task, _ = self._fitted([batches[(i + shift) % len(batches)] for i in range(updates)], edit)
+        with edit.made() if edit is not None and self.is_models(edit) else nullcontext():
+            return self.validate(task)
+
+    def base(self, updates: int, shift: int = 0) -> Figures:
+        """The best that validation says of the code as it is, after as many updates and after several times as many."""
+        one, other = (self.figures(None, n, shift) for n in (updates, LONGER * updates))
+        return {name: _better(name, one[name], other[name]) for name in one}
+
+    def gain(self, base: Figures, now: Figures) -> tuple[float, str]:
+        """By how much more is learnt, of what there is to learn, and by which figure."""
+        found = ((_gain(n, self.start.get(n, math.nan), base[n], now.get(n, math.nan)), n) for n in base)
+        return max(found, default=(0.0, ""))
+
+
+def _targets(patient: Patient) -> list[Tensor]:
+    held = held_of(patient, patient.batches[0])
+    return sides(held)[1] if held is not None else []
+
+
+def _keys(batches: list[Any]) -> set[bytes]:
+    """What stands for the samples of batches."""
+    samples = (row for batch in batches for row in rows(batch))
+    return {
+        b"".join(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in row if x.numel())
+        for row in samples
+    }
+
+
+def _better(name: str, one: float, other: float) -> float:
+    return max(one, other) if _mode(name) == "max" else min(one, other)
+
+
+def _mode(name: str) -> str | None:
+    return "min" if name == "loss" else mode_of(name)
+
+
+def _gain(name: str, start: float, base: float, now: float) -> float:
+    if _mode(name) is None or not all(map(math.isfinite, (start, base, now))):
+        return 0.0
+    if _mode(name) == "min":
+        return (base - now) / max(abs(start), abs(base), 1e-9)
+    return now - base if min(start, base, now) >= 0 and max(start, base, now) <= 1 else 0.0
+
+
+def repairs(patient: Patient) -> Iterator[Finding]:
+    """Make edits of each function that runs, and name the one after which validation is far better."""
+    if not patient.can_validate or len(patient.names) > 1:
+        return
+    within, bench = patient.within, Bench(patient)
+    if bench.seconds * FEWEST_UPDATES > within.left:
+        raise OutOfTime
+    edits = list[Edit]()
+    for edit in bench.edits():
+        edits.append(edit)
+        if within.spent > FIND_SHARE * within.seconds:
+            break
+    for updates, kept, least, share in ROUNDS:
+        base, scored, part = bench.base(updates), list[tuple[float, Edit]](), within.part(share)
+        for edit in edits:
+            if part.is_over:
+                break
+            with suppress(Exception):
+                scored.append((bench.gain(base, bench.figures(edit, updates))[0], edit))
+        edits = [edit for gain, edit in sorted(scored, key=lambda one: -one[0])[:kept] if gain > least]
+    if edits and not within.is_over:
+        yield from _told(patient, bench, edits)
+
+
+def _told(patient: Patient, bench: Bench, edits: list[Edit]) -> Iterator[Finding]:
+    """Compare once more, for longer and in another order; an edit must not let a model see what it is to predict."""
+    base, scored = bench.base(LAST, shift=7), list[tuple[float, str, Figures, Edit]]()
+    for edit in edits:
+        now = bench.figures(edit, LAST, shift=7)
+        scored.append((*bench.gain(base, now), now, edit))
+    best = max(gain for gain, *_ in scored)
+    if best < MORE:
+        return
+    _, name, now, edit = min((one for one in scored if one[0] > 0.9 * best), key=lambda one: one[3].size)
+    if bench.is_models(edit):
+        with edit.made():
+            if any(True for _ in equivariance.answers_seen(patient)):
+                return
+    file = edit.own.co_filename
+    text = (
+        f"In `{linecache.getline(file, edit.line).strip()}`, {edit}: {LAST} updates take the {name} of validation from "
+        f"{bench.start[name]:.4g} to {now[name]:.4g}. As the code is, {LONGER * LAST} take it to {base[name]:.4g}."
+    )
+    evidence = {"start": bench.start[name], "with the edit": now[name], "as it is": base[name]}
+    yield Finding("line_holds_back", text, f"{short_path(file)}:{edit.line}", evidence)
