@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -50,17 +50,28 @@ class Edit:
         return f"`{self.after}` in place of `{self.before}`" if self.after else f"without `{self.before}`"
 
 
-def function_of(code: CodeType) -> FunctionType | None:
-    """The one function that runs this code."""
-    found = [x for x in gc.get_referrers(code) if isinstance(x, FunctionType) and x.__code__ is code]
-    return found[0] if len(found) == 1 else None
+def function_of(frame: FrameType) -> FunctionType | None:
+    """The function that a frame runs: a method of its first argument, or one that its module or its caller names."""
+    code = frame.f_code
+    name, values = code.co_name, [frame.f_locals.get(name) for name in code.co_varnames[: min(1, code.co_argcount)]]
+    kinds = [kind for value in values for kind in (*getattr(value, "__mro__", ()), *type(value).__mro__)]
+    named = [vars(kind).get(name) for kind in kinds] + [frame.f_globals.get(name)]
+    if frame.f_back is not None:
+        named += frame.f_back.f_locals.values()
+    for x in (*named, *gc.get_referrers(code)):
+        for function in (x, getattr(x, "__func__", None), getattr(x, "fget", None), getattr(x, "__wrapped__", None)):
+            if isinstance(function, FunctionType) and function.__code__ is code:
+                return function
+    return None
 
 
-def edits_of(function: FunctionType, names: bool = False) -> Iterator[Edit]:
+def edits_of(function: FunctionType | None, names: bool = False) -> Iterator[Edit]:
     """All small changes of a function that leave it what it closes over; none of one that may loop without end.
 
     `names`: those that put another name in the place of one, or turn one round, rather than all others.
     """
+    if function is None:
+        return
     with suppress(OSError, SyntaxError, ValueError):
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))

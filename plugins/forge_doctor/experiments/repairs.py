@@ -13,9 +13,9 @@ import math
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ ROUNDS = ((25, 6, 0.02, 0.6), (100, 3, 0.1, 0.8))
 """Updates after which edits are compared, how many go on, by which gain at least, and the share of the time."""
 LAST = 200
 """Updates of the last comparison."""
+ALIKE = 0.95
+"""The share of the best gain from which edits do the same, and the smallest is told."""
 LONGER = 3
 """How many times as long the code as it is may train, and must stay behind."""
 BATCHES, MOST_SAMPLES, JUDGES = 60, 2000, 6
@@ -61,6 +63,7 @@ class Listener:
 
     def __init__(self, targets: list[Tensor]):
         self.stages: dict[CodeType, set[str]] = {}
+        self.functions: dict[CodeType, FunctionType | None] = {}
         self.judges: set[CodeType] = set()
         self._targets = targets
 
@@ -70,6 +73,8 @@ class Listener:
             if event not in ("call", "return") or is_others(frame.f_code.co_filename):
                 return
             self.stages.setdefault(frame.f_code, set()).add(stage)
+            if frame.f_code not in self.functions:
+                self.functions[frame.f_code] = function_of(frame)
             if event == "call" and any(self._is_target(x) for x in tensors(list(frame.f_locals.values()))):
                 self.judges.add(frame.f_code)
             if event == "return" and any(x.numel() == 1 and x.requires_grad for x in tensors(given)):
@@ -167,20 +172,21 @@ class Bench:
                     said.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in said.items()}
 
-    def edits(self) -> Iterator[Edit]:
-        """The edits that run, and do something else to a step than those before them; other names come last."""
-        known = {self._effect(None)}
+    def edits(self, is_over: Callable[[], bool]) -> list[Edit]:
+        """The edits that run, the smallest of those that do the same; other names come last."""
+        found: dict[tuple[float, ...], Edit | None] = {self._effect(None): None}
         ran = self.listener.stages
         order = sorted(ran, key=lambda code: min(map(STAGES.index, ran[code])))
         for names in (False, True):
-            for code in order:
-                function = function_of(code)
-                for edit in edits_of(function, names) if function is not None else ():
-                    with suppress(Exception):  # most of them break the step
-                        effect = self._effect(edit)
-                        if effect not in known and all(map(math.isfinite, effect)):
-                            known.add(effect)
-                            yield edit
+            for edit in (edit for code in order for edit in edits_of(self.listener.functions[code], names)):
+                if is_over():
+                    break
+                with suppress(Exception):  # most of them break the step
+                    effect = self._effect(edit)
+                    known = found.setdefault(effect, edit)
+                    if known is not None and edit.size < known.size:
+                        found[effect] = edit
+        return [edit for effect, edit in found.items() if edit is not None and all(map(math.isfinite, effect))]
 
     def _effect(self, edit: Edit | None) -> tuple[float, ...]:
         """Numbers that tell what an edit does to two updates: their losses, and the weights after them."""
@@ -245,11 +251,7 @@ def repairs(patient: Patient) -> Iterator[Finding]:
     within, bench = patient.within, Bench(patient)
     if bench.seconds * FEWEST_UPDATES > within.left:
         raise OutOfTime
-    edits = list[Edit]()
-    for edit in bench.edits():
-        edits.append(edit)
-        if within.spent > FIND_SHARE * within.seconds:
-            break
+    edits = bench.edits(lambda: within.spent > FIND_SHARE * within.seconds)
     for updates, kept, least, share in ROUNDS:
         base, scored, part = bench.base(updates), list[tuple[float, Edit]](), within.part(share)
         for edit in edits:
@@ -271,7 +273,7 @@ def _told(patient: Patient, bench: Bench, edits: list[Edit]) -> Iterator[Finding
     best = max(gain for gain, *_ in scored)
     if best < MORE:
         return
-    _, name, now, edit = min((one for one in scored if one[0] > 0.9 * best), key=lambda one: one[3].size)
+    _, name, now, edit = min((one for one in scored if one[0] > ALIKE * best), key=lambda one: one[3].size)
     if bench.is_models(edit):
         with edit.made():
             if any(True for _ in equivariance.answers_seen(patient)):
