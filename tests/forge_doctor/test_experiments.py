@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
+import forge
 from forge_doctor.experiments import (
     company,
     equivariance,
@@ -740,3 +741,31 @@ def test_augmentation_is_no_difference_of_splits() -> None:
     assert found(Healthy(), probes_of_data.splits, data=data)["split_statistics"].level == "note"
     scaled = DataLoader(Read(lambda x: (9 * x, 1), 160), 16)
     assert found(Healthy(), probes_of_data.splits, data=(data[0], scaled))["split_statistics"].level == "warning"
+
+
+class Padded(forge.TaskModule):
+    """A transformer as torch makes it, which takes its fast path in evaluation where there is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.embed, self.encoder, self.out = nn.Embedding(12, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 3)
+
+    def training_step(self, batch: Any) -> Any:
+        words, kind = batch
+        seen = self.encoder(self.embed(words), src_key_padding_mask=words == 0)
+        return F.cross_entropy(self.out(seen[:, 0]), kind)
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def test_a_transformer_as_torch_makes_it_is_examined() -> None:
+    words = torch.randint(1, 12, (64, 9), generator=torch.Generator().manual_seed(0))
+    words[::3, 6:] = 0
+    kind = words[:, 0] % 3
+    report = forge.doctor(Padded(), loader(words, kind), loader(words[:32], kind[:32]), budget=0)
+    assert {"samples apart", "alone and in company", "values in the step"} <= set(report.good), report.skipped
+    assert torch.backends.mha.get_fastpath_enabled()

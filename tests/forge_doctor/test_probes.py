@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_doctor.doctor import AFTER, BEFORE
-from forge_doctor.experiments import equivariance, influence, motion, stages
+from forge_doctor.experiments import equivariance, influence, motion, stages, values
 from forge_doctor.findings import FINDINGS, LEVELS
 from forge_doctor.probes import class_labels, data, graph, start
 from tests.support.patients import Healthy, Keeps, found, loader, numbers, said, splits
@@ -297,6 +297,13 @@ def test_labels_are_judged() -> None:
     assert "not_shuffled" in found(
         Healthy(), class_labels.labels, data=(loader(x[order], y[order], shuffle=False), None)
     )
+    prices = (x[:, 0] + 0.1 * x[:, 1])[:, None]
+    order = prices[:, 0].argsort()
+    task = task_with(lambda s, y: (s[:, :1] - y).pow(2).mean())
+    in_order = loader(x[order], prices[order], shuffle=False)
+    assert "not_shuffled" in found(task, values.order, data=(in_order, None))
+    for train in (loader(x[order], prices[order]), loader(x, prices, shuffle=False)):
+        assert not found(task, values.order, data=(train, None))
     rare = torch.where(torch.arange(400) % 50 == 0, 1, 0)
     assert "imbalance" in found(Healthy(), class_labels.labels, data=(loader(x, rare), None))
     five = Healthy()

@@ -29,7 +29,7 @@ from forge.util.text import short_path
 from forge_doctor.experiments import equivariance
 from forge_doctor.experiments.answers import held_of
 from forge_doctor.experiments.edits import Edit, edits_of, function_of
-from forge_doctor.experiments.intervene import numbers
+from forge_doctor.experiments.intervene import draws, numbers
 from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.scale import short_fit
 from forge_doctor.findings import Finding
@@ -119,6 +119,7 @@ class Bench:
         "That an update takes, about."
         with self.listener.listening("val"):
             self.start = self.validate(copy.deepcopy(self.task))
+        self.draws = bool(draws(patient, "val", self.val[0]))
 
     def _made(self) -> TaskModule:
         reseed(SEED)
@@ -153,9 +154,13 @@ class Bench:
     def stages(self, edit: Edit | None) -> set[str]:
         return self.listener.stages[edit.own] if edit is not None else set()
 
-    def is_models(self, edit: Edit | None) -> bool:
-        """Whether an edit is one of the model, which validation runs too."""
-        return "val" in self.stages(edit) and edit is not None and edit.own not in self.listener.judges
+    def is_models(self, code: CodeType) -> bool:
+        """Whether a function is one of the model, which validation runs too."""
+        return "val" in self.listener.stages[code] and code not in self.listener.judges
+
+    def _is_fair(self, code: CodeType) -> bool:
+        """Whether validation asks the same with an edit of this function: not where it draws its question itself."""
+        return not (self.draws and (self.is_models(code) or "make" in self.listener.stages[code]))
 
     def _fitted(self, batches: list[Any], edit: Edit | None) -> tuple[TaskModule, list[float]]:
         return short_fit(
@@ -176,7 +181,7 @@ class Bench:
         """The edits that run, the smallest of those that do the same; other names come last."""
         found: dict[tuple[float, ...], Edit | None] = {self._effect(None): None}
         ran = self.listener.stages
-        order = sorted(ran, key=lambda code: min(map(STAGES.index, ran[code])))
+        order = sorted(filter(self._is_fair, ran), key=lambda code: min(map(STAGES.index, ran[code])))
         for names in (False, True):
             for edit in (edit for code in order for edit in edits_of(self.listener.functions[code], names)):
                 if is_over():
@@ -200,7 +205,7 @@ class Bench:
         with edit.made() if edit is not None else nullcontext():
             batches = self._served(edit)
             task, _ = self._fitted([batches[(i + shift) % len(batches)] for i in range(updates)], edit)
-        with edit.made() if edit is not None and self.is_models(edit) else nullcontext():
+        with edit.made() if edit is not None and self.is_models(edit.own) else nullcontext():
             return self.validate(task)
 
     def base(self, updates: int, shift: int = 0) -> Figures:
@@ -274,7 +279,7 @@ def _told(patient: Patient, bench: Bench, edits: list[Edit]) -> Iterator[Finding
     if best < MORE:
         return
     _, name, now, edit = min((one for one in scored if one[0] > ALIKE * best), key=lambda one: one[3].size)
-    if bench.is_models(edit):
+    if bench.is_models(edit.own):
         with edit.made():
             if any(True for _ in equivariance.answers_seen(patient)):
                 return

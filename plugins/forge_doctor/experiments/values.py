@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_doctor.deadline import Deadline
 from forge_doctor.experiments.answers import held_of, own_weights
 from forge_doctor.experiments.intervene import calls_of, exchanged, named, parts, says
 from forge_doctor.experiments.reading import places
@@ -280,3 +281,37 @@ def coverage(patient: Patient) -> Iterator[Finding]:
             cure="Give a weighted sampler one weight for each sample, and as many draws as samples.",
             level="warning" if share < 0.1 else "note",
         )
+
+
+ORDERED, FEWEST_BATCHES, SECONDS = 4.0, 8, 1.0
+"""How many times as much as by chance the means of batches may vary, the batches to judge by, and the time to read."""
+
+
+def order(patient: Patient) -> Iterator[Finding]:
+    """Where every epoch has one order, targets must vary between its batches as between batches drawn at random."""
+    loader = patient.train
+    dataset, sampler = indexed(loader), getattr(loader, "batch_sampler", None)
+    if dataset is None or sampler is None:
+        return
+    epochs = [[list(map(int, x)) for x in itertools.islice(copy.deepcopy(sampler), 60)] for _ in range(2)]
+    told, within = places(patient)[1], Deadline(SECONDS)
+    if epochs[0] != epochs[1] or not told:
+        return
+    served: list[list[tuple[Tensor, ...]]] = []
+    for indices in epochs[0]:
+        served.append([read(loader, i, SEED + i) for i in indices])
+        if within.is_over:
+            break
+    count = len(tensors(patient.batches[0]))
+    for place in told if all(len(sample) == count for batch in served for sample in batch) else ():
+        means = [torch.stack([sample[place].double().mean() for sample in batch]) for batch in served]
+        every = torch.cat(means)
+        between = sum(len(y) * float((y.mean() - every.mean()) ** 2) for y in means) / max(1, len(means) - 1)
+        ratio = between / max(float(every.var()), 1e-20)
+        if len(means) >= FEWEST_BATCHES and ratio > ORDERED:
+            text = (
+                f"Every epoch of train has one order, and in it the targets of neighbours are alike: the means of "
+                f"{len(means)} batches vary {ratio:.3g} times as much as those of batches that are drawn at random."
+            )
+            yield Finding("not_shuffled", text, "train", {"ratio": ratio, "batches": len(means)})
+            return
