@@ -103,7 +103,7 @@ def _compiled(node: ast.FunctionDef, function: FunctionType) -> CodeType | None:
     return None
 
 
-class Change:
+class NodeChange:
     """A node of a syntax tree, and another one for its place. `part`: what of them to show, where not all."""
 
     def __init__(self, parent: ast.AST, name: str, place: int | None, old: Any, new: Any, part: Any = None):
@@ -131,7 +131,7 @@ class Change:
         return before, after
 
 
-def _changes(function: ast.FunctionDef, names: bool) -> Iterator[Change]:
+def _changes(function: ast.FunctionDef, names: bool) -> Iterator[NodeChange]:
     others = functools.partial(_other_names, known=_names(function)) if names else _others
     for parent in ast.walk(function):
         if isinstance(parent, (ast.arguments, ast.FormattedValue, ast.JoinedStr)):
@@ -140,9 +140,9 @@ def _changes(function: ast.FunctionDef, names: bool) -> Iterator[Change]:
             for place, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 if isinstance(item, ast.expr):
                     for other, *part in others(item, parent):
-                        yield Change(parent, name, place, item, other, part)
+                        yield NodeChange(parent, name, place, item, other, part)
                 elif isinstance(item, ast.stmt) and _may_go(item) and not names:
-                    yield Change(parent, name, place, item, ast.Pass())
+                    yield NodeChange(parent, name, place, item, ast.Pass())
 
 
 def _names(function: ast.FunctionDef) -> dict[str, list[str]]:

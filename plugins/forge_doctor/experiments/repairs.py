@@ -58,7 +58,7 @@ STAGES = ("train", "val", "read", "make", "data")
 Figures = dict[str, float]
 
 
-class Listener:
+class RunFunctions:
     """Notes which functions of the user's run in which stage, and which of them see a target or give back a loss."""
 
     def __init__(self, targets: list[Tensor]):
@@ -97,27 +97,27 @@ def is_others(file: str) -> bool:
     return is_library(file) or file.startswith(tuple(sysconfig.get_path(x) for x in ("stdlib", "purelib", "platlib")))
 
 
-class Bench:
+class EditTrials:
     """Trains tasks with an edit, and asks their own validation."""
 
     def __init__(self, patient: Patient):
-        self.patient, self.listener = patient, Listener(_targets(patient))
+        self.patient, self.ran = patient, RunFunctions(_targets(patient))
         self.val = patient.trainer.env.move(first(patient.loaders["val"], JUDGES))
-        with self.listener.listening("make"):
+        with self.ran.listening("make"):
             self.task = self._made()
-        with self.listener.listening("data"):
+        with self.ran.listening("data"):
             self.loader = patient.rebuild() if patient.rebuild is not None else patient.train
-        with self.listener.listening("read"):
+        with self.ran.listening("read"):
             self._read(self.loader, 1)
         self.batches = self._read(self.loader)
         self.reads_alike = _keys(self.batches) == _keys(self._read(self.loader, seed=SEED + 1))
-        with self.listener.listening("train"):
+        with self.ran.listening("train"):
             self._fitted(self.batches[:1], None)
         began = time.perf_counter()
         self._fitted(self.batches[:1] * 5, None)
         self.seconds = (time.perf_counter() - began) / 5
         "That an update takes, about."
-        with self.listener.listening("val"):
+        with self.ran.listening("val"):
             self.start = self.validate(copy.deepcopy(self.task))
         self.draws = bool(draws(patient, "val", self.val[0]))
 
@@ -152,15 +152,15 @@ class Bench:
         return self._read(self.loader, most) if "read" in stages else self.batches[:most]
 
     def stages(self, edit: Edit | None) -> set[str]:
-        return self.listener.stages[edit.own] if edit is not None else set()
+        return self.ran.stages[edit.own] if edit is not None else set()
 
     def is_models(self, code: CodeType) -> bool:
         """Whether a function is one of the model, which validation runs too."""
-        return "val" in self.listener.stages[code] and code not in self.listener.judges
+        return "val" in self.ran.stages[code] and code not in self.ran.judges
 
     def _is_fair(self, code: CodeType) -> bool:
         """Whether validation asks the same with an edit of this function: not where it draws its question itself."""
-        return not (self.draws and (self.is_models(code) or "make" in self.listener.stages[code]))
+        return not (self.draws and (self.is_models(code) or "make" in self.ran.stages[code]))
 
     def _fitted(self, batches: list[Any], edit: Edit | None) -> tuple[TaskModule, list[float]]:
         return short_fit(
@@ -180,10 +180,10 @@ class Bench:
     def edits(self, is_over: Callable[[], bool]) -> list[Edit]:
         """The edits that run, the smallest of those that do the same; other names come last."""
         found: dict[tuple[float, ...], Edit | None] = {self._effect(None): None}
-        ran = self.listener.stages
-        order = sorted(filter(self._is_fair, ran), key=lambda code: min(map(STAGES.index, ran[code])))
+        stages = self.ran.stages
+        order = sorted(filter(self._is_fair, stages), key=lambda code: min(map(STAGES.index, stages[code])))
         for names in (False, True):
-            for edit in (edit for code in order for edit in edits_of(self.listener.functions[code], names)):
+            for edit in (edit for code in order for edit in edits_of(self.ran.functions[code], names)):
                 if is_over():
                     break
                 with suppress(Exception):  # most of them break the step
@@ -253,40 +253,40 @@ def repairs(patient: Patient) -> Iterator[Finding]:
     """Make edits of each function that runs, and name the one after which validation is far better."""
     if not patient.can_validate or len(patient.names) > 1:
         return
-    within, bench = patient.within, Bench(patient)
-    if bench.seconds * FEWEST_UPDATES > within.left:
+    within, trials = patient.within, EditTrials(patient)
+    if trials.seconds * FEWEST_UPDATES > within.left:
         raise OutOfTime
-    edits = bench.edits(lambda: within.spent > FIND_SHARE * within.seconds)
+    edits = trials.edits(lambda: within.spent > FIND_SHARE * within.seconds)
     for updates, kept, least, share in ROUNDS:
-        base, scored, part = bench.base(updates), list[tuple[float, Edit]](), within.part(share)
+        base, scored, part = trials.base(updates), list[tuple[float, Edit]](), within.part(share)
         for edit in edits:
             if part.is_over:
                 break
             with suppress(Exception):
-                scored.append((bench.gain(base, bench.figures(edit, updates))[0], edit))
+                scored.append((trials.gain(base, trials.figures(edit, updates))[0], edit))
         edits = [edit for gain, edit in sorted(scored, key=lambda one: -one[0])[:kept] if gain > least]
     if edits and not within.is_over:
-        yield from _told(patient, bench, edits)
+        yield from _told(patient, trials, edits)
 
 
-def _told(patient: Patient, bench: Bench, edits: list[Edit]) -> Iterator[Finding]:
+def _told(patient: Patient, trials: EditTrials, edits: list[Edit]) -> Iterator[Finding]:
     """Compare once more, for longer and in another order; an edit must not let a model see what it is to predict."""
-    base, scored = bench.base(LAST, shift=7), list[tuple[float, str, Figures, Edit]]()
+    base, scored = trials.base(LAST, shift=7), list[tuple[float, str, Figures, Edit]]()
     for edit in edits:
-        now = bench.figures(edit, LAST, shift=7)
-        scored.append((*bench.gain(base, now), now, edit))
+        now = trials.figures(edit, LAST, shift=7)
+        scored.append((*trials.gain(base, now), now, edit))
     best = max(gain for gain, *_ in scored)
     if best < MORE:
         return
     _, name, now, edit = min((one for one in scored if one[0] > ALIKE * best), key=lambda one: one[3].size)
-    if bench.is_models(edit.own):
+    if trials.is_models(edit.own):
         with edit.made():
             if any(True for _ in equivariance.answers_seen(patient)):
                 return
     file = edit.own.co_filename
     text = (
         f"In `{linecache.getline(file, edit.line).strip()}`, {edit}: {LAST} updates take the {name} of validation from "
-        f"{bench.start[name]:.4g} to {now[name]:.4g}. As the code is, {LONGER * LAST} take it to {base[name]:.4g}."
+        f"{trials.start[name]:.4g} to {now[name]:.4g}. As the code is, {LONGER * LAST} take it to {base[name]:.4g}."
     )
-    evidence = {"start": bench.start[name], "with the edit": now[name], "as it is": base[name]}
+    evidence = {"start": trials.start[name], "with the edit": now[name], "as it is": base[name]}
     yield Finding("line_holds_back", text, f"{short_path(file)}:{edit.line}", evidence)
