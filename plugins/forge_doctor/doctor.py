@@ -122,6 +122,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "equal tensors": values.equal,
     "training on average": stages.on_average,
     "pairs vary together": pairs.together,
+    "maps agree": pairs.maps,
     "pairs follow": pairs.follow,
     "samples of val": pairs.fixed,
     "losses while reading": lossy.reading,

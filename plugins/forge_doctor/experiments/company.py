@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_doctor.experiments.intervene import calls_of, parts
+from forge_doctor.experiments.intervene import calls_of, draws, parts
 from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
@@ -33,8 +33,8 @@ def alone(patient: Patient) -> Iterator[Finding]:
     for key, x in together.items():
         if any(key not in single for single in singles) or not _same(x, again.get(key)):
             return  # it draws random numbers, or does other things with one sample
-    if _tells_copies_apart(patient, group.take([places[0]] * SAMPLES), stage):
-        return  # it has numbers of its own for each place, as noise of a fixed seed
+    if draws(patient, stage, whole) and _tells_copies_apart(patient, group.take([places[0]] * SAMPLES), stage):
+        return  # it draws numbers for each place, as noise of a fixed seed
     for key in list(together)[::-1]:
         rows = [single[key] for single in singles]
         worst = _apart(together[key], rows)

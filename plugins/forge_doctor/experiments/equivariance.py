@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -137,30 +138,50 @@ def _views(x: Tensor, size: int) -> list[Tensor]:
 
 
 def answers_seen(patient: Patient) -> Iterator[Finding]:
-    """Change what an answer is compared with: where it is another position of the input, the answer must stay."""
+    """Change what an answer is compared with: where it is another position of an input, the answer must stay."""
     batch = patient.batches[0]
     size, held = batch_size(batch), held_of(patient, batch)
     if held is None or size is None:
         return
     base = held.slopes()
-    for path, x in parts(batch).items():
-        if x.ndim < 2 or len(x) != size or not 4 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
-            continue
+    whole = {path: x for path, x in parts(batch).items() if x.ndim > 1 and len(x) == size and x.dtype != torch.bool}
+    for path, x in whole.items():
         steps = x.shape[1]
+        if not 4 <= steps <= MOST_STEPS:
+            continue
+        ahead = Counter[tuple[str, int]]()
         for t in (steps // 2, steps // 2 + 1):
-            change = exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))
             with suppress(Exception):
-                asked = _moved(base, held.slopes(batch=change), size, steps)
-                if not asked or t in asked or len(asked) > 3:
-                    continue
-                now = answers(patient, change)
-                if now is not None and asked <= _moved(held.values, now.values, size, steps):
-                    text = (
-                        f"Step {t} of {named(path, patient)} is what the answer at step {min(asked)} is compared with, "
-                        "and that answer changes with it: the model sees what it is to predict."
-                    )
-                    yield Finding("sees_the_future", text, held.paths[-1], {"step": t, "answer": min(asked)})
-                    return
+                asked = _moved(
+                    base, held.slopes(batch=exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))), size, steps
+                )
+                for other, j in _copies(whole, x, t) if 0 < len(asked) <= 3 else ():
+                    ahead[other, j - t] += 1
+                    is_plain = other == path or (j > t and ahead[other, j - t] == 2)  # a shift, not another order
+                    if j in asked or not is_plain:
+                        continue
+                    z = whole[other]
+                    now = answers(patient, exchanged(batch, z, lambda z, j=j: _rolled_at(z, j)))
+                    if now is not None and asked <= _moved(held.values, now.values, size, z.shape[1]):
+                        text = (
+                            f"Step {j} of {named(other, patient)} is what the answer at step {min(asked)} is compared "
+                            "with, and that answer changes with it: the model sees what it is to predict."
+                        )
+                        yield Finding("sees_the_future", text, held.paths[-1], {"step": j, "answer": min(asked)})
+                        return
+
+
+def _copies(whole: dict[str, Tensor], x: Tensor, t: int) -> list[tuple[str, int]]:
+    """Where a step of a tensor stands in a batch: in itself, and as a step of others."""
+    own = [path for path, z in whole.items() if z is x]
+    others = [
+        (path, j)
+        for path, z in whole.items()
+        if z is not x and z.shape[2:] == x.shape[2:]
+        for j in range(z.shape[1])
+        if torch.equal(z[:, j], x[:, t])
+    ]
+    return [(own[0], t), *others]
 
 
 def steps_ahead(patient: Patient) -> Iterator[Finding]:

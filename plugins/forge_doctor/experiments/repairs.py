@@ -110,7 +110,9 @@ class EditTrials:
         with self.ran.listening("read"):
             self._read(self.loader, 1)
         self.batches = self._read(self.loader)
-        self.reads_alike = _keys(self.batches) == _keys(self._read(self.loader, seed=SEED + 1))
+        again, forms = self._read(self.loader, seed=SEED + 1), [_forms(x) for x in (self.batches, self.val)]
+        self.is_plain = bool(_keys(again)) and _keys(self.batches) == _keys(again) and forms[0] == forms[1]
+        "Whether a sample of val among those of train would be seen."
         with self.ran.listening("train"):
             self._fitted(self.batches[:1], None)
         began = time.perf_counter()
@@ -142,8 +144,8 @@ class EditTrials:
         """Batches of train with an edit of what makes or reads them; nothing of val may be among them."""
         stages = self.stages(edit)
         if "data" in stages:
-            if not self.reads_alike:
-                raise LookupError("samples of val could hide behind augmentation")
+            if not self.is_plain:
+                raise LookupError("samples of val could hide behind another form, or augmentation")
             reseed(SEED)
             found = self._read(self.patient.rebuild(), most)
             if _keys(found) & _keys(self.val) - _keys(self.batches):
@@ -231,6 +233,11 @@ def _keys(batches: list[Any]) -> set[bytes]:
         b"".join(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in row if x.numel())
         for row in samples
     }
+
+
+def _forms(batches: list[Any]) -> list[Any]:
+    """The types and shapes of the samples of a batch."""
+    return [(x.dtype, x.shape[1:]) for x in tensors(batches[0])]
 
 
 def _better(name: str, one: float, other: float) -> float:

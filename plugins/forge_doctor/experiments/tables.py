@@ -84,9 +84,7 @@ def padding_between(patient: Patient) -> Iterator[Finding]:
         is_pad = ids == tables[path].padding_idx
         if ids.ndim != 2 or not bool(is_pad.any()):
             continue
-        words = (~is_pad).long()
-        between = is_pad & (words.cumsum(1) > 0) & (words.flip(1).cumsum(1).flip(1) > 0)
-        share = float(between.any(1).float().mean())
+        share = min(_between(is_pad), _between(is_pad.T))  # samples may be rows, or columns
         if share > BETWEEN:
             text = (
                 f"Row {tables[path].padding_idx} of {path}, that of padding, stands between words in {share:.0%} of "
@@ -94,3 +92,10 @@ def padding_between(patient: Patient) -> Iterator[Finding]:
             )
             yield Finding("padding_is_a_word", text, path, {"share": share})
             return
+
+
+def _between(is_pad: Tensor) -> float:
+    """The share of rows in which padding stands between words."""
+    words = (~is_pad).long()
+    between = is_pad & (words.cumsum(1) > 0) & (words.flip(1).cumsum(1).flip(1) > 0)
+    return float(between.any(1).float().mean())

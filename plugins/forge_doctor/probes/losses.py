@@ -21,6 +21,8 @@ LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_
 LOGARITHMS = ("nll_loss", "kl_div")
 RANGES = {"Relu": (0.0, float("inf")), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Softplus": (0.0, float("inf"))}
 RANGES["Softmax"] = (0.0, 1.0)
+INVERSE = 0.98
+"""How well the weights of classes, in order, follow the inverse counts that they are made of."""
 ASYMMETRIC = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss")
 
 
@@ -142,11 +144,18 @@ def weights(patient: Patient) -> Iterator[Finding]:
             counts = torch.bincount(labels[labels >= 0].cpu(), minlength=len(weight)).float()[: len(weight)]
             used = counts > 0
             if int(used.sum()) > 1 and float(counts[used].max() / counts[used].min()) > 2:
-                together = torch.stack([weight.detach().cpu().float()[used].log(), counts[used].log()])
-                if float(torch.corrcoef(together)[0, 1]) > 0.5:
+                logs = [x.detach().cpu().float()[used].clamp_min(1e-9).log() for x in (weight, counts)]
+                ordered = [x.sort().values for x in (logs[0], -logs[1])]
+                given, best = (float(torch.corrcoef(torch.stack(x))[0, 1]) for x in (logs, ordered))
+                if given > 0.5 or (given > -0.5 and best > INVERSE):
+                    why = (
+                        "weighs frequent classes more"
+                        if given > 0.5
+                        else "has weights for these counts in another order"
+                    )
                     yield Finding(
                         "weights_reversed",
-                        f"{call.name} weighs frequent classes more: counts {_short(counts)}, weights {_short(weight)}.",
+                        f"{call.name} {why}: counts {_short(counts)}, weights {_short(weight)}.",
                         call.where,
                         {"counts": counts.tolist()[:20], "weights": weight.tolist()[:20]},
                     )

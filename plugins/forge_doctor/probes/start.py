@@ -33,6 +33,10 @@ ONE_SAMPLES_VALUES = 256
 """Values per channel that batch normalisation of one sample needs."""
 
 
+LAST_BATCH = 0.8
+"""The momentum of batch normalisation from which one batch makes most of the statistics."""
+
+
 class ActivationWatch(CallWatch):
     """Collects the outputs of activations, in the order of their calls."""
 
@@ -105,7 +109,7 @@ def layers(patient: Patient) -> Iterator[Finding]:
         if isinstance(module, BatchNorm) and _is_fixed(module, patient.trainer.planned_updates or 1000) and not fixed:
             fixed = True  # the others are made alike
             momentum = float(getattr(module, "momentum", None) or 0)
-            kept = "hardly change in this run" if momentum < 1 else "are those of the last batch alone"
+            kept = "hardly change in this run" if momentum < LAST_BATCH else "are those of the last batch, nearly alone"
             text = f"{path} has momentum={momentum:g}: the statistics that evaluation uses {kept}."
             yield Finding("batch_norm_momentum", text, path, {"momentum": momentum})
 
@@ -114,7 +118,11 @@ def _is_fixed(norm: Any, updates: int) -> bool:
     """Whether most of the statistics of a layer that trains are still those of its begin when the run ends."""
     momentum = norm.momentum
     trains = norm.track_running_stats and any(p.requires_grad for p in norm.parameters())
-    return trains and momentum is not None and (momentum >= 1 or (momentum < 0.05 and (1 - momentum) ** updates > 0.5))
+    return (
+        trains
+        and momentum is not None
+        and (momentum >= LAST_BATCH or (momentum < 0.05 and (1 - momentum) ** updates > 0.5))
+    )
 
 
 def normalised_samples(patient: Patient) -> Iterator[Finding]:
@@ -254,8 +262,7 @@ def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
         text = f"{kind} is below 1 % of its peak after {spent} of {steps} steps: the rest of the run hardly trains."
         yield Finding("schedule_spent", text, kind, {**evidence, "spent": spent})
         return
-    restarts = max((b - a for a, b in itertools.pairwise(rates)), default=0.0) > 0.5 * peak  # at once, so it is meant
-    if not cycles and not restarts and _rises(rates, peak) > 0:
+    if not cycles and _rises(rates, peak) > 0 and _turns_back(rates, peak):
         text = f"{kind} falls and rises again {_rises(rates, peak)} times in {steps} steps."
         yield Finding("schedule_rises", text, kind, evidence)
     elif rates.index(peak) >= 0.9 * steps and rates[0] < 0.9 * peak:
@@ -263,6 +270,13 @@ def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:
         yield Finding("schedule_still", text, kind, evidence)
     elif (peak - min(rates)) < 0.02 * peak and steps >= 10:
         yield Finding("schedule_still", f"{kind} changes the rate by less than 2 % in {steps} steps.", kind, evidence)
+
+
+def _turns_back(rates: list[float], peak: float) -> bool:
+    """Whether the rate rises as it fell, as a curve does that is followed beyond its end; otherwise it begins again."""
+    low = next(i for i in range(1, len(rates) - 1) if rates[i] < 0.8 * peak and rates[i] < rates[i + 1])
+    reach = min(low, len(rates) - 1 - low)
+    return max(abs(rates[low + k] - rates[low - k]) for k in range(reach + 1)) < 0.1 * peak
 
 
 def _rises(rates: list[float], peak: float) -> int:
