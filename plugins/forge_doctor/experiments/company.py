@@ -11,7 +11,7 @@ from torch import Tensor
 from forge_doctor.experiments.intervene import calls_of, draws, parts
 from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import SEED, Patient, are_samples
 
 SAMPLES = 6
 NEAR = 1e-3
@@ -33,8 +33,9 @@ def alone(patient: Patient) -> Iterator[Finding]:
     for key, x in together.items():
         if any(key not in single for single in singles) or not _same(x, again.get(key)):
             return  # it draws random numbers, or does other things with one sample
-    if draws(patient, stage, whole) and _tells_copies_apart(patient, group.take([places[0]] * SAMPLES), stage):
-        return  # it draws numbers for each place, as noise of a fixed seed
+    may_draw = are_samples(whole) or draws(patient, stage, whole)  # by place; edges between rows are none's to draw
+    if may_draw and _tells_copies_apart(patient, group.take([places[0]] * SAMPLES), stage):
+        return  # it has numbers of its own for each place, as noise of a fixed seed
     for key in list(together)[::-1]:
         rows = [single[key] for single in singles]
         worst = _apart(together[key], rows)

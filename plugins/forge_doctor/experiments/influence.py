@@ -244,7 +244,9 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                 other[path] = says(patient, exchanged(batch, x, _alike), stage)
         matter = [path for path in whole if not _same(base, other.get(path, {}))]
         several = stage == "train" and isinstance(patient.train, Combined)  # whose samples are no pairs
-        is_paired = "loss" in base and len(matter) > 1 and are_samples(batch) and not several
+        is_paired = (
+            "loss" in base and len({id(whole[path]) for path in matter}) > 1 and are_samples(batch) and not several
+        )
         unpaired: list[Finding] = []
         for path, x in whole.items():
             with suppress(Exception):
