@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
         for why, steps in report.why_left_out.items():
             console.print(Text(f"Left out: {', '.join(steps)}. {why}", "dim"))
         console.print(Text(f"\nMay I start the long run? {report.answer}", "bold"))
-        console.print(Text(f"{report.folder}/ready.md and ready.html have all of it.", "dim"))
+        console.print(Text(f"{report.folder}/ready.md and ready.html have all of it.", "dim"), soft_wrap=True)
     if report.interrupted:
         return 128 + report.interrupted
     return 0 if report.may_start else 1

@@ -74,9 +74,7 @@ def _leaks(step: RoadStep, seen: dict[str, set[bytes]]) -> None:
         if label == "train" or not own:
             continue
         step.facts[label]["shared_with_train"] = shared = len(own & seen["train"])
-        of = (
-            f"{shared:,} of the {len(own):,} inputs of {label} that were read are among {len(seen['train']):,} of train"
-        )
+        of = f"{shared:,} of {len(own):,} inputs of {label} are among {len(seen['train']):,} of train that were read"
         if shared:
             risk = "A result on these samples says nothing of new ones: it is too good."
             step.add("warning", f"{label} shares samples with train", of, risk)

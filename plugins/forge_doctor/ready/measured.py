@@ -61,7 +61,7 @@ def precision(run: PlannedRun, step: RoadStep) -> None:
     choices = [name for name in PRECISIONS if run.device.type == "cuda" or name not in OF_GPUS]
     updates = run.affords(TRAINED, FEWEST, runs=len(choices) + 1)
     rows: dict[str, UpdatePace] = {}
-    left_out = {} if run.device.type == "cuda" else {" and ".join(OF_GPUS): f"the run is on the {run.device.type}"}
+    left_out: dict[str, str] = {}
     for name in choices:
         try:
             rows[name] = run.pace(updates, put=PRECISIONS[name](), without=("autocast", "backends"))
@@ -89,7 +89,8 @@ def precision(run: PlannedRun, step: RoadStep) -> None:
     plain = min(base.seconds, second.seconds)
     best = best if rows[best].seconds < GAIN * plain else "float32"
     has = next((plugin.precision for plugin in run.stack if plugin.precision), "float32")
-    words = "no other precision is faster here and learns as well"
+    alone = "" if len(choices) == len(PRECISIONS) else f" ({' and '.join(OF_GPUS)} are for GPUs)"
+    words = f"no other precision is faster here and learns as well{alone}"
     if best != "float32":
         gain = plain / rows[best].seconds
         words = f"{gain:.2f} times as fast as float32, and the loss differs by no more than {noise:.2g}, the noise"
@@ -164,7 +165,8 @@ def _duration(seconds: float | None) -> str:
 
 
 def _price(run: PlannedRun, seconds: float | None) -> str:
-    return "" if seconds is None or run.price is None else f"{seconds / 3600 * run.price:,.2f}"
+    price = (seconds or 0) / 3600 * (run.price or 0)
+    return "" if seconds is None else f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.env import pick_device
 from forge.errors import ForgeError
+from forge.runs.wording import counted
 from forge.snapshot.left_out import SCHEDULE, is_left_out
 from forge.tuning.trial import TuningTrial
 from forge.util import peak_memory
@@ -92,11 +93,11 @@ class PlannedRun:
         return copied_task(self.task)
 
     @cached_property
-    def update_seconds(self) -> float:
-        """Of one update, with its share of the start and the validation of a short run."""
+    def costs(self) -> tuple[float, float]:
+        """Seconds of a short run without its updates, and of one update."""
         began = time.monotonic()
-        self.pace(WARM)
-        return (time.monotonic() - began) / WARM
+        each = self.pace(WARM).seconds
+        return max(0.0, time.monotonic() - began - WARM * each), each
 
     @cached_property
     def as_planned(self) -> UpdatePace:
@@ -105,11 +106,12 @@ class PlannedRun:
 
     def affords(self, wanted: int, least: int, runs: int = 1) -> int:
         """Return how many updates each of some runs may make in the time of this step."""
+        start, each = self.costs
         left = max(0.0, self.until - time.monotonic())
-        found = int(0.7 * left / runs / max(self.update_seconds, 1e-9))
+        found = int((0.7 * left / runs - start) / max(each, 1e-9))
         if found < least:
             raise NotAffordable(
-                f"An update takes {self.update_seconds:.2g} s, {runs * least} are needed, and this step has "
+                f"An update takes {each:.2g} s, {counted(runs, 'run')} of {least} are needed, and this step has "
                 f"{left:.0f} s of the budget"
             )
         return min(wanted, found)
@@ -140,7 +142,6 @@ class PlannedRun:
         *,
         put: Sequence[Plugin] = (),
         without: Collection[str] = (),
-        task: TaskModule | None = None,
         **given: Any,
     ) -> UpdatePace:
         """Train a copy for some updates, validate it, and measure both; `without`: what dropped plugins provide."""
@@ -150,7 +151,7 @@ class PlannedRun:
         options["validate_every"] = f"{updates} updates"
         dropped = lambda plugin: is_left_out(plugin, SCHEDULE, *without)  # noqa: E731
         made = self.trainer(dropped, [*put, measured], **options)
-        measured.result = made.fit(task or self.copy(), self.train, self.head_of("val"))
+        measured.result = made.fit(self.copy(), self.train, self.head_of("val"))
         return measured
 
 

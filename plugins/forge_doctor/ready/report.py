@@ -187,6 +187,7 @@ class ReadyReport:
         """Return the same as one page, which loads nothing and runs no script."""
         return template(Path(__file__).with_name("page.html")).render(
             report=self,
+            duration=duration,
             chart_style=Markup(STYLE),
             badges={"good": "finished", "error": "failed"},
             charts={step.name: [Markup(chart) for chart in step.charts.values()] for step in self.steps},

@@ -63,11 +63,11 @@ def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
     curve = run.examined.one_batch
     if curve is None or not curve.losses:
         raise NotAffordable(run.examined.skipped.get(CURVE[1], "the doctor ended before"))
+    log = all(loss > 0 for loss in curve.losses) and curve.reached < 0.1 * curve.start
     points = {"loss": list(enumerate(curve.losses, 1))}
     for name, bound in (("chance", curve.chance), ("floor", curve.floor)):
-        if bound is not None:
+        if bound is not None and not (log and bound <= 0):
             points[name] = [(1, bound), (len(curve.losses), bound)]
-    log = all(loss > 0 for loss in curve.losses) and curve.reached < 0.1 * curve.losses[0]
     step.charts["one-batch.svg"] = line_chart(points, title="loss on one batch", log_y=log, height=260)
     step.facts = {"first": curve.start, "reached": curve.reached, "updates": len(curve.losses)}
     if curve.is_learnt or not curve.level:
