@@ -66,7 +66,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as place:
         for name, words in targets(Path(place)).items():
             if not names or name in names:
-                code = cli.main(["ready", *words, "--budget", "60", "--price", "2.50", "--out", str(FOLDER / name)])
+                code = cli.main(["ready", *words, "--price", "2.50", "--out", str(FOLDER / name)])
                 if code > 2:  # a signal
                     return code
                 (FOLDER / name / "ready.html").unlink()

@@ -19,6 +19,7 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.data.adapt import by_name
 from forge.engine.trainer import Plugins, Trainer
+from forge.runs.wording import counted
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
@@ -159,7 +160,8 @@ class OneBatch:
 
     def _judge(self, trained: TaskModule) -> None:
         found = self.found
-        text = f"{len(found.losses)} updates on one batch take its loss from {found.start:.4g} to {found.reached:.4g}"
+        done = counted(len(found.losses), "update")
+        text = f"{done} on one batch take its loss from {found.start:.4g} to {found.reached:.4g}"
         known = [f"chance is {found.chance:.4g}"] if found.chance is not None else []
         floor = 0.0 if found.floor is not None and abs(found.floor) < 1e-3 * abs(found.start) else found.floor
         known += [f"the floor {floor:.3g}"] if floor is not None else []
@@ -171,6 +173,7 @@ class OneBatch:
             return
         found.is_learnt = self._is_learnt(found.reached)
         if found.is_learnt and found.floor is None and min(found.losses) < 0:
+            found.is_learnt = False
             found.verdict = f"{text}. It falls below zero, and nothing says how far it can."
         elif found.is_learnt:
             found.verdict = f"{text}: it is learnt."

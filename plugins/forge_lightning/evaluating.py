@@ -70,7 +70,8 @@ class Evaluates(ModuleMethods):
         return self._run(batch, "predict")
 
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Any]:
-        assert self._step is not None
+        if self.stage is None or self._step is None:
+            return self._apart(stage, getattr(self.module, f"{WORDS[stage]}_step"), batch)
         weight = 0 if self._step.is_padding else batch_size(batch) or 1
         output, calls = self._run_and_collect(weight, self._run, batch, stage)
         loss, extra = split(output)
@@ -149,6 +150,8 @@ class Evaluates(ModuleMethods):
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         """Call the module's end hooks, which can read the results; return the results with the values that they log."""
+        if self.stage is None:
+            return {}  # no evaluation is under way: an experiment runs steps alone, and each returns what it logs
         self._weight, self._loader = 1, -1
         values = self._results()
         self.fresh = {f"{stage}/{name}": value for name, value in values.items()}

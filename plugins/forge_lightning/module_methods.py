@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
 from forge.torch_internals import pytree
@@ -19,8 +20,10 @@ from forge_lightning.log_calls import (
     parse_log,
     refuse_on_one_rank,
     refuse_other_reductions,
+    split,
 )
 from forge_lightning.module_task import ModuleTask
+from forge_lightning.names import short
 
 
 class ModuleMethods(ModuleTask):
@@ -33,6 +36,16 @@ class ModuleMethods(ModuleTask):
             return compatibility.call(function, *arguments), self._calls
         finally:
             self._calls = None
+
+    def _apart(self, stage: str, step: Callable[..., Any], batch: Any) -> dict[str, Any]:
+        """Run a step that no run asks for, as experiments on a copy do: return the module's own, with what it logs."""
+        if stage == "train" and self.is_manual:
+            raise TaskError(f"{type(self.module).__name__} makes its updates itself: its step cannot be run alone.")
+        with self._attached():
+            output, calls = self._run_and_collect(batch_size(batch) or 1, step, batch, 0)
+        loss, extra = split(output)
+        logged = {short(call.name, stage): call.value for call in calls if not is_metric(call.value)}
+        return {**logged, **extra, **({} if loss is None else {"loss": loss})}
 
     def _weigh(self, call: LogCall) -> Any:
         """Return the weight of a logged value: its batch_size, else the batch's size; 0 for a padding batch."""

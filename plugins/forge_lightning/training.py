@@ -90,9 +90,9 @@ class Trains(ModuleMethods):
                 draw_as_iterators(step.trainer.given_loaders.get("train"))
 
     def training_step(self, batch: Any) -> Any:
-        assert self.trainer is not None
-        step = self.trainer.step
-        assert step is not None
+        step = None if self.trainer is None or self.trainer.task is not self else self.trainer.step
+        if step is None:
+            return self._apart("train", self.module.training_step, batch)
         index, first = self._done + step.micro, (step.index, step.micro) > self._ran
         self._forget_skipped()
         if first:

@@ -49,6 +49,19 @@ def test_a_batch_that_is_learnt_ends_early_and_leaves_no_trace() -> None:
     assert all(torch.equal(x, before[name]) for name, x in task.state_dict().items())
 
 
+class Rises(Quick):
+    """Has the wrong sign."""
+
+    def training_step(self, batch: Any) -> Any:
+        return -F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_loss_without_an_end_is_not_called_learnt() -> None:
+    found = one_batch(Rises(), loader(*numbers(), shuffle=False), updates=30)
+    assert not found.is_learnt
+    assert "nothing says how far it can" in found.verdict
+
+
 class ByHand(Quick):
     """A loss that no function of torch's computes, over a dict, inside the model."""
 

@@ -108,6 +108,20 @@ def test_a_step_that_fails_ends_the_road() -> None:
     assert report.folder is None
 
 
+def test_what_a_step_raises_is_said_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(Healthy):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": batch[0] @ 3}
+
+    monkeypatch.setattr(road, "STEPS", [entry for entry in road.STEPS if entry[0] in ("smoke", "stack")])
+    report = forge.ready(Breaks(), *splits(), plugins=[], max_epochs=1, out=False, budget=DAYS)
+    (error,) = report.of("error")
+    line = Breaks.validation_step.__code__.co_firstlineno + 1
+    assert error.evidence.partition(": ")[0].endswith(f"test_ready.py:{line}")
+    assert "raised in the task's validation_step" in error.evidence or "validation_step" in error.evidence
+    assert list(report.why_left_out.values()) == [["2 clipping, guard, checkpoints, early stopping"]]
+
+
 def test_a_budget_of_almost_nothing_lists_what_was_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["ready", "quickstart", "--budget", "1e-5", "--out", str(tmp_path), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
@@ -149,7 +163,7 @@ def test_a_shared_sample_is_a_warning_and_a_second_word_is_a_recipe(
         "    return Splits(TensorLoader(x, y, batch_size=16), TensorLoader(x[:8], y[:8], batch_size=8))\n"
     )
     assert cli.main(["ready", f"{file}:Leaks", "debug", "--out", str(tmp_path / "out"), "--budget", f"{DAYS}"]) == 0
-    said = capsys.readouterr().out
-    assert "val shares samples with train: 8 of the first 8 inputs of val are among 64 of train" in said
+    said = " ".join(capsys.readouterr().out.split())
+    assert "val shares samples with train: 8 of 8 inputs of val are among 64 of train" in said
     assert "Yes, but val shares samples with train" in said
     assert "by guard, anomaly" in said or "by anomaly" in said

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import forge
 from forge.cli import main
+from forge.data import TensorLoader
 from forge.errors import TaskError
 from forge_lightning.names import short
 from forge_lightning.optimizer_config import read
@@ -363,3 +364,34 @@ def test_all_gather_stacks_and_refuses_unequal_shares(tmp_path: Path) -> None:
         assert (told["a"], told["b"]) == ([[0.0, 0.0], [1.0, 1.0]], [0, 1])
         assert "rank 0 has float32 (2,), float32 (3, 4); rank 1 has float32 (2,), float32 (2, 4)" in told["refused"]
         assert "a sum and a count, or tensors padded to one shape" in told["refused"]
+
+
+def test_the_doctor_examines_a_module_as_it_does_a_task() -> None:
+    class Sums(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("train_loss", loss := nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), lr=0.1)
+
+    class Unread(Sums):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step((torch.zeros_like(batch[0]), batch[1]), batch_idx)
+
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    train, val = [TensorLoader(part, (part.sum(1) > 0).long(), batch_size=8) for part in x.split(32)]
+    healthy, ill = (
+        forge.doctor(forge.LightningAdapter(make()), train, val, budget=0, seed=0, max_epochs=2)
+        for make in (Sums, Unread)
+    )
+    assert list(healthy.skipped) == ["learning one batch"]
+    assert not healthy.findings
+    assert "tensor_ignored" in {finding.name for finding in ill.findings}

@@ -8,9 +8,11 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from forge.cli import target
+from forge.runs.wording import duration
 from forge.util import show
 
 if TYPE_CHECKING:
@@ -82,7 +84,9 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(report.as_data(), default=str))
     else:
-        console.print(Text(f"\nMay I start the long run? {report.answer}", "bold"), soft_wrap=True)
+        for why, steps in report.why_left_out.items():
+            console.print(Text(f"Left out: {', '.join(steps)}. {why}", "dim"))
+        console.print(Text(f"\nMay I start the long run? {report.answer}", "bold"))
         console.print(Text(f"{report.folder}/ready.md and ready.html have all of it.", "dim"), soft_wrap=True)
     if report.interrupted:
         return 128 + report.interrupted
@@ -90,18 +94,19 @@ def run(args: Namespace) -> int:
 
 
 def _print(step: RoadStep) -> None:
-    console = show.console()
-    time = f"  {step.seconds:.1f} s" if not step.left_out else ""
+    console, remarks = show.console(), Table.grid(padding=(0, 1, 0, 0))
+    time = f"  {duration(step.seconds)}"
     console.print(Text.assemble((f"{step.number:2} {step.title}  ", "bold"), (step.result, STYLES[step.result]), time))
     if step.left_out:
-        console.print(Text(f"   {step.left_out}", "dim"), soft_wrap=True)
+        console.print(Padding.indent(Text(step.left_out, "dim"), 3))
     for remark in step.remarks:
-        mark = (f"{remark.level:<8}", STYLES[remark.level])
-        console.print(Text.assemble("   ", mark, f"{remark.what}: {remark.evidence}"), soft_wrap=True)
+        words = Text(f"{remark.what}: {remark.evidence}")
         if remark.level != "good":
-            console.print(Text(f"           {remark.risk}", "dim"), soft_wrap=True)
+            words.append(f"\n{remark.risk}", "dim")
+        remarks.add_row(Text(remark.level, STYLES[remark.level]), words)
+    console.print(Padding.indent(remarks, 3))
     for grid in step.grids:
         table = show.table(*grid.heads, wrap=grid.heads[:1])
         for row in grid.rows:
             table.add_row(*row)
-        console.print(Padding(table, (0, 0, 0, 3)))
+        console.print(Padding.indent(table, 3))

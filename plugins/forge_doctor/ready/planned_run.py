@@ -20,16 +20,20 @@ from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.env import pick_device
 from forge.errors import ForgeError
+from forge.runs.wording import counted
 from forge.snapshot.left_out import SCHEDULE, is_left_out
 from forge.tuning.trial import TuningTrial
 from forge.util import peak_memory
 from forge_doctor.patient import copied_task, first
 from forge_doctor.readiness import planned
+from forge_doctor.report import DoctorReport
 from forge_doctor.signals import take_signals
 from forge_plugins.progress.host_limit import LONGER, PAUSES, Gpu
 
 HELD = 8
 """Batches of a loader of val that short runs validate on."""
+TRAINED, FEWEST, WARM = 100, 10, 5
+"""Updates of each measurement, the fewest, and those of the first."""
 
 
 class NotAffordable(Exception):
@@ -54,10 +58,8 @@ class PlannedRun:
     "Of an hour of the device."
     until: float = 0.0
     "When the step must have ended, by the monotonic clock."
-    update_seconds: float = 0.0
-    "Of one update, as far as is known."
-    paces: dict[str, UpdatePace] = field(default_factory=dict)
-    "What was measured already."
+    examined: DoctorReport = field(default_factory=DoctorReport)
+    "What the doctor found."
 
     @cached_property
     def plan(self) -> dict[str, Any]:
@@ -75,13 +77,12 @@ class PlannedRun:
     def train(self) -> Any:
         return self.loaders["train"]
 
-    @cached_property
-    def val_head(self) -> Any:
-        """The first batches of val, for short validations."""
-        val = self.loaders["val"]
-        if isinstance(val, dict):
-            return {name: first(loader, HELD) for name, loader in val.items()}
-        return first(val, HELD) if val is not None else None
+    def head_of(self, split: str, count: int = HELD) -> Any:
+        """The first batches of a split, of each of several loaders; None where there is none."""
+        given = self.loaders[split]
+        if isinstance(given, dict):
+            return {name: first(loader, count) for name, loader in given.items()}
+        return first(given, count) or None
 
     @cached_property
     def stack(self) -> list[Plugin]:
@@ -91,21 +92,26 @@ class PlannedRun:
     def copy(self) -> TaskModule:
         return copied_task(self.task)
 
-    def begin(self, seconds: float) -> None:
-        """Begin a step that has so much time."""
-        self.until = time.monotonic() + seconds
+    @cached_property
+    def costs(self) -> tuple[float, float]:
+        """Seconds of a short run without its updates, and of one update."""
+        began = time.monotonic()
+        each = self.pace(WARM).seconds
+        return max(0.0, time.monotonic() - began - WARM * each), each
 
-    def note_update(self, seconds: float) -> None:
-        """Note what one update takes."""
-        self.update_seconds = seconds
+    @cached_property
+    def as_planned(self) -> UpdatePace:
+        """The pace of the planned stack on the planned device."""
+        return self.pace(self.affords(TRAINED, FEWEST))
 
     def affords(self, wanted: int, least: int, runs: int = 1) -> int:
         """Return how many updates each of some runs may make in the time of this step."""
+        start, each = self.costs
         left = max(0.0, self.until - time.monotonic())
-        found = int(0.7 * left / runs / max(self.update_seconds, 1e-9))
+        found = int((0.7 * left / runs - start) / max(each, 1e-9))
         if found < least:
             raise NotAffordable(
-                f"an update takes {self.update_seconds:.2g} s, {runs * least} are needed, and this step has "
+                f"An update takes {each:.2g} s, {counted(runs, 'run')} of {least} are needed, and this step has "
                 f"{left:.0f} s of the budget"
             )
         return min(wanted, found)
@@ -136,7 +142,6 @@ class PlannedRun:
         *,
         put: Sequence[Plugin] = (),
         without: Collection[str] = (),
-        task: TaskModule | None = None,
         **given: Any,
     ) -> UpdatePace:
         """Train a copy for some updates, validate it, and measure both; `without`: what dropped plugins provide."""
@@ -146,7 +151,7 @@ class PlannedRun:
         options["validate_every"] = f"{updates} updates"
         dropped = lambda plugin: is_left_out(plugin, SCHEDULE, *without)  # noqa: E731
         made = self.trainer(dropped, [*put, measured], **options)
-        measured.result = made.fit(task or self.copy(), self.train, self.val_head)
+        measured.result = made.fit(self.copy(), self.train, self.head_of("val"))
         return measured
 
 
@@ -226,14 +231,14 @@ class UpdatePace(TuningTrial):
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
-    def loss(self) -> tuple[str, float]:
-        """The loss after the run with its name: of validation, where there is one."""
-        metrics = self.result.metrics if self.result is not None else {}
-        names = [*(name for name in metrics if name.startswith("val/") and "loss" in name), "train/loss"]
-        name = "val/loss" if "val/loss" in metrics else next((name for name in names if name in metrics), "")
+    def figures(self) -> dict[str, float]:
+        """What the run came to: its loss first, of validation where there is one, then metrics beside it."""
+        found = self.result.metrics if self.result is not None else {}
+        losses = [name for name in ("val/loss", *found, "train/loss") if name.startswith("val/") and "loss" in name]
+        name = next((name for name in [*losses, "train/loss"] if name in found), "")
         if not name:
             raise ForgeError("this task logs no loss")
-        return name, metrics[name]
+        return {name: found[name], **{other: found[other] for other in found if other.startswith("val/")}}
 
 
 class LeavesAtOnce(Plugin):

@@ -100,6 +100,14 @@ class ReadyReport:
         return [step for step in self.steps if step.left_out]
 
     @property
+    def why_left_out(self) -> dict[str, list[str]]:
+        """The steps that were left out, or not done to their end, by the reason."""
+        found: dict[str, list[str]] = {}
+        for step in self.left_out:
+            found.setdefault(step.left_out, []).append(f"{step.number} {step.title}")
+        return found
+
+    @property
     def may_start(self) -> bool:
         """Whether nothing speaks against the long run, and what shows that it trains was done."""
         return not self.of("error") and not any(step.needed for step in self.left_out)
@@ -112,7 +120,7 @@ class ReadyReport:
         if errors:
             return f"No, because {_joined([f'{error.what}: {error.evidence}' for error in errors])}"
         if undone:
-            return f"No, because this was not done: {_joined(undone)} ({skipped[0].left_out})"
+            return f"No, because this was not done: {_joined(undone)}. {skipped[0].left_out}"
         but = [warning.what for warning in self.of("warning")]
         if skipped:
             but.append(f"this was left out: {', '.join(step.title for step in skipped)}")
@@ -158,13 +166,13 @@ class ReadyReport:
         rows = [[str(step.number), step.title, step.result, duration(step.seconds)] for step in self.steps]
         parts = ["# May I start the long run?", f"**{self.answer}**", f"`{self.name}`: {self.ending}"]
         parts += _table(Grid(["", "step", "result", "time"], rows))
+        parts += [f"Left out: {', '.join(steps)}. {why}" for why, steps in self.why_left_out.items()]
         for step in self.steps:
-            parts += [f"## {step.number} {step.title}", *self._part(step)]
+            if step.remarks:
+                parts += [f"## {step.number} {step.title}", *self._part(step)]
         return "\n\n".join(parts) + "\n"
 
     def _part(self, step: RoadStep) -> Iterator[str]:
-        if step.left_out:
-            yield f"Left out: {step.left_out}"
         remarks = [[remark.level, remark.what, remark.evidence, remark.risk] for remark in step.remarks]
         yield from _table(Grid(["", "what", "evidence", "risk"], remarks))
         for grid in step.grids:
@@ -179,6 +187,7 @@ class ReadyReport:
         """Return the same as one page, which loads nothing and runs no script."""
         return template(Path(__file__).with_name("page.html")).render(
             report=self,
+            duration=duration,
             chart_style=Markup(STYLE),
             badges={"good": "finished", "error": "failed"},
             charts={step.name: [Markup(chart) for chart in step.charts.values()] for step in self.steps},

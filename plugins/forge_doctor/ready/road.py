@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from forge.runs.card import group_of
 from forge.runs.job import name_of
 from forge.runs.wording import duration
 from forge.tuning.trial import quiet
+from forge.util.text import short_path
 from forge.util.time_limit import time_limit
-from forge_doctor.patient import no_trace
+from forge.util.tracebacks import is_users
+from forge_doctor.patient import each, no_trace
 from forge_doctor.ready import measured, tried
 from forge_doctor.ready.look import look
 from forge_doctor.ready.planned_run import NotAffordable, PlannedRun
@@ -57,8 +60,8 @@ NEEDED = ("data", "doctor", "one-batch", "smoke")
 """Steps without which nothing shows that it trains."""
 MEASURED = ("precision", "device", "speed", "determinism")
 """Steps that only compare: what the run needs has been tried before."""
-FREE = ("stack",)
-"""Steps that take no time."""
+FREE, GIVEN = ("stack",), 60.0
+"""Steps that take no time, and the seconds that they are given all the same."""
 
 
 class OverTime(BaseException):
@@ -111,7 +114,7 @@ def walk(
     """Walk the road; `more` are fields of the PlannedRun."""
     if not 0 < budget < float("inf"):
         raise ForgeError(f"budget={budget:g}: it must be above 0, in minutes.")
-    for loader in (each for given in loaders.values() for each in live_loaders(given)):
+    for loader in live_loaders(each(loaders)):
         loader.attach(task)
     if plugins is None and "recipe" not in settings:
         settings = {"recipe": "default", **settings}
@@ -121,10 +124,7 @@ def walk(
         name = group_of(recipe if not isinstance(recipe, (str, Path)) else None, name_of(task))
         report = ReadyReport(name, budget=budget)
         began = time.monotonic()
-        every = [
-            each for given in loaders.values() for each in (given.values() if isinstance(given, dict) else [given])
-        ]
-        with ended_by_signals(), no_trace(torch.device("cpu")), kept(*every), quiet():
+        with ended_by_signals(), no_trace(torch.device("cpu")), kept(*each(loaders).values()), quiet():
             _steps(run, report, began + 60 * budget, keep_going, tell)
         report.seconds = time.monotonic() - began
     if out is not False:
@@ -139,37 +139,47 @@ def _steps(
     for number, (name, title, work) in enumerate(STEPS, 1):
         step = RoadStep(number, name, title, name in NEEDED)
         report.steps.append(step)
-        left = end - time.monotonic()
-        spent = f"the budget of {report.budget:g} min was spent" if left <= 0 and name not in FREE else ""
-        step.left_out = ended or spent
-        if not step.left_out:
-            tell(step, False)
-            _do(work, run, step, report, SHARE * left if name not in FREE else 60.0)
+        left = end - time.monotonic() if name not in FREE else 2 * GIVEN
+        step.left_out = ended or (f"The budget of {report.budget:g} min was spent." if left <= 0 else "")
+        if step.left_out:
+            continue
+        tell(step, False)
+        _do(work, run, step, report, SHARE * left)
         tell(step, True)
         if report.interrupted:
-            ended = "it was interrupted"
+            ended = "It was interrupted."
         elif step.level == "error" and not keep_going:
-            ended = ended or f"step {number}, {title}, found an error (--keep-going, keep_going=True)"
+            ended = f"Step {number}, {title}, found an error (go on after it: --keep-going, keep_going=True)."
 
 
 def _do(work: Work, run: PlannedRun, step: RoadStep, report: ReadyReport, seconds: float) -> None:
     """Do one step. What it raises is what a run would raise; a signal ends the road with what it has."""
     began = time.monotonic()
-    run.begin(seconds)
+    run.until = began + seconds
     try:
         with time_limit(seconds, OverTime):
             work(run, step)
     except OverTime:
-        step.left_out = f"it takes more than {duration(seconds)}, half of the budget's time that was left"
+        step.left_out = f"It takes more than {duration(seconds)}, half of the budget's time that was left."
     except NotAffordable as error:
-        step.left_out = str(error)
+        step.left_out = f"{error}."
     except (KeyboardInterrupt, SystemExit) as error:
         report.interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
-        step.left_out = "it was interrupted"
+        step.left_out = "It was interrupted."
     except Exception as error:
-        words = (str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}")[:600]
+        words = _said(error)
         if step.name in MEASURED:
-            step.left_out = f"it could not be measured: {words}"
+            step.left_out = f"It could not be measured: {words}"
         else:
             step.add("error", f"{step.title} does not run", words, "A long run fails in the same way, later.")
     step.seconds = time.monotonic() - began
+
+
+def _said(error: Exception) -> str:
+    """What an error says, with what is known of it, and the user's own line."""
+    if isinstance(error, ForgeError):
+        return str(error)[:600]
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    where = f"{short_path(lines[-1].filename)}:{lines[-1].lineno}: " if lines else ""
+    notes = " ".join(note.removeprefix("forge: ") for note in getattr(error, "__notes__", ()))
+    return f"{where}{type(error).__name__}: {error} {notes}".strip()[:600]

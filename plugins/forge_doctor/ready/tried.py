@@ -17,70 +17,66 @@ from forge.runs.wording import counted
 from forge.util.text import format_bytes
 from forge_doctor.deadline import Deadline
 from forge_doctor.doctor import doctor
-from forge_doctor.learning import one_batch
-from forge_doctor.patient import first
 from forge_doctor.readiness import readiness
-from forge_doctor.ready.planned_run import PlannedRun
+from forge_doctor.ready.planned_run import NotAffordable, PlannedRun
 from forge_doctor.ready.report import RoadStep
-from forge_doctor.trial import Trial
 from forge_plugins import Checkpoint
 
-ONE_BATCH, FEWEST = 200, 20
-"""Updates on one batch, and the fewest that say something."""
+CURVE = "cannot_learn_a_batch", "learning one batch"
+"""The doctor's finding and part that are the third step."""
+NAMED = 5
+"""Checks that are named of those that could not be made for one reason."""
 SAVED, STOPPED = 4, 8
 """The update of the checkpoint that is rehearsed, and the last one."""
 
 
 def examine(run: PlannedRun, step: RoadStep) -> None:
-    """The doctor: errors end the road."""
-    plugins = run.plugins if run.plugins is not None else ()
-    within = Deadline(0.9 * max(1.0, run.until - time.monotonic()))
-    report = doctor(run.task, run.train, run.loaders["val"], plugins=plugins, budget=0, deadline=within, **_own(run))
+    """The doctor: errors end the road. It learns one batch too, which the next step shows."""
+    report, own = run.examined, {key: run.settings[key] for key in run.settings.keys() - {"run_dir", "resume"}}
+    within = Deadline(0.9 * (run.until - time.monotonic()))
+    given = run.plugins if run.plugins is not None else ()
+    try:
+        doctor(run.task, run.train, run.loaders["val"], plugins=given, deadline=within, report=report, **own)
+    finally:  # what was found until a signal, or until the time was over
+        _say_what_was_found(run, step)
+
+
+def _say_what_was_found(run: PlannedRun, step: RoadStep) -> None:
+    report = run.examined
     for finding in report.findings:
-        where = f" ({finding.where})" if finding.where else ""
-        step.add(finding.level, f"doctor: {finding.name}", f"{finding.message}{where}", finding.cure)
+        if finding.name not in CURVE:
+            where = f" ({finding.where})" if finding.where else ""
+            step.add(finding.level, f"doctor: {finding.name}", f"{finding.message}{where}", finding.cure)
     step.facts = {"good": len(report.good), "skipped": report.skipped}
     step.add("good", "doctor: the rest", f"{len(report.good)} checks found nothing", "It knows many mistakes, not all.")
-    if report.skipped:
-        (what, why), *_ = report.skipped.items()
-        evidence = f"{counted(len(report.skipped), 'check')}, as {what}: {why}"
-        step.add("note", "doctor: what could not be examined", evidence, "Mistakes of these kinds would not be seen.")
-
-
-def _own(run: PlannedRun) -> dict[str, Any]:
-    """The planned settings, without those that name folders."""
-    return {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
+    reasons: dict[str, list[str]] = {}
+    for what, why in report.skipped.items():
+        if what not in CURVE:
+            reasons.setdefault(why, []).append(what)
+    for why, left in reasons.items():
+        named = ", ".join(left[:NAMED]) + (f" and {len(left) - NAMED} more" if len(left) > NAMED else "")
+        step.add("note", "doctor: not examined", f"{named}: {why}", "Mistakes of these kinds would not be seen.")
 
 
 def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
     """One batch, again and again, with its curve."""
-    plugins = run.plugins if run.plugins is not None else ()
-    settings = {"seed": run.seed, "log_every": 10_000, **_own(run)}
-    settings |= {"validate_every": None, "run_dir": False, "resume": None}
-    trial = Trial(plugins, settings, first(run.train, 1)[0])
-    for _ in range(2):  # what is imported and compiled at the first use counts once
-        began = time.monotonic()
-        trial.fit(run.copy(), 3)
-        run.note_update((time.monotonic() - began) / 3)
-    updates = run.affords(ONE_BATCH, FEWEST)
-    within = Deadline(0.9 * max(0.0, run.until - time.monotonic()))
-    options: dict[str, Any] = {"plugins": plugins, "settings": settings, "deadline": within}
-    curve = one_batch(run.copy(), run.train, updates=updates, **options)
+    curve = run.examined.one_batch
+    if curve is None or not curve.losses:
+        raise NotAffordable(run.examined.skipped.get(CURVE[1], "the doctor ended before"))
+    log = all(loss > 0 for loss in curve.losses) and curve.reached < 0.1 * curve.start
     points = {"loss": list(enumerate(curve.losses, 1))}
     for name, bound in (("chance", curve.chance), ("floor", curve.floor)):
-        if bound is not None:
+        if bound is not None and not (log and bound <= 0):
             points[name] = [(1, bound), (len(curve.losses), bound)]
-    log = all(loss > 0 for loss in curve.losses) and curve.reached < 0.1 * curve.losses[0]
-    chart = line_chart(points, title="loss on one batch", log_y=log, height=260)
-    step.charts["one-batch.svg"] = chart
-    step.facts = {"first": curve.losses[0], "reached": curve.reached, "updates": len(curve.losses)}
+    step.charts["one-batch.svg"] = line_chart(points, title="loss on one batch", log_y=log, height=260)
+    step.facts = {"first": curve.start, "reached": curve.reached, "updates": len(curve.losses)}
     if curve.is_learnt or not curve.level:
         risk = "A batch that can be learnt by heart says nothing of new samples."
         step.add("good" if curve.is_learnt else "note", "one batch to zero", curve.verdict, risk)
     else:
-        broken = not math.isfinite(curve.reached)
+        level = curve.level if math.isfinite(curve.reached) else "error"
         risk = "What cannot learn one batch cannot learn more: look for a wrong sign, rate, label or frozen layer."
-        step.add("error" if broken else curve.level, "one batch is not learnt", curve.verdict, risk)
+        step.add(level, "one batch is not learnt", curve.verdict, risk)
 
 
 # -- smoke ------------------------------------------------------------------------------------------------------------
@@ -88,31 +84,30 @@ def learn_one_batch(run: PlannedRun, step: RoadStep) -> None:
 
 def smoke(run: PlannedRun, step: RoadStep) -> None:
     """Two updates, a validation, a checkpoint; the run continued from it; the weights loaded into a fresh copy."""
-    folder = run.scratch / "smoke"
-    rhythm: dict[str, Any] = {"run_dir": folder, "validate_every": "2 updates", "log_every": 1}
-    head = _two(run.val_head)
-    trained = run.short(2, put=[_saver(run, every=None, rehearse="off", best=None)], **rhythm).fit(
-        run.copy(), run.train, head
-    )
-    shown = ", ".join(
-        f"{name} {value:.4g}"
-        for name, value in trained.metrics.items()
-        if "/" in name and name.split("/")[0] in ("train", "val")
-    )
-    step.add(
-        "good", "train and val run", f"2 updates, {shown}", "Two updates see neither the end of an epoch nor rare data."
-    )
+    folder, head = run.scratch / "smoke", run.head_of("val", 2)
+
+    def short(updates: int) -> Trainer:
+        saver = _saver(run, every=None, rehearse="off", best=None)
+        return run.short(updates, put=[saver], run_dir=folder, validate_every="2 updates", log_every=1)
+
+    trained = short(2).fit(run.copy(), run.train, head)
+    stages = {name: value for name, value in trained.metrics.items() if name.partition("/")[0] in ("train", "val")}
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in stages.items() if "/" in name)
+    what = "train and val run" if head else "train runs"
+    step.add("good", what, f"2 updates, {shown}", "Two updates see neither the end of an epoch nor rare data.")
     saved = Checkpoints(folder / "checkpoints").all()
     size = sum(file.stat().st_size for path in saved for file in path.rglob("*") if file.is_file())
-    again = run.short(4, put=[_saver(run, every=None, rehearse="off", best=None)], **rhythm)
+    again = short(4)
     again.resume = "auto"
     done = again.fit(run.copy(), run.train, head)
     words = f"a checkpoint of {format_bytes(size)} continued from update {again.resumed_from} to {done.updates}"
     step.add("good", "save and load run", words, "Whether bits are the same is the next step.")
     step.facts = {"checkpoint_bytes": size}
+    weights = folder / "weights.safetensors"
     if head is not None:
-        _loaded(run, step, folder, head, done.metrics)
-    _others(run, step, folder, head)
+        _loaded(run, step, weights, head, done.metrics)
+    for stage in ("test", "predict"):
+        _other(run, step, stage, weights, head)
 
 
 def _saver(run: PlannedRun, **options: Any) -> Checkpoint:
@@ -121,46 +116,37 @@ def _saver(run: PlannedRun, **options: Any) -> Checkpoint:
     return Checkpoint(**{**own, "remote": None, **options})
 
 
-def _two(val: Any) -> Any:
-    if isinstance(val, dict):
-        return {name: batches[:2] for name, batches in val.items()}
-    return val[:2] if val else None
-
-
-def _loaded(run: PlannedRun, step: RoadStep, folder: Path, head: Any, expected: dict[str, float]) -> None:
+def _loaded(run: PlannedRun, step: RoadStep, weights: Path, head: Any, expected: dict[str, float]) -> None:
     """A fresh copy with the weights of the file must validate as the run did."""
-    found = run.short(1).validate(run.copy(), head, weights=folder / "weights.safetensors")
+    found = run.short(1).validate(run.copy(), head, weights=weights)
     apart = {name: abs(value - expected[name]) for name, value in found.items() if name in expected}
     worst = max(apart, key=lambda name: apart[name], default="")
     if worst and apart[worst] > 1e-5 * max(1.0, abs(expected[worst])):
-        evidence = (
-            f"{worst} is {found[worst]:.6g} with the weights of the file, and was {expected[worst]:.6g} in the run"
-        )
+        evidence = f"{worst} is {found[worst]:.6g} with the file's weights, and was {expected[worst]:.6g} in the run"
         step.add("warning", "loaded weights validate otherwise", evidence, "What was measured is not what is shipped.")
     elif worst:
         evidence = f"{counted(len(apart), 'metric')} of a fresh task with weights.safetensors: as in the run"
         step.add("good", "weights can be loaded", evidence, "Weights of another version of the code may not fit.")
 
 
-def _others(run: PlannedRun, step: RoadStep, folder: Path, head: Any) -> None:
-    """Test and predict: on their split, or on val, where a task without such a step may refuse."""
-    for stage in ("test", "predict"):
-        given = run.loaders[stage]
-        batches = first(next(iter(given.values())) if isinstance(given, dict) else given, 2) or head
-        later = f"forge {stage} runs for the first time after training."
-        if batches is None:
-            step.add("note", f"{stage} was not tried", "there is neither a split for it nor val", later)
-            continue
-        try:
-            result = getattr(run.short(1), stage)(run.copy(), batches, weights=folder / "weights.safetensors")
-        except Exception as error:
-            if given is not None:
-                raise
-            step.add("note", f"{stage} was not tried", f"it has no split, and does not run on val: {error}", later)
-            continue
-        words = counted(len(result), "output" if stage == "predict" else "metric")
-        of = f"{words} of two batches of {'its split' if given is not None else 'val'}"
-        step.add("good", f"{stage} runs", of, "Two batches are not all of them.")
+def _other(run: PlannedRun, step: RoadStep, stage: str, weights: Path, head: Any) -> None:
+    """Test or predict: on its split, or on val, where a task without such a step may refuse."""
+    own = run.head_of(stage, 2)
+    batches = own if own is not None else next(iter(head.values())) if isinstance(head, dict) else head
+    later = f"forge {stage} runs for the first time after training."
+    if batches is None:
+        step.add("note", f"{stage} was not tried", "there is neither a split for it nor val", later)
+        return
+    try:
+        result = getattr(run.short(1), stage)(run.copy(), batches, weights=weights)
+    except Exception as error:
+        if own is not None:
+            raise
+        step.add("note", f"{stage} was not tried", f"it has no split, and does not run on val: {error}", later)
+        return
+    words = counted(len(result), "output" if stage == "predict" else "metric")
+    of = f"{words} of two batches of {'val' if own is None else 'its split'}"
+    step.add("good", f"{stage} runs", of, "Two batches are not all of them.")
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -199,9 +185,8 @@ def rehearse(run: PlannedRun, step: RoadStep) -> None:
     if verdict.startswith("rehearsed, exact"):
         risk = "A kill costs what was trained since the last checkpoint, and nothing else."
         more = verdict.removeprefix("rehearsed, exact").removeprefix(": ")
-        words = (
-            f"a second process continued the checkpoint of update {SAVED}, bit for bit{f', but {more}' if more else ''}"
-        )
+        words = f"a second process continued the checkpoint of update {SAVED}, bit for bit"
+        words += f", but {more}" if more else ""
         step.add("warning" if more else "good", "a resumed run is the same", words, risk)
     elif verdict.startswith("not rehearsed"):
         step.left_out = verdict
