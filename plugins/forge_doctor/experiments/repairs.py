@@ -29,7 +29,7 @@ from forge.util.text import short_path
 from forge_doctor.experiments import equivariance
 from forge_doctor.experiments.answers import held_of
 from forge_doctor.experiments.edits import Edit, edits_of, function_of
-from forge_doctor.experiments.intervene import draws, numbers
+from forge_doctor.experiments.intervene import draws, numbers, parts
 from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.scale import short_fit
 from forge_doctor.findings import Finding
@@ -61,11 +61,11 @@ Figures = dict[str, float]
 class RunFunctions:
     """Notes which functions of the user's run in which stage, and which of them see a target or give back a loss."""
 
-    def __init__(self, targets: list[Tensor]):
+    def __init__(self) -> None:
+        self.targets: list[Tensor] = []
         self.stages: dict[CodeType, set[str]] = {}
         self.functions: dict[CodeType, FunctionType | None] = {}
         self.judges: set[CodeType] = set()
-        self._targets = targets
 
     @contextmanager
     def listening(self, stage: str) -> Iterator[None]:
@@ -88,7 +88,7 @@ class RunFunctions:
             sys.setprofile(before)
 
     def _is_target(self, x: Tensor) -> bool:
-        return any(x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)) for y in self._targets)
+        return any(x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)) for y in self.targets)
 
 
 @functools.cache
@@ -101,7 +101,7 @@ class EditTrials:
     """Trains tasks with an edit, and asks their own validation."""
 
     def __init__(self, patient: Patient):
-        self.patient, self.ran = patient, RunFunctions(_targets(patient))
+        self.patient, self.ran = patient, RunFunctions()
         self.val = patient.trainer.env.move(first(patient.loaders["val"], JUDGES))
         with self.ran.listening("make"):
             self.task = self._made()
@@ -113,6 +113,8 @@ class EditTrials:
         again, forms = self._read(self.loader, seed=SEED + 1), [_forms(x) for x in (self.batches, self.val)]
         self.is_plain = bool(_keys(again)) and _keys(self.batches) == _keys(again) and forms[0] == forms[1]
         "Whether a sample of val among those of train would be seen."
+        targets, both = _targets(patient), [parts(batches[0]) for batches in (self.batches, self.val)]
+        self.ran.targets = [batch[path] for batch in both for path in targets & batch.keys()]
         with self.ran.listening("train"):
             self._fitted(self.batches[:1], None)
         began = time.perf_counter()
@@ -121,7 +123,8 @@ class EditTrials:
         "That an update takes, about."
         with self.ran.listening("val"):
             self.start = self.validate(copy.deepcopy(self.task))
-        self.draws = bool(draws(patient, "val", self.val[0]))
+        self.is_fixed = bool(targets) and targets <= both[1].keys() and not draws(patient, "val", self.val[0])
+        "Whether the question of validation is known, and no edit of the model can change it."
 
     def _made(self) -> TaskModule:
         reseed(SEED)
@@ -161,8 +164,8 @@ class EditTrials:
         return "val" in self.ran.stages[code] and code not in self.ran.judges
 
     def _is_fair(self, code: CodeType) -> bool:
-        """Whether validation asks the same with an edit of this function: not where it draws its question itself."""
-        return not (self.draws and (self.is_models(code) or "make" in self.ran.stages[code]))
+        """Whether validation asks the same with an edit of this function: a model may make its question itself."""
+        return self.is_fixed or not (self.is_models(code) or "make" in self.ran.stages[code])
 
     def _fitted(self, batches: list[Any], edit: Edit | None) -> tuple[TaskModule, list[float]]:
         return short_fit(
@@ -221,9 +224,13 @@ class EditTrials:
         return max(found, default=(0.0, ""))
 
 
-def _targets(patient: Patient) -> list[Tensor]:
-    held = held_of(patient, patient.batches[0])
-    return sides(held)[1] if held is not None else []
+def _targets(patient: Patient) -> set[str]:
+    """Where the tensors of a batch stand that the answers of the model do not depend on."""
+    batch = patient.batches[0]
+    held = held_of(patient, batch)
+    asked, told = sides(held) if held is not None else ([], [])
+    is_answers = lambda x: any(x is y for y in asked) if asked else all(x is not y for y in told)  # noqa: E731
+    return {path for path, x in parts(batch).items() if x.ndim and not is_answers(x)}
 
 
 def _keys(batches: list[Any]) -> set[bytes]:
