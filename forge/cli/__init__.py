@@ -42,15 +42,17 @@ VERBS = {
 HELP = f"""\
 usage: forge VERB ...
 
-forge {__version__}, a PyTorch training framework: one readable step rhythm, plugins that compose.
+forge {__version__}, a PyTorch training framework: one readable step rhythm, plugins
+that compose.
 
 {{verbs}}
 
-  forge fit quickstart                                   train the example recipe
-  forge fit quickstart --resume                          continue its newest run after an interruption
-  forge fit quickstart task.hidden=64 -p no:PLUGIN       change an option, remove a plugin
-  forge fit my_task.py:MyTask --recipe fast              train a task of your own
-  forge VERB --help                                      all options of a verb
+examples
+  forge fit quickstart                              train the example recipe
+  forge fit quickstart --resume                     go on after an interruption
+  forge fit quickstart task.hidden=64 -p no:PLUGIN  an option; without a plugin
+  forge fit my_task.py:MyTask --recipe fast         train a task of your own
+  forge VERB --help                                 all options of a verb
 """
 
 
@@ -172,11 +174,17 @@ def _nearest(word: str) -> str:
     return f" Did you mean {' or '.join(f'`forge {verb}`' for verb in dict.fromkeys([*near, *said[:2]]))}?"
 
 
+def _group(group: str, verbs: dict[str, str]) -> str:
+    """Return the lines of a group of verbs in `forge --help`."""
+    columns = show.console().width
+    return "\n".join([group, *(show.wrapped(f"  {verb:<15} {text}", columns, 18) for verb, text in verbs.items())])
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        groups = {group: there for group, there in by_group().items() if there}
-        lines = [[group, *(f"  {verb:<14} {text}" for verb, text in there.items())] for group, there in groups.items()]
-        print(HELP.format(verbs="\n".join(line for group in lines for line in group)), end="")
+        print(
+            HELP.format(verbs="\n\n".join(_group(group, verbs) for group, verbs in by_group().items() if verbs)), end=""
+        )
         return 0
     if words[0] in ("-V", "--version", "version"):
         print(f"forge {__version__}")

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -128,5 +127,4 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrapped(title: str, text: str) -> str:
-    lines = textwrap.wrap(text, 107, break_long_words=False, break_on_hyphens=False)
-    return f"{title:<11}" + f"\n{11 * ' '}".join(lines)
+    return show.wrapped(f"{title:<11}{text}", show.console().width, 11)

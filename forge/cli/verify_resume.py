@@ -98,6 +98,11 @@ def verify(args: Namespace, folder: Path) -> int:
     from forge.testing.trace import read_trace
 
     console = show.console()
+
+    def say(text: str, style: str = "") -> None:
+        told = show.wrapped(text, console.width) if console.is_terminal else text
+        console.print(told, style=style, soft_wrap=True)
+
     every = max(1, args.updates // 7)
     console.print(f"Uninterrupted run: {args.updates} updates ...", style="dim")
     _run_attempt(args, folder / "straight", every, None)
@@ -115,16 +120,16 @@ def verify(args: Namespace, folder: Path) -> int:
     began = compare(straight, killed[: kills[0]]) if kills else None
     if began is not None and began.shown:
         console.print(f"Two runs differ before any is resumed. First difference {began}.", style="bold red")
-        console.print("The task is not deterministic: forge determinism names the operation.", soft_wrap=True)
+        say("The task is not deterministic: forge determinism names the operation.")
         return 1
     fresh = list(zip(straight, killed[: kills[0]] if kills else (), strict=False))
     straight, killed = without_noise(straight, fresh), without_noise(killed, fresh)
     difference = compare(straight, killed) or _missing_update(straight, killed) or _final_weights(folder, last)
     if difference is None:
-        console.print(equal_text(last, kills, [line["update"] for line in killed]), soft_wrap=True)
+        say(equal_text(last, kills, [line["update"] for line in killed]))
         return 0
-    console.print(unequal_text(difference, last), style="bold red", soft_wrap=True)
-    console.print(ADVICE[difference.part], soft_wrap=True)
+    say(unequal_text(difference, last), "bold red")
+    say(ADVICE[difference.part])
     return 1
 
 

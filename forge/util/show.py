@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import textwrap
 import warnings
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,31 +75,53 @@ class _Visible:
 
 
 def table(*columns: str, wrap: Sequence[str] = ()) -> Table:
-    """Return a table without borders; only the columns in `wrap` fold when space is short."""
+    """Return a table without borders; only the columns in `wrap` fold when space is short, or any if there are none."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        grid.add_column(column, no_wrap=column not in wrap, overflow="fold")
+        grid.add_column(column, no_wrap=bool(wrap) and column not in wrap, overflow="fold")
     return grid
+
+
+def wrapped(text: str, columns: int, hanging: int = 0) -> str:
+    """Fold lines between words, `hanging` spaces before what follows. What stands in backticks stays whole."""
+    kept = re.sub(r"`[^`\n]*`", lambda match: match[0].replace(" ", "\0"), text)
+    folded = [
+        textwrap.fill(
+            line,
+            max(columns, 40),
+            subsequent_indent=" " * (hanging or len(line) - len(line.lstrip())),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        if len(line) > columns
+        else line
+        for line in kept.split("\n")
+    ]
+    return "\n".join(folded).replace("\0", " ")
 
 
 def error(text: str) -> None:
     """Print one message on stderr."""
-    _print(Text.assemble(("error: ", "bold red"), text))
+    _print(text, "", ("error: ", "bold red"))
 
 
 def warning(text: str) -> None:
-    _print(Text.assemble(("warning: ", "bold yellow"), text))
+    _print(text, "", ("warning: ", "bold yellow"))
 
 
 def message(text: str, style: str = "") -> None:
     """Print a line on stderr that is neither result nor error."""
-    _print(Text(text, style))
+    _print(text, style)
 
 
-def _print(text: Text) -> None:
+def _print(text: str, style: str, title: tuple[str, str] = ("", "")) -> None:
     """Print on stderr, or nothing if it is gone (Ctrl-C ends `| tee log` too): the exit code must still be right."""
     with suppress(OSError, SystemExit):  # rich leaves by SystemExit when a pipe breaks
-        console(stderr=True).print(text, soft_wrap=True)
+        there = console(stderr=True)
+        said = title[0] + text
+        if there.is_terminal:  # elsewhere a message is one line, for grep
+            said = wrapped(said, there.width)
+        there.print(Text.assemble(title, (said[len(title[0]) :], style)), soft_wrap=True)
 
 
 def near(path: Path) -> Path:

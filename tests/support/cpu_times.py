@@ -1,7 +1,8 @@
 """What each test costs: seconds of CPU, those of the processes that it starts included.
 
 A plugin of pytest. The run ends with a table of the ten files that cost the most; `--cpu-times FILE` writes what every
-test took. Nothing is asserted: the figures depend on the machine.
+test took. Nothing is asserted, since the figures depend on the machine, unless FORGE_CPU_MINUTES says how many minutes
+all tests may take here: the workflow for every change does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 from tests.support import forked
 
 SHOWN = 10
+LIMIT = "FORGE_CPU_MINUTES"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -45,6 +47,15 @@ class CPUTimes:
         if report.when == "teardown":
             self.tests[report.nodeid] = getattr(report, "cpu_seconds", 0.0)
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and self.over_limit():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def over_limit(self) -> str:
+        """Return the line that says how far the tests are over their limit; "" if they are not."""
+        limit, minutes = float(os.environ.get(LIMIT) or "inf"), sum(self.tests.values()) / 60
+        return f"{minutes:.1f} minutes of CPU; {LIMIT} allows {limit:g}" if minutes > limit else ""
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         files: Counter[str] = Counter()
         for test, seconds in self.tests.items():
@@ -54,6 +65,8 @@ class CPUTimes:
             for file, seconds in files.most_common(SHOWN):
                 terminalreporter.line(f"{seconds:7.1f} s  {file}")
             terminalreporter.line(f"{files.total():7.1f} s  all {len(files)} files, without collecting them")
+        if said := self.over_limit():
+            terminalreporter.write_line(said, red=True)
         if config.option.cpu_times:
             slowest = sorted(self.tests.items(), key=lambda test: -test[1])
             config.option.cpu_times.write_text("".join(f"{seconds:.3f} {test}\n" for test, seconds in slowest))

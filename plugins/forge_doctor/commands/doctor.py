@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import re
 import signal
 import textwrap
 import time
@@ -43,8 +41,6 @@ MINUTES, QUICK = 2.0, 20
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 50
 """Columns of a curve."""
-JOINED = "\0"
-"""In place of a space at which no line may end."""
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
 
@@ -210,11 +206,8 @@ def _print_finding(finding: Finding, console: Console) -> None:
 
 
 def _indented(text: str, console: Console, style: str = "") -> Text:
-    """The text, with every line of it indented. What stands in backticks stays on one line, to be copied."""
-    fill = functools.partial(textwrap.wrap, width=console.width - 2, break_long_words=False, break_on_hyphens=False)
-    joined = re.sub(r"`[^`\n]+`", lambda code: code[0].replace(" ", JOINED), text)
-    lines = [line.replace(JOINED, " ") for given in joined.splitlines() for line in fill(given) or [""]]
-    return Text("\n".join(f"  {line}" for line in lines), style)
+    """The text, with every line of it indented."""
+    return Text(show.wrapped(textwrap.indent(text, "  "), console.width), style)
 
 
 def _number(value: object) -> str:

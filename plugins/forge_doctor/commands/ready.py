@@ -63,7 +63,9 @@ def run(args: Namespace) -> int:
     def tell(step: RoadStep, is_done: bool) -> None:
         status.update(f"{step.number} {step.title}")
         if is_done and loud:
+            status.stop()  # or its line stays, before the step's first
             _print(step)
+            status.start()
 
     lacks = [] if "checkpoint" in recipe.plugins else ["checkpoint"]
     same = target.same_target(args, {"trainer.seed": seed}, plugins=[*args.plugins, *lacks])

@@ -24,7 +24,7 @@ from forge_doctor.probes.graph import DROPOUTS
 from forge_doctor.watch import CallWatch, where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000
-"""Steps of a schedule that are rehearsed; a shorter run is a trial."""
+"""Steps of a schedule that are rehearsed; a run of fewer updates is a trial, as with --smoke."""
 LATER = 1000
 """Steps behind the end of the planned run to which a schedule is rehearsed."""
 SOONER = "Step it after every update, (optimizer, schedule), or let it rise within this run."
@@ -180,6 +180,8 @@ def optimizer(patient: Patient) -> Iterator[Finding]:
 
 def schedules(patient: Patient) -> Iterator[Finding]:
     """Rehearse each schedule over the planned run."""
+    if (patient.trainer.planned_updates or MOST_STEPS) < FEWEST_STEPS:
+        return
     for entry in patient.trainer.optimizers.entries.values():
         for scheduled in entry.schedules:
             steps = planned_steps(scheduled, patient.trainer)
