@@ -14,19 +14,17 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
+from benchmarks.ranks import on_ranks
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.pipeline import Pipeline
 from forge_plugins import FSDP, Accumulate, Clip, TensorParallel
@@ -238,22 +236,13 @@ def measure(meshes: Iterable[Mesh] = MESHES) -> Iterator[MeshRow]:
     """Yield a row for every model on every mesh that it takes."""
     logging.getLogger("forge").setLevel(logging.ERROR)
     alone = {name: fit(name, {})[0] for name in MODELS}
-    context = multiprocessing.get_context("spawn")
     for mesh in meshes:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        found = context.SimpleQueue()
-        multiprocessing.spawn(_rank, (port, mesh, alone, found), nprocs=math.prod(mesh.values()))
-        yield from found.get()
+        yield from on_ranks(_rows, math.prod(mesh.values()), mesh, alone)
 
 
-def _rank(rank: int, port: int, mesh: Mesh, alone: dict[str, dict[str, Tensor]], found: Any) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": math.prod(mesh.values()), "MASTER_PORT": port}
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}})
+def _rows(mesh: Mesh, alone: dict[str, dict[str, Tensor]]) -> list[MeshRow]:
     logging.getLogger("forge").setLevel(logging.ERROR)
     logging.getLogger("torch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     rows = []
     for name, model in MODELS.items():
         if not model.takes(mesh):
@@ -264,8 +253,7 @@ def _rank(rank: int, port: int, mesh: Mesh, alone: dict[str, dict[str, Tensor]],
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         expected = 3 * bytes_per_rank(model.make(), model.blocks, model.plan, mesh)
         rows.append(MeshRow(mesh, name, float(most[0]), float(most[1]) / 1e6, expected / 1e6))
-    if rank == 0:
-        found.put(rows)
+    return rows
 
 
 def table(rows: Iterable[MeshRow], costs: Iterable[MeshCost] = ()) -> str:

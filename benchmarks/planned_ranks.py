@@ -16,23 +16,20 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import forge
 from benchmarks.levers import GPT
 from benchmarks.overhead import silence
+from benchmarks.ranks import on_ranks
 from forge.config import Recipe
 from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
@@ -187,14 +184,14 @@ def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 20) ->
 
 def measured_link() -> Link:
     """Return bandwidth and latency of a ring of two processes, from all-reduces of a small and a large tensor."""
-    small, large = spawned(_all_reduces, 2)
+    small, large = on_ranks(_all_reduces, 2, join=True)
     sizes = 4 * 1024, 4 * 2**20
     # two ranks: a ring of 2 (n - 1)/n bytes and 2 (n - 1) hops
     bandwidth = (sizes[1] - sizes[0]) / max(1e-9, large - small)
     return Link(bandwidth, max(1e-6, small - sizes[0] / bandwidth) / 2)
 
 
-def _all_reduces(rank: int) -> tuple[float, float]:
+def _all_reduces() -> tuple[float, float]:
     found = []
     for count in (1024, 2**20):
         tensor = torch.ones(count)
@@ -216,10 +213,10 @@ def measured(strategy: str, world: int, cuda: bool) -> tuple[float, float]:
     """Train on `world` ranks; return the median seconds of an update, and the peak memory of the fullest rank."""
     if world == 1:
         return _trained(strategy, cuda).seconds, _peak(strategy, cuda)
-    return spawned(_run, world, strategy)
+    return on_ranks(_run, world, strategy)
 
 
-def _run(rank: int, strategy: str) -> tuple[float, float]:
+def _run(strategy: str) -> tuple[float, float]:
     return _trained(strategy, cuda=False).seconds, _peak(strategy, cuda=False)
 
 
@@ -239,10 +236,6 @@ def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> UpdateClock:
     return watch
 
 
-def peaks_of_rank(rank: int, strategy: str) -> tuple[float, float]:
-    return _peaks(strategy)
-
-
 def _peak(strategy: str, cuda: bool) -> float:
     """Return the peak of torch's allocations in a few updates, from before the task is made."""
     if cuda:
@@ -251,10 +244,10 @@ def _peak(strategy: str, cuda: bool) -> float:
         torch.cuda.reset_peak_memory_stats()
         _trained(strategy, cuda, FEW)
         return torch.cuda.max_memory_allocated() - before
-    return _peaks(strategy)[1]
+    return peaks(strategy)[1]
 
 
-def _peaks(strategy: str) -> tuple[float, float]:
+def peaks(strategy: str) -> tuple[float, float]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -299,33 +292,3 @@ def _allocations(recorded: Any) -> Iterator[tuple[int, int, int]]:
         left += event.children
         if event.tag == _EventType.Allocation:
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
-
-
-def spawned(function: Callable[..., Any], world: int, *args: Any) -> Any:
-    """Run a function on ranks over gloo, one thread each; return rank 0's result, the slower of two for times."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        multiprocessing.spawn(_rank, (function, world, port, folder, args), nprocs=world)
-        return torch.load(Path(folder) / "found.pt", weights_only=True)
-
-
-def _rank(rank: int, function: Callable[..., Any], world: int, port: int, folder: str, args: tuple[Any, ...]) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    alone = function is _all_reduces
-    if alone:
-        dist.init_process_group("gloo")
-    found = function(rank, *args)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    if alone:
-        dist.destroy_process_group()

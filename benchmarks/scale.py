@@ -16,8 +16,8 @@ time on rank 0, since waiting for other ranks is part of it; its CPU time is tha
 affects less.
 
 The table shows the median over all turns, the median of each turn's ratio to the hand-written loop in the same update,
-and the ratio of the fastest tenths ("quiet"). This excludes work between turns or outside the main thread, so the CPU
-time of forge's heartbeat thread is printed below the table.
+and the ratio of the fastest tenths ("quiet"), of wall and CPU time. This excludes work between turns or outside the
+main thread, so the CPU time of forge's heartbeat thread is printed below the table.
 
 With `--meshes` the same is done on meshes of 8 ranks, beside the differences and bytes of models of others; its loops
 by hand are in benchmarks/meshes_by_hand.py, and the tensor axis divides the MLPs.
@@ -49,21 +49,17 @@ import functools
 import json
 import logging
 import math
-import os
 import random
-import socket
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -74,6 +70,7 @@ import forge
 from benchmarks import levers, machine, meshes, meshes_by_hand
 from benchmarks.cases import Batch
 from benchmarks.command_line import some_of
+from benchmarks.ranks import on_ranks
 from benchmarks.scale_by_hand import (
     BATCH,
     LENGTH,
@@ -138,6 +135,7 @@ class Row:
     ratio: float
     quiet_ratio: float
     cpu_ratio: float
+    quiet_cpu_ratio: float
     watch_ms_per_second: float
     collectives: float
     megabytes: float
@@ -157,12 +155,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(row))
         return 0
     if options.meshes:
-        chosen = meshes.MESHES[: options.first]
-        rows = list(meshes.measure(chosen))
-        beside = [on_mesh(mesh, options.updates, options.rounds) for mesh in chosen]
-        for row in (*rows, *beside) if options.json else ():
-            print(json.dumps(asdict(row)))
-        text = meshes.table(rows, beside)
+        rows, costs = [], []
+        for mesh in meshes.MESHES[: options.first]:
+            rows += (found := list(meshes.measure([mesh])))
+            costs.append(cost := on_mesh(mesh, options.updates, options.rounds))
+            talk.print(meshes.table(found, [cost]), style="dim", soft_wrap=True)  # a later mesh may fail
+            for row in (*found, cost) if options.json else ():
+                print(json.dumps(asdict(row)), flush=True)
+        text = meshes.table(rows, costs)
         if not options.json:
             print(text)
         if options.write:
@@ -194,35 +194,12 @@ def on_gpu(updates: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 def run(strategy: str, updates: int, rounds: int) -> list[Row]:
     """Run all contenders on two ranks."""
-    return _on_ranks(_rank, WORLDS.get(strategy, 2), strategy, updates, rounds)
+    return on_ranks(_rank, WORLDS.get(strategy, 2), strategy, updates, rounds, join=True)
 
 
 def on_mesh(mesh: meshes.Mesh, updates: int, rounds: int) -> meshes.MeshCost:
     """Measure the CPU time of forge on a mesh beside torch's own by hand."""
-    return _on_ranks(_mesh_rank, math.prod(mesh.values()), mesh, updates, rounds)
-
-
-def _on_ranks(target: Callable[..., Any], world: int, *arguments: Any) -> Any:
-    """Call a function on ranks that have joined; return what rank 0 finds."""
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    multiprocessing.spawn(_join, (port, world, target, arguments, found), nprocs=world)
-    return found.get()
-
-
-def _join(rank: int, port: int, world: int, target: Callable[..., Any], arguments: Any, found: Any) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = target(*arguments)
-    if rank == 0:
-        found.put(result)
-    with suppress(RuntimeError):
-        dist.destroy_process_group()
+    return on_ranks(_mesh_rank, math.prod(mesh.values()), mesh, updates, rounds, join=True)
 
 
 def _rank(strategy: str, updates: int, rounds: int) -> list[Row]:
@@ -434,6 +411,7 @@ def _row(
         statistics.median(a.wall / b.wall for a, b in zip(own, base, strict=True)),
         _fastest_tenth([each.wall for each in own]) / _fastest_tenth([each.wall for each in base]),
         statistics.median(a.cpu / b.cpu for a, b in zip(own, base, strict=True)),
+        _fastest_tenth([each.cpu for each in own]) / _fastest_tenth([each.cpu for each in base]),
         1e3 * sum(each.watch for each in everybody) / sum(each.wall for each in everybody),
         seen[name].collectives,
         seen[name].bytes / 1e6,
@@ -469,7 +447,8 @@ def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table
         title=f"{strategy}: {WORLDS.get(strategy, 2)} ranks, {options.rounds} rounds of {options.updates} updates",
         caption=f"forge's watch: {rows[0].watch_ms_per_second:.2f} ms of CPU a second",
     )
-    for heading in ("", "ms/update", "ratio", "quiet", "CPU", "collectives", "MB", "MB expected", "identical"):
+    counted = ("collectives", "MB", "MB expected", "identical")
+    for heading in ("", "ms/update", "ratio", "quiet", "CPU", "quiet CPU", *counted):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -478,6 +457,7 @@ def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table
             f"{row.ratio:.3f}×",
             f"{row.quiet_ratio:.3f}×",
             f"{row.cpu_ratio:.3f}×",
+            f"{row.quiet_cpu_ratio:.3f}×",
             f"{row.collectives:g}",
             f"{row.megabytes:.2f}",
             f"{row.expected_megabytes:.2f}",

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import planned_ranks
 from benchmarks.llama import Llama3_8B, Llama3_8BSelective, data
+from benchmarks.ranks import on_ranks
 from forge.config.recipe import load_recipe
 from forge.planning import WORKSPACE, run_dry
 from forge_cluster.planning import (
@@ -207,7 +208,7 @@ def test_memory_is_within_a_tenth_of_what_runs_hold(strategy: str, world: int) -
     layout = planned_ranks.layout_of(strategy, world)
     assert layout is not None
     predicted = memory_of(count_workload(planned_ranks.recipe_of(cuda=False), ("fp32",)), layout) - WORKSPACE
-    low, high = planned_ranks.spawned(planned_ranks.peaks_of_rank, world, strategy)
+    low, high = on_ranks(planned_ranks.peaks, world, strategy)
     assert 0.9 * low <= predicted <= 1.1 * high
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
-from forge_cluster.pipeline import SCHEDULES, Pipeline
+from forge_cluster.pipeline import Pipeline
 from forge_cluster.pipeline.cutting import blocks_of, bounds_of
+from forge_cluster.pipeline.last_metrics import LastMetrics
+from forge_cluster.pipeline.scheduling import SCHEDULES
 from forge_cluster.pipeline.split_backward import SPLITTING
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Schedule
 from forge_plugins.common.sharded import local
@@ -449,12 +451,11 @@ def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: st
 
 
 def test_metrics_that_change_are_refused_by_name() -> None:
-    pipeline: Any = Pipeline()
-    pipeline._env = SimpleNamespace(pipe_rank=1, pipe_world=2, last=1)
-    pipeline._names, pipeline._metrics = ["loss", "accuracy"], [{"loss": 1.0, "other": 2.0}]
+    metrics, env = LastMetrics(), SimpleNamespace(pipe_rank=1, last=1)
+    metrics._names, metrics.parts = ["loss", "accuracy"], [{"loss": 1.0, "other": 2.0}]
     said = "returned loss, accuracy first, and now loss, other. Return the same metrics in every step"
     with pytest.raises(TaskError, match=said):
-        pipeline._record(SimpleNamespace(micro=0), [1.0])
+        metrics.record(cast(Any, env), cast(Any, SimpleNamespace(micro=0)), [1.0])
 
 
 def too_few() -> None:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import forge
 from forge.contract.task import Build
@@ -21,21 +20,12 @@ from forge.distributed import DistributedEnv
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.metrics.torchmetrics import restored_after
 from forge.rng import RNGState, combine_seeds
-from forge.snapshot.sandbox import without_side_effects
 from forge_cluster.pipeline.cutting import Cutting, blocks_of, bounds_of
-from forge_cluster.pipeline.microbatches import cut_batch, shapes_of
+from forge_cluster.pipeline.last_metrics import LastMetrics
+from forge_cluster.pipeline.microbatches import cut_batch
 from forge_cluster.pipeline.running import BlockCalls, StageEnded
-from forge_cluster.pipeline.split_backward import SPLITTING, can_split
-from forge_cluster.pipeline.staging import (
-    MetricName,
-    Stage,
-    StagedEnv,
-    StagedModel,
-    StagePart,
-    with_metrics,
-    with_names,
-)
-from forge_plugins.common.batch_statistics import dividing_norms
+from forge_cluster.pipeline.scheduling import Schedule, Schedules, ranks_of
+from forge_cluster.pipeline.staging import StagedEnv, StagedModel, with_metrics, with_names
 from forge_plugins.common.blocks import is_tied
 from forge_plugins.common.patterns import MANY, listed
 from forge_plugins.common.replicated import check_positive
@@ -48,17 +38,6 @@ from forge_plugins.common.use import AgreedUse
 logger = logging.getLogger("forge")
 
 AXIS = "pipe"
-Schedule = Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
-SCHEDULES: dict[str, tuple[str, int, bool]] = {
-    "gpipe": ("GPipe", 1, False),
-    "1f1b": ("1F1B", 1, False),
-    "looped_bfs": ("LoopedBFS", 2, False),
-    "interleaved_1f1b": ("Interleaved1F1B", 2, False),
-    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2, False),
-    "zbv": ("ZBVZeroBubble", 2, True),
-    "dualpipev": ("DualPipeV", 2, True),
-}
-"""torch's name of a schedule, its stages per rank, and whether the last stage is on the first rank (a V)."""
 
 
 class Pipeline(forge.Plugin):
@@ -146,21 +125,15 @@ class Pipeline(forge.Plugin):
         "The parameters outside of blocks."
         self._blocks: list[nn.Module] = []
         self._bounds: list[int] = []
-        self._schedules: dict[Any, tuple[Any, dict[int, Any]]] = {}
-        "torch's schedule, and what blocks return, by the shapes of a part."
+        self._ranks: list[int] = []
+        "The rank of each stage."
+        self._schedules: Schedules | None = None
         self._used: dict[Any, list[nn.Parameter]] = {}
         self._parts: list[Any] = []
         self._scales: list[Any] = []
         self._counts: list[bool] = []
         "Whether each part is one of the batch, rather than a copy that fills the schedule."
-        self._metrics: list[dict[str, Any]] = []
-        self._means: list[list[Any]] = []
-        self._sent: tuple[Any, Tensor] | None = None
-        "The metrics of a window, on their way to the other ranks."
-        "The metrics of each micro-batch of the window, on the rank of the last stage."
-        self._names: list[str] | None = None
-        self._objects: dict[str, MetricName] = {}
-        "The metrics of a step, and those of torchmetrics, known to all ranks from the first one on."
+        self._metrics = LastMetrics()
         self._step: forge.Step | None = None
         self._use = AgreedUse(self.name, "Use ddp with ddp.find_unused=true, or fsdp, or freeze them.")
         self._seed = 0
@@ -185,49 +158,42 @@ class Pipeline(forge.Plugin):
             self._env.use(AXIS)
         return self._env
 
-    @property
-    def _stages(self) -> int:
-        assert self._env is not None
-        return SCHEDULES[self.config.schedule][1] * self._env.pipe_world
-
-    def _rank_of(self, stage: int) -> int:
-        assert self._env is not None
-        ranks, is_v = self._env.pipe_world, SCHEDULES[self.config.schedule][2]
-        return 2 * ranks - 1 - stage if is_v and stage >= ranks else stage % ranks
-
     @forge.hookimpl
     def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         env = self._env
         assert env is not None
         if phase != "parallel" or env.pipe_world == 1:
             return
-        task, stages = build.task, self._stages
+        task, config = build.task, self.config
+        self._ranks = ranks_of(config.schedule, env.pipe_world)
+        stages = len(self._ranks)
         if any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
             raise TaskError("pipeline cuts a task that has its weights. Make it on the CPU.")
         if trainer.verb == "fit":
             refuse_sparse(task, self.name)
-        shards = self.config.shard or env.shard_world > 1
+        shards = config.shard or env.shard_world > 1
         if shards:
             refuse_unshardable(task, "pipeline.shard")
         tell_different_weights(trainer)
         env.copy_from_first(task)
         self._seed = env.broadcast(torch.initial_seed()) if trainer.seed is None else trainer.seed
-        blocks = blocks_of(task, self.config.split)
-        self._bounds = bounds_of(blocks, stages, self.config.split)
+        blocks = blocks_of(task, config.split)
+        self._bounds = bounds_of(blocks, stages, config.split)
         stage_of = [max(s for s in range(stages) if self._bounds[s] <= n) for n in range(len(blocks))]
         names, self._blocks = list(blocks), list(blocks.values())
         inside = {id(p) for block in blocks.values() for p in block.parameters()}
         self._outside = [places[0] for key, (_, places) in places_of(task).items() if key not in inside]
-        ranks = [self._rank_of(stage) for stage in range(stages)]
-        self._cutting = Cutting(task, blocks, stage_of, ranks)
+        self._cutting = Cutting(task, blocks, stage_of, self._ranks)
         self._cutting.take_out(env.pipe_rank)
         tensors = (*task.named_parameters(), *task.named_buffers())
-        env.last = self._rank_of(stages - 1)
+        env.last = self._ranks[-1]
         env.elsewhere = {name for name, tensor in tensors if tensor.is_meta}
         if shards:
             self._shard(build, env)
         env.shared = self._live_outside()
-        self._calls = BlockCalls(blocks, type(task).__name__, env.device)
+        self._calls = calls = BlockCalls(blocks, type(task).__name__, env.device)
+        made = config.schedule, config.microbatches, env, calls, self._ranks
+        self._schedules = Schedules(*made, run=self.train_part, parameters=self.parameters_of)
         build.model = StagedModel(build.model, self.evaluate)
         shown = [listed(names[a:b], MANY) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
         logger.info("pipeline: %d stages on %d ranks: %s.", stages, env.pipe_world, "; ".join(shown))
@@ -295,7 +261,7 @@ class Pipeline(forge.Plugin):
             except StageEnded as ended:
                 plain = type(ended.output) is Tensor  # else a sum over ranks that may be under way
                 return ended.output.contiguous() if plain else ended.output.clone()  # to be sent
-        if stage < self._stages - 1:
+        if stage < len(self._ranks) - 1:
             raise TaskError("pipeline: the step ends before the blocks of the next stage are called.")
         return output
 
@@ -316,22 +282,22 @@ class Pipeline(forge.Plugin):
         seed = combine_seeds(self._seed, step.trainer.env.data_rank, step.index, step.micro, part)
         with nullcontext() if self._counts[part] else restored_after(step.trainer.task):
             output = self.run_stage(lambda: forward(step, self._parts[part]), stage, received, seed)
-        if stage < self._stages - 1:
+        if stage < len(self._ranks) - 1:
             return output
         metrics = {"loss": output} if isinstance(output, Tensor) else output
         if not isinstance(metrics, dict) or "loss" not in metrics:
             raise TaskError("pipeline: training_step must return the loss, or a dict with it.")
         named = with_names(metrics, step.trainer.task)
-        self._metrics[part] = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
+        self._metrics.parts[part] = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
         return weigh_loss(metrics["loss"], self._scales[part])
 
     # -- a micro-batch ------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
     def forge_micro_step(self, step: forge.Step, batch: Any) -> bool | None:
-        env = self._env
+        env, schedules = self._env, self._schedules
         assert env is not None
-        if env.pipe_world == 1:
+        if schedules is None:
             return None
         self._gather()
         trainer, most = step.trainer, self.config.microbatches
@@ -342,10 +308,10 @@ class Pipeline(forge.Plugin):
         self._step, self._parts = step, [*parts, *[parts[-1]] * spare]
         self._scales = [weight * whole for weight in weights] + [0.0] * spare
         self._counts = [True] * len(parts) + [False] * spare
-        self._metrics = [{} for _ in self._parts]
-        schedule = self._schedule(trainer, parts[0])
+        self._metrics.parts = [{} for _ in self._parts]
+        schedule = schedules.of(trainer, self._parts, self._scales)
         numbers = torch.arange(most)
-        is_first = self._rank_of(0) == env.pipe_rank
+        is_first = self._ranks[0] == env.pipe_rank
         is_last = env.last == env.pipe_rank
         try:
             schedule.step(
@@ -358,7 +324,7 @@ class Pipeline(forge.Plugin):
             if isinstance(error.__cause__, ForgeError):  # torch wraps what a stage raises
                 raise error.__cause__ from None
             raise
-        self._record(step, weights)
+        self._metrics.record(env, step, weights)
         self._step, self._parts = None, []
         return True
 
@@ -368,143 +334,6 @@ class Pipeline(forge.Plugin):
         items = [trainer.task.num_items(part) for part in parts]
         total = exact(sum(items))
         return [count / (total + (total == 0)) for count in items]  # a pipeline may have no items
-
-    def _record(self, step: forge.Step, weights: list[Any]) -> None:
-        """Record the metrics of the last stage on all ranks of the pipeline, in one message per window; nothing is read
-        from the device."""
-        env = self._env
-        assert env is not None
-        source = env.last
-        if step.micro == 0:
-            self._means = []
-        means: dict[str, Any] = {}
-        if env.pipe_rank == source:
-            own = self._metrics[: len(weights)]
-            self._objects = {k: v for k, v in own[0].items() if isinstance(v, MetricName)}
-            numbers = [k for k in own[0] if k not in self._objects]
-            means = {k: sum(map(_weighed, weights, [each[k] for each in own])) for k in numbers}
-            self._means.append(list(means.values()))
-        if self._names is None:
-            self._names, self._objects = env.from_last((list(means), self._objects))
-        names = self._names or []
-        if env.pipe_rank == source and list(means) != names:
-            raise TaskError(
-                f"pipeline: training_step returned {listed(names, MANY)} first, and now {listed(list(means), MANY)}. "
-                "Return the same metrics in every step."
-            )
-        if not step.is_last_micro or not step.recording:
-            return
-        values = torch.zeros(len(step.window), len(names), dtype=torch.float64, device=env.device)
-        for row, found in zip(values, self._means, strict=False):
-            for place, value in enumerate(found):
-                row[place] = value
-        self._sent = dist.broadcast(values, group=env.pipe_group, group_src=source, async_op=True), values
-
-    def _add_means(self, step: forge.Step) -> None:
-        """Wait for the metrics, which travelled while gradients did."""
-        if self._sent is not None:
-            (work, values), self._sent = self._sent, None
-            work.wait()
-            for row, items in zip(values, step.items, strict=True):
-                found = dict(zip(self._names or (), row.unbind(), strict=True))
-                found |= with_metrics(self._objects, step.trainer.task)
-                step.trainer.means.add_all(step.prefix, found, items)
-
-    def _schedule(self, trainer: forge.Run, part: Any) -> Any:
-        """Return torch's schedule for parts of these shapes."""
-        key, calls = shapes_of(part), self._calls
-        assert calls is not None
-        if key not in self._schedules:
-            env = self._env
-            assert env is not None
-            name = SCHEDULES[self.config.schedule][0]
-            calls.forms = {}
-            self._refuse_batch_norm(trainer.task)
-            sent = self._boundaries(trainer, calls)
-            own = [
-                Stage(
-                    StagePart(stage, self.train_part, self.parameters_of(stage)),
-                    stage,
-                    self._stages,
-                    env.device,
-                    input_args=(sent[stage],),
-                    output_args=(sent[stage + 1],),
-                    group=env.pipe_group,
-                )
-                for stage in range(self._stages)
-                if self._rank_of(stage) == env.pipe_rank
-            ]
-            kind: Any = get_schedule_class(name)
-            stages: Any = own[0] if issubclass(kind, PipelineScheduleSingle) else own
-            parts = self.config.microbatches
-            try:
-                made = kind(stages, parts, loss_fn=lambda loss, target: loss, scale_grads=False)
-            except ValueError as error:
-                raise RecipeError(
-                    f"pipeline.microbatches is {parts}, which pipeline.schedule={self.config.schedule} does not take "
-                    f"with {self._stages} stages: {error} Use a multiple of {self._stages}."
-                ) from error
-            self._schedules[key] = made, calls.forms
-        made, calls.forms = self._schedules[key]
-        return made
-
-    def _boundaries(self, trainer: forge.Run, calls: BlockCalls) -> list[Tensor]:
-        """Return tensors of the shapes that stages get and pass on; one forward of the part with most items finds them,
-        and what blocks return."""
-        env = self._env
-        assert env is not None
-        part = max(range(len(self._parts)), key=lambda number: float(self._scales[number]))
-        found: list[Any] = [((1,), torch.int64, False)]
-        with without_side_effects(trainer), torch.enable_grad():
-            for stage in range(self._stages):
-                sent: Any = [None]
-                if self._rank_of(stage) == env.pipe_rank:
-                    shape, dtype, _ = found[-1]
-                    received = None
-                    if stage:
-                        received = torch.randn(shape, dtype=dtype, device=env.device).requires_grad_()
-                    try:
-                        output = self.train_part(stage, part, received)
-                        self._refuse_leak(output, stage, part)
-                        self._refuse_joined(output, stage, received, part)
-                        sent = [((tuple(output.shape), output.dtype, True), calls.forms)]
-                    except TaskError as error:
-                        sent = [error]
-                dist.broadcast_object_list(sent, group=env.pipe_control, group_src=self._rank_of(stage))
-                if isinstance(sent[0], TaskError):
-                    raise sent[0]  # on all ranks
-                boundary, forms = sent[0]
-                found.append(boundary)
-                calls.forms.update(forms)
-        return [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in found]
-
-    def _refuse_batch_norm(self, task: nn.Module) -> None:
-        if names := dividing_norms(task):
-            raise TaskError(
-                f"pipeline computes a batch in parts, and BatchNorm ({listed(names)}) would take statistics of each "
-                "part, in several stages. Use GroupNorm, or ddp or fsdp, which take them of the samples of one rank."
-            )
-
-    def _refuse_leak(self, output: Tensor, stage: int, part: int) -> None:
-        is_mean_of_none = stage == self._stages - 1 and float(self._scales[part]) == 0
-        if stage and not is_mean_of_none and bool(output.isnan().any()):
-            raise TaskError(
-                f"pipeline: the output of stage {stage} is NaN for a finite input. If it is not in one process, "
-                "the output of an early block is used by more than the next block, as a skip connection does, or a "
-                "bias that the first block computes for all: such a model cannot be cut there. Use fsdp."
-            )
-
-    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, part: int) -> None:
-        """Refuse a zero-bubble schedule for a stage whose backward pass torch cannot divide."""
-        if received is None or self.config.schedule not in SPLITTING:
-            return
-        weights = [parameter for parameter in self.parameters_of(stage) if parameter.requires_grad]
-        if not can_split(output, received, weights, lambda: self.train_part(stage, part, received)):
-            raise TaskError(
-                f"pipeline.schedule={self.config.schedule}: torch cannot divide the backward pass of stage {stage} in "
-                "two, for inputs and for weights, as where trained layers outside of blocks compute arguments of "
-                "blocks. Use interleaved_1f1b or 1f1b."
-            )
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -520,7 +349,7 @@ class Pipeline(forge.Plugin):
             self._shards.reduce()
             self._is_whole = False
         sum_gradients(self._shared_used(step, env), env.pipe_group)
-        self._add_means(step)
+        self._metrics.arrive(step)
         if env.data_world > 1:
             averaged = self._shards is not None
             trained = [p for p in step.parameters() if p.grad is not None and not (averaged and p.ndim)]
@@ -555,7 +384,7 @@ class Pipeline(forge.Plugin):
 
     def evaluate(self, call: Any, trainer: forge.Run) -> Any:
         """Run a whole batch through one stage after the other; all ranks get the output."""
-        env, last, calls = self._env, self._stages - 1, self._calls
+        env, calls = self._env, self._calls
         assert env is not None
         assert calls is not None
         calls.forms = {}
@@ -563,12 +392,11 @@ class Pipeline(forge.Plugin):
         carried: Any = None
         drawn = RNGState.capture(env.device)
         with self._whole():
-            for stage in range(last + 1):
-                rank = self._rank_of(stage)
+            for stage, (rank, following) in enumerate(zip(self._ranks, [*self._ranks[1:], env.last], strict=True)):
                 if rank == env.pipe_rank:
                     carried = self.run_stage(call, stage, carried, seed)
-                if stage < last and self._rank_of(stage + 1) != rank:
-                    carried = self._pass_on(carried, rank, self._rank_of(stage + 1), env, calls)
+                if following != rank:
+                    carried = self._pass_on(carried, rank, following, env, calls)
         drawn.restore(env.device)  # stages are seeded
         return with_metrics(env.from_last(with_names(carried, trainer.task)), trainer.task)
 
@@ -622,8 +450,3 @@ class Pipeline(forge.Plugin):
                 cutting.put_back(env.pipe_group, env.device)
         finally:
             env.close(failed)
-
-
-def _weighed(weight: Any, value: Any) -> Any:
-    """Return a part's share of a metric; a mean over no items is NaN, and does not count."""
-    return torch.where(torch.as_tensor(weight == 0), 0.0, torch.as_tensor(weight * value))
