@@ -13,7 +13,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -249,7 +249,7 @@ def doctor(
     if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
     device = torch.device("cpu")
-    with no_trace(device), plain_attention(), kept(*each({"train": train, "val": val}).values()):
+    with no_trace(device), kept(*each({"train": train, "val": val}).values()):
         within = deadline if budget == 0 else deadline.part(1 - ONE_BATCH_SHARE)
         examination = Examination(report, train, val, tell, rebuild, within)
         examination.original = task
@@ -273,18 +273,6 @@ def doctor(
             if NO_TIME in report.skipped.values():
                 report.partial = "the time was over"
     return report
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Run the layers of transformers in evaluation as in training: their fast path makes nested tensors, of which most
-    operations cannot be asked for."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:

@@ -335,13 +335,18 @@ def first(loader: Any, count: int) -> list[Any]:
 
 @contextmanager
 def no_trace(device: torch.device) -> Iterator[None]:
-    """Restore every global generator and the grad mode, and silence warnings: a probe repeats what a fit has said."""
-    rng = RNGState.capture(device)
+    """Restore every global generator and the grad mode, and silence warnings: a probe repeats what a fit has said.
+
+    Layers of transformers leave out their fast path, whose nested tensors most operations refuse.
+    """
+    rng, is_fast = RNGState.capture(device), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
         rng.restore(device)
 
 
