@@ -324,6 +324,41 @@ def texts(first: int) -> Any:
 def test_a_word_that_has_the_number_of_padding() -> None:
     assert set(found(Bags(), tables.padding_between, data=texts(0))) == {"padding_is_a_word"}
     assert found(Bags(), tables.padding_between, data=texts(1)) == {}
+    by_time = Bags()
+    by_time.forward = lambda x: by_time.net(by_time.embed(x.T).mean(0))  # pyright: ignore[reportAttributeAccessIssue]
+    assert found(by_time, tables.padding_between, data=texts(1)) == {}
+
+
+class NextLetter(Healthy):
+    """Says of each letter which follows; unless it is masked, it may look."""
+
+    def __init__(self, masked: bool, other: bool = False) -> None:
+        super().__init__()
+        self.masked, self.embed, self.out = masked, nn.Embedding(9, 16), nn.Linear(16, 9)
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.masked else None
+        return self.out(x + self.attend(x, x, x, attn_mask=hidden)[0])
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+    validation_step = training_step
+
+
+def test_a_target_that_is_another_tensors_next_step_is_not_seen() -> None:
+    letters = torch.randint(9, (64, 11), generator=torch.Generator().manual_seed(0))
+    follows, backwards = (letters[:, :-1], letters[:, 1:]), (letters, letters.flip(1))
+    for masked, pair, names in (
+        (False, follows, {"sees_the_future"}),
+        (True, follows, set()),
+        (False, backwards, set()),
+    ):
+        served = loader(*pair), loader(*(x[:32] for x in pair))
+        assert set(found(NextLetter(masked), equivariance.answers_seen, data=served)) == names
 
 
 class AsksTwice(Healthy):

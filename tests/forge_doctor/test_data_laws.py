@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from forge_doctor.experiments import collated, columns, equivariance, pairs, storage, values
+from forge_doctor.experiments import collated, columns, company, equivariance, pairs, storage, values
 from forge_doctor.probes import data
 from tests.support.patients import Healthy, found, loader, numbers
 from tests.support.profiles import some
@@ -449,3 +449,68 @@ def test_pictures_whose_axes_are_renamed() -> None:
     told, moved = (found(Wide(), values.stored_layout, data=[DataLoader(Stored(m), 16)] * 2) for m in (False, True))
     assert "not moved" in told["pixels_scrambled"].message
     assert moved == {}
+
+
+def scene(index: int, turns: str) -> Any:
+    """A bright corner, and a map of it; where it turns, together or apart."""
+    generator = torch.Generator().manual_seed(index)
+    high, wide = torch.randint(2, 6, (2,), generator=generator).tolist()
+    y = torch.zeros(8, 8, dtype=torch.long)
+    y[:high, :wide] = 1
+    x = y[None] + 0.2 * torch.randn(1, 8, 8, generator=generator)
+    for axis in (-1, -2) if turns else ():
+        flips = torch.rand(2) < 0.5
+        x = x.flip(axis) if flips[0] else x
+        y = y.flip(axis) if flips[0 if turns == "together" else 1] else y
+    return (1 + torch.rand(())) * x, y
+
+
+@pytest.mark.parametrize(("turns", "names"), [("apart", {"pairs_broken"}), ("together", set()), ("", set())])
+def test_a_map_is_turned_with_its_picture(turns: str, names: set[str]) -> None:
+    train, val = Made(lambda i: scene(i, turns), 80), Made(lambda i: scene(1000 + i, ""), 60)
+    task = task_of_maps()
+    assert set(found(task, pairs.maps, data=(DataLoader(train, 16, shuffle=True), DataLoader(val, 20)))) == names
+
+
+def task_of_maps() -> Healthy:
+    task = Healthy()
+    task.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    return task
+
+
+class Graphs(Healthy):
+    """Sums what neighbours send, over each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.send = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, edges: Tensor, owner: Tensor, count: int) -> Tensor:
+        received = torch.zeros(len(x), 8).index_add(0, edges[1], self.send(x)[edges[0]])
+        return self.net(torch.zeros(count, 8).index_add(0, owner, received))
+
+    def training_step(self, batch: Any) -> Any:
+        x, edges, owner, y = batch
+        return F.cross_entropy(self(x, edges, owner, len(y)), y)
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_edges_that_join_other_graphs(adds: bool) -> None:
+    def graph(i: int) -> Any:
+        size = 3 + i % 4
+        path = torch.arange(size - 1)
+        return random(size, 4, seed=i), torch.stack([path, path + 1]), i % 4
+
+    def collate(samples: list[Any]) -> Any:
+        edges, owner, offset = [], [], 0
+        for number, (x, pairs_, _) in enumerate(samples):
+            edges.append(pairs_ + offset)
+            owner += [number] * len(x)
+            offset = offset + len(x) if adds else len(x)
+        y = torch.tensor([y for *_, y in samples])
+        return torch.cat([x for x, *_ in samples]), torch.cat(edges, 1), torch.tensor(owner), y
+
+    served = [DataLoader(Made(graph), 16, shuffle=shuffle, collate_fn=collate) for shuffle in (True, False)]
+    assert set(found(Graphs(), company.alone, data=tuple(served))) == (set() if adds else {"depends_on_company"})

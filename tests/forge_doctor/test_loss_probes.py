@@ -58,7 +58,10 @@ def test_weights_of_classes_that_are_reversed() -> None:
     keep = (y == 0) | (torch.arange(400) % 6 == 0)
     served = loader(x[keep], y[keep]), splits()[1]
     counts = torch.bincount(y[keep], minlength=4).float()
-    for weight, names in ((counts, {"weights_reversed"}), (1 / counts, set())):
+    inverse = 1 / counts
+    other = inverse.sort().values[torch.tensor([1, 3, 0, 2])[counts.argsort().argsort()]]
+    cases = ((counts, {"weights_reversed"}), (inverse, set()), (other, {"weights_reversed"}), (torch.ones(4), set()))
+    for weight, names in cases:
         task = task_with(lambda s, y, weight=weight: F.cross_entropy(s, y, weight))
         assert set(found(task, losses.weights, data=served)) == names
 

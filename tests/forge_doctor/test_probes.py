@@ -345,6 +345,15 @@ SCHEDULES = {
 }
 
 
+def begins_again(update: int) -> float:
+    """A warm-up and a slow fall, every 30 updates."""
+    age = update % 30
+    return min((age + 1) / 5, (5 / (age + 1)) ** 0.5)
+
+
+SCHEDULES[" "] = lambda o: torch.optim.lr_scheduler.LambdaLR(o, begins_again)
+
+
 def test_a_schedule_that_ends_in_the_first_epoch_is_spent() -> None:
     rates = [0.1] * 3 + [0.05] * 3 + [0.02] * 94
     assert start.ends_within(rates, 20)
@@ -357,7 +366,7 @@ def test_a_schedule_that_ends_in_the_first_epoch_is_spent() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduled, "make", staticmethod(SCHEDULES[name]))
-    assert set(found(Scheduled(), start.schedules)) == ({name} - {""})
+    assert set(found(Scheduled(), start.schedules)) == ({name.strip()} - {""})
 
 
 def changed(**options: Any) -> Healthy:
@@ -387,6 +396,9 @@ def test_layers_that_do_nothing() -> None:
     task = Healthy()
     task.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.95), nn.BatchNorm1d(16, momentum=0.0), nn.Linear(16, 4))
     assert set(found(task, start.layers)) == {"dropout_rate", "batch_norm_momentum"}
+    for momentum, names in ((0.99, {"batch_norm_momentum"}), (0.1, set())):
+        task.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.Linear(16, 4))
+        assert set(found(task, start.layers)) == names
 
 
 def test_weights_that_start_wrong() -> None:

@@ -46,6 +46,11 @@ class Edit:
         finally:
             setattr(self.function, "__code__", self.own)  # noqa: B010
 
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The order in which edits that do the same are told: first what is left out, and the smaller the better."""
+        return bool(self.after), self.size
+
     def __str__(self) -> str:
         return f"`{self.after}` in place of `{self.before}`" if self.after else f"without `{self.before}`"
 

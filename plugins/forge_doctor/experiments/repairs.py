@@ -183,7 +183,7 @@ class EditTrials:
         return {name: sum(values) / len(values) for name, values in said.items()}
 
     def edits(self, is_over: Callable[[], bool]) -> list[Edit]:
-        """The edits that run, the smallest of those that do the same; other names come last."""
+        """The edits that run, the plainest of those that do the same; other names come last."""
         found: dict[tuple[float, ...], Edit | None] = {self._effect(None): None}
         stages = self.ran.stages
         order = sorted(filter(self._is_fair, stages), key=lambda code: min(map(STAGES.index, stages[code])))
@@ -194,7 +194,7 @@ class EditTrials:
                 with suppress(Exception):  # most of them break the step
                     effect = self._effect(edit)
                     known = found.setdefault(effect, edit)
-                    if known is not None and edit.size < known.size:
+                    if known is not None and edit.rank < known.rank:
                         found[effect] = edit
         return [edit for effect, edit in found.items() if edit is not None and all(map(math.isfinite, effect))]
 
@@ -292,7 +292,7 @@ def _told(patient: Patient, trials: EditTrials, edits: list[Edit]) -> Iterator[F
     best = max(gain for gain, *_ in scored)
     if best < MORE:
         return
-    _, name, now, edit = min((one for one in scored if one[0] > ALIKE * best), key=lambda one: one[3].size)
+    _, name, now, edit = min((one for one in scored if one[0] > ALIKE * best), key=lambda one: one[3].rank)
     if trials.is_models(edit.own):
         with edit.made():
             if any(True for _ in equivariance.answers_seen(patient)):
