@@ -237,8 +237,8 @@ def doctor(
     `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
     without a length it is 10 epochs. `budget` is the number of updates on one batch, at most (200); 0 omits them.
     `deadline`, `forge_doctor.Deadline(seconds)`, ends the examination in time: what is left out is listed. `tell` is
-    called with the name of each part. `rebuild` makes another loader of train, and `remake` another task, to see
-    whether they are seeded, and what becomes of them by other code. `report` is filled, if one is given, so that it
+    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded, and
+    `remake` another task, to see what comes of another constructor. `report` is filled, if one is given, so that it
     holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()

@@ -33,7 +33,7 @@ from forge_doctor.experiments.intervene import draws, numbers, parts
 from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.scale import short_fit
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, OutOfTime, Patient, first, rows, tensors
+from forge_doctor.patient import SEED, OutOfTime, Patient, first, tensors
 from forge_doctor.stored import collate_of, indexed
 
 ROUNDS = ((25, 6, 0.02, 0.6), (100, 3, 0.1, 0.8))
@@ -52,7 +52,7 @@ FIND_SHARE = 0.3
 """The share of the time for finding edits that run."""
 FEWEST_UPDATES = 800
 """Updates that there must be time for: of a few edits, and of the code as it is."""
-STAGES = ("train", "val", "read", "make", "data")
+STAGES = ("train", "val", "read", "make")
 """In what order functions are edited, by where they run."""
 
 Figures = dict[str, float]
@@ -105,14 +105,9 @@ class EditTrials:
         self.val = patient.trainer.env.move(first(patient.loaders["val"], JUDGES))
         with self.ran.listening("make"):
             self.task = self._made()
-        with self.ran.listening("data"):
-            self.loader = patient.rebuild() if patient.rebuild is not None else patient.train
         with self.ran.listening("read"):
-            self._read(self.loader, 1)
-        self.batches = self._read(self.loader)
-        again, forms = self._read(self.loader, seed=SEED + 1), [_forms(x) for x in (self.batches, self.val)]
-        self.is_plain = bool(_keys(again)) and _keys(self.batches) == _keys(again) and forms[0] == forms[1]
-        "Whether a sample of val among those of train would be seen."
+            self._read(1)
+        self.batches = self._read()
         targets, both = _targets(patient), [parts(batches[0]) for batches in (self.batches, self.val)]
         self.ran.targets = [batch[path] for batch in both for path in targets & batch.keys()]
         with self.ran.listening("train"):
@@ -130,31 +125,23 @@ class EditTrials:
         reseed(SEED)
         return self.patient.remake() if self.patient.remake is not None else self.patient.fresh()
 
-    def _read(self, loader: Any, most: int = BATCHES, seed: int = SEED) -> list[Any]:
+    def _read(self, most: int = BATCHES) -> list[Any]:
         """Batches of train, of the same samples each time where they can be read by index."""
+        loader = self.patient.train
         collate, dataset, size = collate_of(loader), indexed(loader), int(getattr(loader, "batch_size", None) or 0)
         if dataset is None or collate is None or not 0 < size <= len(dataset):
-            reseed(seed)
+            reseed(SEED)
             return self.patient.trainer.env.move(first(loader, most))
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
         found = []
         for i in range(0, min(most * size, max(size, MOST_SAMPLES), len(dataset) - size + 1), size):
-            reseed(seed + i)
+            reseed(SEED + i)
             found.append(collate([dataset[k] for k in order[i : i + size]]))
         return self.patient.trainer.env.move(found)
 
     def _served(self, edit: Edit | None, most: int = BATCHES) -> list[Any]:
-        """Batches of train with an edit of what makes or reads them; nothing of val may be among them."""
-        stages = self.stages(edit)
-        if "data" in stages:
-            if not self.is_plain:
-                raise LookupError("samples of val could hide behind another form, or augmentation")
-            reseed(SEED)
-            found = self._read(self.patient.rebuild(), most)
-            if _keys(found) & _keys(self.val) - _keys(self.batches):
-                raise LookupError("samples of val are trained on")
-            return found
-        return self._read(self.loader, most) if "read" in stages else self.batches[:most]
+        """Batches of train with an edit of what reads them."""
+        return self._read(most) if "read" in self.stages(edit) else self.batches[:most]
 
     def stages(self, edit: Edit | None) -> set[str]:
         return self.ran.stages[edit.own] if edit is not None else set()
@@ -231,20 +218,6 @@ def _targets(patient: Patient) -> set[str]:
     asked, told = sides(held) if held is not None else ([], [])
     is_answers = lambda x: any(x is y for y in asked) if asked else all(x is not y for y in told)  # noqa: E731
     return {path for path, x in parts(batch).items() if x.ndim and not is_answers(x)}
-
-
-def _keys(batches: list[Any]) -> set[bytes]:
-    """What stands for the samples of batches."""
-    samples = (row for batch in batches for row in rows(batch))
-    return {
-        b"".join(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in row if x.numel())
-        for row in samples
-    }
-
-
-def _forms(batches: list[Any]) -> list[Any]:
-    """The types and shapes of the samples of a batch."""
-    return [(x.dtype, x.shape[1:]) for x in tensors(batches[0])]
 
 
 def _better(name: str, one: float, other: float) -> float:
