@@ -215,7 +215,9 @@ def test_its_lever_is_among_those_that_are_tried() -> None:
 def test_its_verb_is_helped_with_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     look = capsys.readouterr().out.split("\nlook\n")[1].split("\ncheck\n")[0]
-    assert "hello          Say which plugins a recipe runs." in look
+    assert ["hello", "Say which plugins a recipe runs."] in [
+        line.strip().split(maxsplit=1) for line in look.splitlines()
+    ]
     assert main(["hello", "quickstart"]) == 0
     assert "clip" in capsys.readouterr().out
 

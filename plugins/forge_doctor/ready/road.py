@@ -152,13 +152,13 @@ def _steps(
             ended = f"Step {number}, {title}, found an error (go on after it: --keep-going, keep_going=True)."
 
 
-def _do(work: Work, run: PlannedRun, step: RoadStep, report: ReadyReport, seconds: float) -> None:
+def _do(work: Work, planned: PlannedRun, step: RoadStep, report: ReadyReport, seconds: float) -> None:
     """Do one step. What it raises is what a run would raise; a signal ends the road with what it has."""
     began = time.monotonic()
-    run.until = began + seconds
+    planned.until = began + seconds
     try:
         with time_limit(seconds, OverTime):
-            work(run, step)
+            work(planned, step)
     except OverTime:
         step.left_out = f"It takes more than {duration(seconds)}, half of the budget's time that was left."
     except NotAffordable as error:
