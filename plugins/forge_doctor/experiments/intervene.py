@@ -117,7 +117,7 @@ class RandomDraws(CallWatch):
         self.drawn: list[Tensor] = []
 
     def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
-        if name in DRAWS and isinstance(result, Tensor):
+        if name in DRAWS and isinstance(result, Tensor) and result.numel():
             self.drawn.append(result.detach().clone())
 
 
