@@ -48,7 +48,7 @@ class Edit:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """The order in which edits that do the same are told: first what is left out, and the smaller the better."""
+        """The order among edits that do the same: first what is left out, then the smaller one."""
         return bool(self.after), self.size
 
     def __str__(self) -> str:

@@ -41,13 +41,13 @@ ROUNDS = ((25, 6, 0.02, 0.6), (100, 3, 0.1, 0.8))
 LAST = 200
 """Updates of the last comparison."""
 ALIKE = 0.95
-"""The share of the best gain from which edits do the same, and the smallest is told."""
+"""The share of the best gain from which edits count as equal, and the plainest is reported."""
 LONGER = 3
 """How many times as long the code as it is may train, and must stay behind."""
 BATCHES, MOST_SAMPLES, JUDGES = 60, 2000, 6
 """Batches of train that are served, the samples in them, and batches of val that judge."""
 MORE = 0.2
-"""By how much more an edit must take of what there is to learn."""
+"""By how much more an edit must learn, as a share of the first loss or of a metric from 0 to 1."""
 FIND_SHARE = 0.3
 """The share of the time for finding edits that run."""
 FEWEST_UPDATES = 800
