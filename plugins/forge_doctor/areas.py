@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from forge import registry
-from forge_doctor.doctor import AFTER, BEFORE, FINALLY, LAST, offered
+from forge_doctor.doctor import AFTER, BEFORE, LAST, offered
 
 AREAS = {
     "gradients": ("influence", "graph", "aliases"),
@@ -13,14 +13,14 @@ AREAS = {
     "model": ("equivariance", "edges", "tables", "company", "lines", "precision"),
     "data": ("values", "columns", "pairs", "collated", "storage", "lossy", "data", "class_labels", "serving"),
     "start and schedule": ("start",),
-    "updates": ("scale", "motion", "learning", "repairs"),
+    "updates": ("scale", "motion", "learning"),
 }
 """The files of the probes in each area."""
 
 
 def by_area(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of probes by area, in the order of AREAS, then by the packages that offer others."""
-    files = {name: probe.__module__.rpartition(".")[2] for name, probe in (BEFORE | AFTER | LAST | FINALLY).items()}
+    files = {name: probe.__module__.rpartition(".")[2] for name, probe in (BEFORE | AFTER | LAST).items()}
     found: dict[str, list[str]] = {area: [] for area in AREAS}
     theirs = {name: registry.origin(entry) for name, entry in offered().items()}
     for name in names:

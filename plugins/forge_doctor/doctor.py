@@ -47,7 +47,6 @@ from forge_doctor.experiments import (
     partners,
     reachable,
     reading,
-    repairs,
     scale,
     stages,
     storage,
@@ -193,9 +192,6 @@ LAST: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 }
 """Experiments that train copies, after the run."""
 
-FINALLY: dict[str, Callable[[Patient], Iterator[Finding]]] = {"small edits of the code": repairs.repairs}
-"""Experiments that take what time is left."""
-
 UPDATES = 12
 """Updates of the short run."""
 SAMPLES = 3000
@@ -227,7 +223,6 @@ def doctor(
     budget: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
     rebuild: Callable[[], Any] | None = None,
-    remake: Callable[[], TaskModule] | None = None,
     deadline: Deadline | None = None,
     report: DoctorReport | None = None,
     **trainer: Any,
@@ -237,9 +232,8 @@ def doctor(
     `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
     without a length it is 10 epochs. `budget` is the number of updates on one batch, at most (200); 0 omits them.
     `deadline`, `forge_doctor.Deadline(seconds)`, ends the examination in time: what is left out is listed. `tell` is
-    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded, and
-    `remake` another task, to see what comes of another constructor. `report` is filled, if one is given, so that it
-    holds what was found until a signal.
+    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded. `report`
+    is filled, if one is given, so that it holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()
     for loader in live_loaders(each({"train": train, "val": val})):
@@ -258,7 +252,7 @@ def doctor(
             _run(examination, copied_task(task), plugins, settings, plan.get("seed"))
             patient = examination.patient
             if patient is not None and not report.skipped.get("the run"):
-                patient.make, patient.remake = functools.partial(copied_task, task), remake
+                patient.make = functools.partial(copied_task, task)
                 examination.probe(LAST, within.part(LAST_SHARE))
             if patient is None or report.skipped.get("the run"):
                 report.skipped["learning one batch"] = "training ended with an error"
@@ -266,7 +260,6 @@ def doctor(
                 report.skipped["learning one batch"] = "no updates on it were asked for"
             else:
                 learn(patient, patient.make, plugins, settings, budget or ONE_BATCH, report, deadline, tell)
-                examination.probe(FINALLY, deadline.part(1.0), shares=(1.0,))
         finally:
             _sort(report, task.expected)
             report.seconds = deadline.spent
@@ -374,14 +367,13 @@ class Examination(Plugin):
         self,
         probes: dict[str, Callable[[Patient], Iterator[Finding]]],
         within: Deadline,
-        shares: tuple[float, ...] = PROBE_SHARES,
     ) -> None:
         """Run probes in their order, each for a part of the time at most; those that need more then get what is left,
         and others run that need no step."""
         patient = self.patient
         assert patient is not None
         late = list(probes)
-        for share in shares:
+        for share in PROBE_SHARES:
             todo, late = late, []
             for what in todo:
                 if within.left <= -OVERTIME * within.seconds or patient.is_stopped:

@@ -170,7 +170,6 @@ FINDINGS = {
     "clips_never": ("note", "Lower max_norm to a few times the usual norm, or leave clip out: it does nothing here."),
     # learning, and long runs
     "cannot_learn_a_batch": ("warning", "Find out why one batch cannot be learnt before training on all of them."),
-    "line_holds_back": ("note", "Look at the line: with the edit the same model learns far more of the same data."),
     "labels_no_easier": ("note", "Look at samples beside their labels: they may be shuffled apart, or a row apart."),
     "results_differ": ("warning", "Look at the module: its result depends on how it is run; keep it in float32."),
     "memory_grows": ("warning", "Keep loss.detach() or loss.item(), and empty lists that outlive an update."),

@@ -63,8 +63,6 @@ class Patient:
     val_samples: list[tuple[Tensor, ...]] = field(default_factory=list)
     rebuild: Any = None
     "A function that makes another loader of train; None if there is no such function."
-    remake: Any = None
-    "A function that makes the task once more, from its class; None if there is no such function."
     original: TaskModule | None = None
     "The user's own task, where `task` is a copy: copies lose shared memory and attributes of parameters."
     validate_every: str | None = None

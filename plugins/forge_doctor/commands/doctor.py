@@ -83,7 +83,6 @@ def run(args: Namespace) -> int:
                 budget=0 if args.quick else None,
                 tell=lambda what: status.update(f"examining, {_clock(deadline.left)} left: {what}"),
                 rebuild=lambda: recipe.make_data().train,
-                remake=recipe.make_task,
                 deadline=deadline,
                 report=report,
             )
