@@ -10,7 +10,7 @@ from forge_doctor.doctor import AFTER, BEFORE, LAST, offered
 AREAS = {
     "gradients": ("influence", "graph", "aliases"),
     "loss and metrics": ("reachable", "reading", "loopholes", "partners", "stages", "losses", "measures", "in_fit"),
-    "model": ("equivariance", "edges", "tables", "company", "lines", "precision"),
+    "model": ("equivariance", "edges", "tables", "company", "precision"),
     "data": ("values", "columns", "pairs", "collated", "storage", "lossy", "data", "class_labels", "serving"),
     "start and schedule": ("start",),
     "updates": ("scale", "motion", "learning"),

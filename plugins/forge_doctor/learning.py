@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +36,7 @@ LEARNT, DONE = 0.1, 0.005
 """The share of the way to the floor that may be left of a batch that is learnt, and at which a trial ends."""
 STILL, HALF = 0.03, 0.5
 """The shares of the way to the floor below which nothing was learnt, and too little for what a batch leaves open."""
-FALLING = 0.05
+FALLING = 0.02
 """The share of what is left that a fifth of the updates must take away to count as falling."""
 SETTLES, FLAT = 120, 60
 """Updates after which a trial may end, and those that must then have been flat."""
@@ -181,7 +182,7 @@ class OneBatch:
             found.verdict = f"{text}. Several optimizers train against each other's losses: no level is right or wrong."
         elif found.is_cut_short:
             found.verdict = f"{text}. There was no time for more."
-        elif self._is_falling() and self._share(found.reached) > STILL:
+        elif self._is_falling():
             found.verdict = f"{text}, and it is still falling."
         else:
             self._try_changes()
@@ -235,7 +236,8 @@ class OneBatch:
         losses = self.found.losses
         width = max(1, len(losses) // 5)
         fall = median(losses[-2 * width : -width] or losses[:1]) - median(losses[-width:])
-        return fall > FALLING * (self.found.reached - self._lowest())
+        fallen = losses[0] - self.found.reached > STILL * (losses[0] - self._lowest())
+        return fallen and fall > FALLING * (self.found.reached - self._lowest())
 
     def _try_changes(self) -> None:
         """Try one change at a time, until the batch is learnt, and note the one that helps."""
@@ -382,7 +384,8 @@ def learn(
         found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
         report.findings.append(replace(found, level=curve.level))
     if trials.trained is not None:
-        report.findings[:] = [found for found in report.findings if not motion.moves(found, given, trials.trained)]
+        is_denied = functools.partial(motion.is_denied, is_learnt=curve.is_learnt, before=given, after=trials.trained)
+        report.findings[:] = [found for found in report.findings if not is_denied(found)]
     if trials.trained is not None and not curve.is_cut_short:
         learnt = motion.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
         report.findings.extend(learnt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -348,14 +348,19 @@ def no_trace(device: torch.device) -> Iterator[None]:
         rng.restore(device)
 
 
+def _own(value: Any) -> Any:
+    """A copy of what a module keeps, but for tensors, and for data."""
+    is_data = isinstance(value, (list, tuple, dict, set)) and len(value) > MANY
+    return value if is_data else pytree.tree_map(lambda x: x, value)
+
+
 @contextmanager
 def own_state_kept(task: nn.Module) -> Iterator[None]:
     """Give modules back the attributes of their own: a step collects what the end of a validation uses, and a thousand
     steps would collect a thousand times that. Tensors that are written into stay as they are."""
     theirs = vars(nn.Module()).keys()
-    copied = lambda own: own if isinstance(own, Sized) and len(own) > MANY else pytree.tree_map(lambda x: x, own)  # noqa: E731
     kept = [
-        (module, {name: copied(own) for name, own in vars(module).items() if name not in theirs})
+        (module, {name: _own(value) for name, value in vars(module).items() if name not in theirs})
         for module in task.modules()
     ]
     try:

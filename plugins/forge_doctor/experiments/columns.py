@@ -321,20 +321,20 @@ def _r(sums: Tensor) -> Tensor:
 
 
 def _constant(found: list[Column], asked: set[int]) -> Iterator[Finding]:
-    """Numbers and channels that never change: beside others that do, or in one split alone."""
+    """Numbers of a target that never change beside others that do; numbers and channels that stop in one split."""
     for place in dict.fromkeys(column.place for column in found):
         columns = [column for column in found if column.place == place]
         what = "channels" if columns[0].is_channel else "numbers"
         still = [c for c in columns if len(c.train) >= FEWEST and _is_still(c.train)]
-        if still and len(still) < len(columns):
+        is_number = any(bool((c.train != c.train.round()).any()) for c in columns)  # no mask, and no rare tag
+        if still and len(still) < len(columns) and place in asked and is_number and not columns[0].is_channel:
             text = (
-                f"{len(still)} of {len(columns)} {what} of {'a target' if place in asked else 'an input'}, tensor "
-                f"{place} of a sample, never change in train: {_listed(still, [c.train for c in still])}."
+                f"{len(still)} of {len(columns)} numbers of a target, tensor {place} of a sample, never change in "
+                f"train: {_listed(still, [c.train for c in still])}."
             )
-            is_number = any(bool((c.train != c.train.round()).any()) for c in columns)  # no mask, and no rare tag
-            level = "warning" if place in asked and is_number and not columns[0].is_channel else "note"
             evidence = {"columns": [c.number for c in still]}
-            yield Finding("constant_columns", text, f"train, tensor {place} of a sample", evidence, level=level)
+            where = f"train, tensor {place} of a sample"
+            yield Finding("constant_columns", text, where, evidence, level="warning")
         for split, other in (("val", "train"), ("train", "val")):
             alone = [c for c in columns if _stops(getattr(c, other), getattr(c, split))]
             if alone:

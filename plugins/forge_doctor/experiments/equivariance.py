@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from forge_doctor.experiments.intervene import (
 from forge_doctor.experiments.reading import sides, target_of
 from forge_doctor.experiments.regroup import SampleGroup, group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import SEED, Patient, tensors
+from forge_doctor.probes.data import is_target
 
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
 MOST_STEPS = 512
-MOST_AHEAD, PAIRS = 4, 6
+MOST_AHEAD, PAIRS, MOST_ROLLS = 4, 6, 8
 COUNTS = 0.05
 """The share by which more padding changes a loss that counts it."""
 
@@ -55,6 +57,8 @@ def _mixed(patient: Patient, stage: str) -> Iterator[Finding]:
     base = calls_of(patient, batch, stage, every=True)[0]
     if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1, every=True)[0], size, slice(None)):
         return  # it draws random numbers, of which the rows get others
+    if stage == "train" and patient.can_validate and _gathers(patient, batch):
+        return  # statistics over batches, as of a normalisation by hand; in validation, samples were apart
     found = _turned(patient, stage, batch, group, base)
     if found:
         path, worst = found[0]
@@ -81,6 +85,24 @@ def _mixed(patient: Patient, stage: str) -> Iterator[Finding]:
                 {"difference": worst, "layers": [path for path, _ in found][:8]},
             )
             return
+
+
+def _gathers(patient: Patient, batch: Any) -> bool:
+    """Whether a training step says another thing of a batch that it has seen, in evaluation mode: it keeps a state."""
+    task = patient.clone().eval()
+    with torch.no_grad():
+        one, other = (numbers(patient.run(task, batch, "train")) for _ in range(2))
+    return any(apart(one[name], other.get(name, math.nan)) > 1e-6 for name in one)
+
+
+def _fills_buffers(patient: Patient, batch: Any) -> bool:
+    """Whether a training step in evaluation mode changes buffers of the task: what it keeps is saved."""
+    task = patient.clone().eval()
+    before = {path: b.clone() for path, b in task.named_buffers()}
+    with torch.no_grad():
+        patient.run(task, batch, "train")
+    now = dict(task.named_buffers())
+    return any(path not in now or not torch.equal(b.nan_to_num(), now[path].nan_to_num()) for path, b in before.items())
 
 
 def _turns_in_train(patient: Patient) -> bool:
@@ -152,8 +174,8 @@ def answers_seen(patient: Patient) -> Iterator[Finding]:
         ahead = Counter[tuple[str, int]]()
         for t in (steps // 2, steps // 2 + 1):
             with suppress(Exception):
-                asked = _moved(
-                    base, held.slopes(batch=exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))), size, steps
+                asked = moved_steps(
+                    base, held.slopes(batch=exchanged(batch, x, lambda x, t=t: rolled_at(x, t))), size, steps
                 )
                 for other, j in _copies(whole, x, t) if 0 < len(asked) <= 3 else ():
                     ahead[other, j - t] += 1
@@ -161,8 +183,8 @@ def answers_seen(patient: Patient) -> Iterator[Finding]:
                     if j in asked or not is_plain:
                         continue
                     z = whole[other]
-                    now = answers(patient, exchanged(batch, z, lambda z, j=j: _rolled_at(z, j)))
-                    if now is not None and asked <= _moved(held.values, now.values, size, z.shape[1]):
+                    now = answers(patient, exchanged(batch, z, lambda z, j=j: rolled_at(z, j)))
+                    if now is not None and asked <= moved_steps(held.values, now.values, size, z.shape[1]):
                         text = (
                             f"Step {j} of {named(other, patient)} is what the answer at step {min(asked)} is compared "
                             "with, and that answer changes with it: the model sees what it is to predict."
@@ -196,6 +218,20 @@ def _copies(whole: dict[str, Tensor], x: Tensor, t: int) -> list[tuple[str, int]
     return [(own[0], t), *others]
 
 
+def fed(patient: Patient) -> Iterator[Finding]:
+    """Exchange the numbers that answers of validation are compared with: beside another input, no answer may move."""
+    batch = patient.val_batches[0] if patient.can_validate else None
+    held = validated(patient, batch) if batch is not None else None
+    asked = sides(held)[0] if held is not None and held.stage == "val" else []
+    for place, y in enumerate(tensors(batch)) if len(asked) > 1 else ():
+        if any(x is y for x in asked) and y.is_floating_point() and y.ndim > 1 and is_target(patient, place):
+            text = (
+                f"In validation, answers change with tensor {place} of the batch, which they are compared with: the "
+                "model is given what it is to predict, as by teacher forcing, and its figures are those of one step."
+            )
+            yield Finding("sees_the_future", text, patient.place("val"), level="note")
+
+
 def steps_ahead(patient: Patient) -> Iterator[Finding]:
     """How far ahead in the input stands what an answer is compared with, where that is a step of the input."""
     batch = patient.batches[0]
@@ -206,13 +242,13 @@ def steps_ahead(patient: Patient) -> Iterator[Finding]:
     given = [x for x in sides(held)[0] if any(x is y for y in whole.values())]
     base, ahead = held.slopes(), set[int]()
     for x in whole.values():
-        steps = x.shape[1]
+        steps, is_given = x.shape[1], any(x is z for z in given)
         for t in (steps // 2, steps // 2 + 1):
             with suppress(Exception):
-                change = exchanged(batch, x, lambda x, t=t: _rolled_at(x, t))
-                asked = _moved(base, held.slopes(batch=change), size, steps)
+                change = exchanged(batch, x, lambda x, t=t: rolled_at(x, t))
+                asked = moved_steps(base, held.slopes(batch=change), size, steps)
                 where = {j for z in given for j in range(z.shape[1]) if torch.equal(z[:, j], x[:, t])}
-                if len(asked) == 1 and where:
+                if len(asked) == 1 and where and not (is_given and max(where) == min(asked)):  # of itself, or a mask
                     ahead |= {max(where) - min(asked)}
     most = ahead.pop() if len(ahead) == 1 else 1
     if 1 < most <= MOST_AHEAD:
@@ -238,8 +274,8 @@ def blocks(patient: Patient) -> Iterator[Finding]:
         steps, last = x.shape[1], dict[int, int]()
         for t in sorted({t for k in range(PAIRS) for t in (k * steps // PAIRS, k * steps // PAIRS + 1)}):
             with suppress(LookupError):
-                now = answers(patient, exchanged(batch, x, lambda x, t=t: _rolled_at(x, t)))
-                moved = _moved(held.values, now.values, size, steps) if now is not None else set[int]()
+                now = answers(patient, exchanged(batch, x, lambda x, t=t: rolled_at(x, t)))
+                moved = moved_steps(held.values, now.values, size, steps) if now is not None else set[int]()
                 if moved:
                     last[t] = max(moved)
         ends = {t: end for t, end in last.items() if last.get(t + 1) == end and end < max(last.values())}
@@ -253,12 +289,12 @@ def blocks(patient: Patient) -> Iterator[Finding]:
             return
 
 
-def _rolled_at(x: Tensor, t: int) -> Tensor:
+def rolled_at(x: Tensor, t: int) -> Tensor:
     x[:, t] = x[:, t].roll(1, 0).clone()
     return x
 
 
-def _moved(before: list[Tensor], after: list[Tensor], size: int, steps: int) -> set[int]:
+def moved_steps(before: list[Tensor], after: list[Tensor], size: int, steps: int) -> set[int]:
     """The steps at which answers, or their gradients, differ."""
     found: set[int] = set()
     for x, y in zip(before, after, strict=True):
@@ -295,6 +331,8 @@ def state(patient: Patient) -> Iterator[Finding]:
             for batch in (*batches[:2], batches[0]):
                 said.append(numbers(patient.run(task, batch, stage)))
         name = next((n for n in said[0] if apart(said[0][n], said[-1].get(n, math.nan)) > 1e-4), "") if said else ""
+        if name and stage == "train" and _fills_buffers(patient, batches[0]):
+            continue  # what is kept on purpose
         if name and len(said) == 3 and (stage == "val" or len(patient.names) == 1):
             text = (
                 f"{name} of a batch of {stage} is {said[0][name]:.6g}, and {said[-1][name]:.6g} after another batch, "
@@ -338,7 +376,10 @@ def padded(patient: Patient) -> Iterator[Finding]:
     """Put samples of several lengths together: what stands behind a sample's own end must not count."""
     for stage, batches in patient.stages:
         group = group_of(patient, stage)
-        if group is None or not batches or not group.is_collated or len(patient.names) > 1:
+        if group is None or not batches or len(patient.names) > 1:
+            continue
+        if not group.is_collated:
+            yield from _stored(patient, stage, batches[0])
             continue
         several = group.lengths(range(min(group.size, 8)))
         for longest in dict.fromkeys(map(max, several)):  # an end may be that of another array of the same length
@@ -349,6 +390,20 @@ def padded(patient: Patient) -> Iterator[Finding]:
             if _is_filled(batch, behind):
                 yield from _counted(patient, stage, batch, behind)
                 break
+
+
+def _stored(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
+    """Rows that are padded where they are stored: what stands behind the first number of padding must not count."""
+    for x in parts(batch).values():
+        ends = _ends(x) if x.ndim == 2 and len(x) == batch_size(batch) else None
+        found: list[Finding] = []
+        if ends is not None:
+            behind = ends[:, 1:] & ends[:, :-1]  # the first may be the end of a sentence
+            whole = torch.cat([ends[:, :1] & False, behind], 1)
+            found = [*_counted(patient, stage, batch, whole)] or [*_counted(patient, stage, batch, behind)]
+        if found:
+            yield replace(found[0], level="note")  # one number may also be a symbol of its own
+            return
 
 
 def _is_filled(batch: Any, behind: Tensor) -> bool:
@@ -380,18 +435,21 @@ def _counted(patient: Patient, stage: str, batch: Any, behind: Tensor) -> Iterat
             )
             yield Finding("padding_in_loss", text, patient.place(), {"share": share})
         return
-    other = shaped[0].clone()
-    other[behind] = other[behind].roll(1, -1)
-    if other.reshape(held.values[0].shape).shape != held.values[0].shape or held.values[0].shape[:2] != behind.shape:
+    if shaped[0].numel() != held.values[0].numel() or held.values[0].shape[0] not in (size, size * steps):
         return
-    before, after = held.metrics(held.values), held.metrics([other.reshape(held.values[0].shape)])
-    names = [name for name in before or {} if apart((before or {})[name], (after or {}).get(name, math.nan)) > 1e-6]
-    if names:
+    before, moved = held.metrics(held.values) or {}, dict[str, float]()
+    for by in range(1, min(shaped[0].shape[-1], MOST_ROLLS + 1)):  # some class is the one that stands there
+        other = shaped[0].clone()
+        other[behind] = other[behind].roll(by, -1)
+        after = held.metrics([other.reshape(held.values[0].shape)]) or before
+        moved |= {n: after[n] for n in before if apart(before[n], after.get(n, math.nan)) > 1e-6}
+    if moved:
+        name = next(iter(moved))
         text = (
-            f"{', '.join(names)} of val changes with what is answered behind the end of samples, where a batch is "
-            f"padded ({before[names[0]]:.4g} and {after[names[0]]:.4g}): padding counts."  # pyright: ignore[reportOptionalSubscript]
+            f"{', '.join(moved)} of val changes with what is answered behind the end of samples, where a batch is "
+            f"padded ({before[name]:.4g} and {moved[name]:.4g}): padding counts."
         )
-        yield Finding("padding_in_loss", text, patient.place("val"), {"metrics": names}, level="note")
+        yield Finding("padding_in_loss", text, patient.place("val"), {"metrics": list(moved)}, level="note")
 
 
 def _ends(rows: Tensor) -> Tensor | None:

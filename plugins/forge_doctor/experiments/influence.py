@@ -234,6 +234,7 @@ def _move(weights: list[nn.Parameter], way: list[Tensor], length: float) -> None
 
 def inputs(patient: Patient) -> Iterator[Finding]:
     """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
+    ignored: dict[str, list[str]] = {}
     for stage, (batch, *_) in patient.stages:
         if (batch_size(batch) or 0) < 4:
             continue
@@ -259,11 +260,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                     if not _same(*trains):
                         continue
                 if path not in matter:
-                    text = (
-                        f"{named(path, patient)} ({_kind(x)}) changes nothing in {stage}: each sample may have that of "
-                        "another, and every number that the step returns stays."
-                    )
-                    yield Finding("tensor_ignored", text, patient.place(stage))
+                    ignored.setdefault(path, []).append(stage)
                 elif is_paired and _is_plain(base, other.get(path, base)):
                     unpaired.append(
                         Finding(
@@ -278,6 +275,13 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         )
                     )
         yield from sorted(unpaired, key=lambda finding: LEVELS.index(finding.level))[:1]
+    for path, deaf in ignored.items():
+        if len(deaf) == len(patient.stages):
+            text = (
+                f"{named(path, patient)} changes nothing in any step: each sample may have that of another, and every "
+                "number that is returned stays."
+            )
+            yield Finding("tensor_ignored", text, patient.place())
 
 
 def _is_plain(base: dict[str, float], alike: dict[str, float]) -> bool:

@@ -1,7 +1,7 @@
 """Lossy: watch operations that silently lose values, while samples are read and while steps run.
 
-Each is done again in a way that loses nothing, and compared: whole numbers that wrap around, fractions that a cast cuts
-off, and several values that are written to one place.
+Each is done again in a way that loses nothing, and compared: whole numbers that wrap around, differences that are
+rounded away, and several values that are written to one place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as", "float
 SAMPLES = 6
 ROUNDED = 1e-4
 """What rounding may take away, as a share of the deviation."""
-FRACTION = 0.02
-"""The share of numbers with a fraction from which a cast is told."""
 
 
 class LossyWatch(CallWatch):
@@ -54,15 +52,6 @@ class LossyWatch(CallWatch):
                 torch.bfloat16,
             ):
                 self._look_at_rounding(x, result, name)
-            if x.is_floating_point() and result.dtype in WHOLE[1:] and x.numel():  # pictures are bytes
-                part = (x.detach() - x.detach().round()).abs() > 1e-4
-                share = float(part.float().mean())
-                if share > FRACTION and x.numel() >= 4:
-                    self._note(
-                        "truncation",
-                        f"{share:.0%} of {x.numel()} numbers lose their fraction in {name}() to "
-                        f"{str(result.dtype).removeprefix('torch.')}",
-                    )
         elif name == "__setitem__":
             self._look_at_writes(args[0], args[1], args[2])
         elif (
@@ -143,12 +132,10 @@ def steps(patient: Patient) -> Iterator[Finding]:
 CURES = {
     "rounding": "Subtract the smallest one first, in int64 or float64, and convert the differences.",
     "overflow": "Convert to a wider type first: x.int(), or x.float().",
-    "truncation": "Round first, or keep the numbers as they are: torch.round(x).long(); mode='nearest' for masks.",
     "lost_writes": "Add up what belongs to one index: index_add_, or scatter_add_.",
 }
 
 
 def _told(watch: LossyWatch, place: str) -> Iterator[Finding]:
     for (kind, line), text in list(watch.found.items())[:4]:
-        level = "note" if kind == "truncation" else "warning"
-        yield Finding("values_lost", f"{text}.", line or place, {"kind": kind}, cure=CURES[kind], level=level)
+        yield Finding("values_lost", f"{text}.", line or place, {"kind": kind}, cure=CURES[kind])

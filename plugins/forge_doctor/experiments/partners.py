@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge.data.accumulation_windows import batch_size
 from forge.torch_internals import pytree
-from forge_doctor.experiments.answers import Answers, answers
+from forge_doctor.experiments.answers import Answers, answers, held_of
+from forge_doctor.experiments.equivariance import MOST_STEPS, moved_steps, rolled_at
+from forge_doctor.experiments.intervene import exchanged
 from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
@@ -55,6 +59,34 @@ def partners(patient: Patient) -> Iterator[Finding]:
             patient.place(),
             {"samples": len(known), "with another": worse},
         )
+
+
+def steps(patient: Patient) -> Iterator[Finding]:
+    """Exchange a step of the target: where steps are judged one by one, the answers that it judges stand together."""
+    batch = patient.batches[0]
+    size, held = batch_size(batch), held_of(patient, batch) if len(patient.names) == 1 else None
+    if held is None or size is None or size < FEWEST or len(held.values) != 1:
+        return
+    base = held.slopes()
+    for y in sides(held)[1]:
+        if y.ndim < 2 or y.shape[:1] != (size,) or not FEWEST <= y.shape[1] <= MOST_STEPS:
+            continue
+        judged = []
+        for t in (y.shape[1] // 3, y.shape[1] // 2):
+            now = held.slopes(batch=exchanged(batch, y, lambda y, t=t: rolled_at(y, t)))
+            judged.append(sorted(moved_steps(base, now, size, y.shape[1])))
+        apart = [any(b - a > 1 for a, b in itertools.pairwise(found)) for found in judged]
+        if all(apart) and all(len(found) < y.shape[1] // 2 for found in judged):
+            yield Finding(
+                "compared_with_others",
+                f"One step of the target judges answers at {len(judged[0])} steps that do not stand together (step "
+                f"{y.shape[1] // 3} those at {', '.join(map(str, judged[0][:6]))}): a view or reshape stands where "
+                "axes are to be exchanged.",
+                patient.place(),
+                {"steps": judged[0]},
+                cure="Exchange axes by transpose, permute or movedim; view and reshape read the same numbers in order.",
+            )
+            return
 
 
 def _answers_to(held: Answers, batch: Any) -> list[Tensor]:

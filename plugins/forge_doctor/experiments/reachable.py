@@ -21,8 +21,11 @@ from forge_doctor.patient import Patient
 from forge_doctor.probes.graph import nodes
 from forge_doctor.watch import VIEWS
 
-HIGH = 0.4
-"""The share of the loss by chance that the best answers may leave, where it is not the targets that keep it up."""
+HIGH, LOW, MANY = 0.4, 0.1, 0.1
+"""The share of the loss by chance that the best answers may leave, where it is not the targets that keep it up; that
+from which answers are looked at one by one, and the share of them that may stand where the loss does not see them."""
+ALIKE = 0.99
+"""The share of the loss by chance from which the best answers are no better than one answer for all samples."""
 NEAR, SHORT = 0.05, 0.9
 """The share of the untrained loss below which answers are right; the share of its best that a metric then has."""
 FAR = 10.0
@@ -38,7 +41,17 @@ def bounds(patient: Patient) -> Iterator[Finding]:
     constant, _ = held.best(constant=True)
     if not all(map(math.isfinite, (floor, constant))) or constant <= 0 or floor < -1e-3:
         return
-    if floor > HIGH * constant and constant - floor > 0 and _is_bounded(held, best, floor):
+    if floor > ALIKE * constant > 1e-3:
+        yield Finding(
+            "loss_floor",
+            f"No answers of {', '.join(held.paths[-2:])} have a lower loss than one answer for all samples "
+            f"({floor:.4g} and {constant:.4g}): the loss does not ask which sample is which, and a model that tells "
+            "them apart is no better.",
+            held.paths[-1],
+            {"lowest": floor, "constant": constant, "untrained": held.loss},
+            cure="Look at what the loss compares with what: shapes, masks, and the pairs that it should tell apart.",
+        )
+    elif floor > HIGH * constant and _is_bounded(held, best, floor):
         yield Finding(
             "loss_floor",
             f"Whatever {', '.join(held.paths[-2:])} gives, the loss stays above {floor:.3g}; one answer for all "
@@ -46,6 +59,15 @@ def bounds(patient: Patient) -> Iterator[Finding]:
             "answers from where the loss is low.",
             held.paths[-1],
             {"lowest": floor, "constant": constant, "untrained": held.loss},
+        )
+    elif floor > LOW * constant and (stuck := _stuck(held, best)) is not None:
+        yield Finding(
+            "loss_floor",
+            f"Whatever the layers give, the loss stays above {floor:.3g}; one answer for all samples reaches "
+            f"{constant:.3g}. {stuck[1]:.0%} of the answers of {stuck[0]} end where the loss does not see them: an "
+            "activation or a clamp between them and the loss keeps them from their targets.",
+            stuck[0],
+            {"lowest": floor, "constant": constant, "not seen": stuck[1]},
         )
     nothing = held.value_at([torch.zeros_like(x) for x in held.values])
     if held.loss > FAR * max(constant, nothing) + 10 and nothing > 1e-3:
@@ -60,6 +82,18 @@ def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
     """Whether larger answers in the same direction are as good: the end is that of a range, not of the targets."""
     farther = held.value_at([x + (x - y) for x, y in zip(best, held.values, strict=True)])
     return abs(farther - floor) <= 0.02 * abs(floor)
+
+
+def _stuck(held: Answers, best: list[Tensor]) -> tuple[str, float] | None:
+    """The layer of which most of the best answers stand on a plain: a step on changes no loss; and how many."""
+    found, slopes = list[tuple[float, str]](), held.slopes(best)
+    for i, (place, x) in enumerate(zip(held.given, best, strict=True)):
+        spread = max(float(x.float().std()) if x.numel() > 1 else 0.0, 0.3)
+        for step in (-spread, spread):
+            beyond = held.slopes([y + step if i == j else y for j, y in enumerate(best)])[i]
+            found.append((float(((slopes[i] == 0) & (beyond == 0)).float().mean()), place[0]))
+    share, path = max(found)
+    return (path, share) if MANY < share < 1 else None
 
 
 def _ways(held: Answers) -> str:
@@ -95,19 +129,21 @@ def metrics(patient: Patient) -> Iterator[Finding]:
             continue  # a part of the loss, or a number whose best is not known
         evidence = {"metric": name, "best": value, "others": other[name], "untrained": untrained[name]}
         level = "note" if "if its best" in fault[1] else ""  # nothing but its name says what its best is
-        yield Finding(*fault, patient.place("val"), evidence, level=level)
+        yield Finding(*fault, f"{patient.place('val')}, {name}", evidence, level=level)
 
 
 def _fault(name: str, value: float, other: float, untrained: float, is_perfect: bool) -> tuple[str, str] | None:
     """What is wrong with a metric that answers which are right, those of other samples, and untrained ones have."""
     mode = mode_of(name)
     seen = f"{name} is {value:.4g} for the best answers, {other:.4g} for those of other samples"
-    if mode and apart(value, other) < 1e-6:
-        return "metric_blind", f"{seen} ({untrained:.4g} for the untrained model): it does not see which are right."
+    if mode and apart(value, other) < 1e-6:  # which is a fault of one that says all is well, not of a baseline
+        is_best = value in ((0.0,) if mode == "min" else (1.0, 100.0)) and untrained == value
+        fault = f"{seen} and {untrained:.4g} for the untrained model: it does not see which are right."
+        return ("metric_blind", fault) if is_best else None
     way = "max" if value > other else "min"
     if mode and mode != way and apart(value, other) > 0.05:
         return "metric_wrong", f"{seen}: it should be better."
-    if not is_perfect:
+    if not is_perfect or apart(value, other) < NEAR:  # it measures something else than which are right
         return None
     if way == "max" and min(other, untrained) >= 0 and max(value, other, untrained) <= 1 and value < SHORT:
         alike = "hardly tell them apart, so loss and metric disagree on what is right" if value - other < NEAR else ""

@@ -48,7 +48,7 @@ def sides(held: Answers) -> tuple[list[Tensor], list[Tensor]]:
             continue
         other = exchanged(batch, x, lambda x: x.roll(1, 0))
         with suppress(Exception):  # the step refuses it: a length or an offset, no target
-            now = answers(held.patient, other)
+            now = answers(held.patient, other, stage=held.stage)
             if now is None:
                 continue
             if not all(torch.equal(a, b) for a, b in zip(held.values, now.values, strict=True)):

@@ -154,7 +154,7 @@ def _judged(
             f"{after[0]:.4g}{best}: nothing else that holds for them was learnt."
         )
         yield Finding("labels_no_easier", text, "train", {"before": before[0], "after": after[0]})
-    elif gains[0] > LEARNT and gains[1] < 0.1 * gains[0]:
+    elif gains[0] > LEARNT and gains[1] < 0.1 * gains[0] and after[1] - after[0] > 0.5 * (before[0] - after[0]):
         yield Finding(
             "splits_disagree",
             f"{updates} updates take the validation loss of batches of train that were held out from {before[0]:.4g} "

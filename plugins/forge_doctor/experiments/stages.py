@@ -9,12 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
 from forge.runs.directions import mode_of
-from forge_doctor.experiments.intervene import apart, calls_of, draws, is_random, numbers, says
+from forge_doctor.experiments.intervene import apart, draws, is_random, numbers, says
 from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient
@@ -25,47 +24,6 @@ DRAWN = 64
 """Calls over which what is random is averaged."""
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
-
-
-def two_steps(patient: Patient) -> Iterator[Finding]:
-    """Run training_step and validation_step on one batch, both in evaluation mode: layers must be given the same."""
-    if not patient.can_validate or len(patient.names) > 1:
-        return
-    batch = patient.batches[0]
-    with suppress(Exception):
-        mine, trains = calls_of(patient, batch, "train")
-        again = calls_of(patient, batch, "train", seed=SEED + 1)[0]
-        theirs, validates = calls_of(patient, batch, "val")
-        if not _equal(mine, again) or is_random(patient, "train", batch) or is_random(patient, "val", batch):
-            return
-        common = [key for key in mine if key in theirs]
-        differs = next((key for key in common if not _alike(mine[key], theirs[key])), None)
-        if differs is not None:
-            text = (
-                f"For one batch, in evaluation mode, {differs[0]} gives other numbers in validation_step than in "
-                "training_step: the two prepare their inputs in different ways."
-            )
-            yield Finding("stages_differ", text, patient.place("val"), {"layer": differs[0]})
-            return
-        for name in trains.keys() & validates.keys():
-            if apart(trains[name], validates[name]) > OFF:
-                yield Finding(
-                    "stages_differ",
-                    f"For one batch, in evaluation mode, training_step gives {name} = {trains[name]:.4g}, and "
-                    f"validation_step {validates[name]:.4g}, from the same answers: they compute it in different ways.",
-                    patient.place("val"),
-                    {"train": trains[name], "val": validates[name]},
-                )
-
-
-def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-5) for x, y in zip(a, b, strict=True)
-    )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
 
 
 def whole_and_parts(patient: Patient) -> Iterator[Finding]:

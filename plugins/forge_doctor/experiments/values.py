@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.data.tensor import TensorLoader
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments.answers import held_of, own_weights
 from forge_doctor.experiments.intervene import calls_of, exchanged, named, parts, says
@@ -214,6 +215,9 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
         yield from copied
         return
     targets = {place: y for place, y in held.items() if is_target(patient, place) and y[0].numel() <= 4}
+    if stands := list(_stands_in(targets, held)):
+        yield from stands[:1]
+        return
     for asked, y in targets.items():
         for column in y.float().reshape(len(y), -1).T:
             if len(column) < 60 or float(column.std()) == 0:
@@ -235,6 +239,24 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
                         {"number": best, "correlation": float(related[best])},
                     )
                     return
+
+
+def _stands_in(targets: dict[int, Tensor], held: dict[int, Tensor]) -> Iterator[Finding]:
+    """A whole number of a sample that another tensor holds, at one place in nearly every sample."""
+    whole = {place: x for place, x in held.items() if not (x.is_floating_point() or x.is_complex())}
+    for asked, y in whole.items():
+        for place, x in whole.items():
+            if place in targets or y[0].numel() > 1 or x.ndim != 2 or min(len(y), len(y.unique())) < FEWEST:
+                continue
+            share = (x == y.reshape(-1, 1)).double().mean(0)
+            best = int(share.argmax())
+            if float(share[best]) > 0.9:
+                text = (
+                    f"Number {best} of {x.shape[1]} in tensor {place} of a sample is tensor {asked}, in "
+                    f"{float(share[best]):.0%} of {len(y)} samples: the input holds what is to be predicted."
+                )
+                level = "warning" if asked in targets else "note"
+                yield Finding("label_in_features", text, f"train, tensor {place}", {"number": best}, level=level)
 
 
 def _copied(patient: Patient, held: dict[int, Tensor]) -> Iterator[Finding]:
@@ -271,7 +293,7 @@ def coverage(patient: Patient) -> Iterator[Finding]:
     for index in itertools.islice(iter(copy.deepcopy(sampler)), 100_000):
         drawn |= {int(index)} if isinstance(index, (int, Tensor)) else {int(i) for i in index}
     share = len(drawn) / len(dataset)
-    if share < 0.35:
+    if share < 0.1:
         yield Finding(
             "dropped_data",
             f"An epoch draws {len(drawn)} of the {len(dataset)} samples of train: the sampler, "
@@ -279,21 +301,25 @@ def coverage(patient: Patient) -> Iterator[Finding]:
             "train",
             {"drawn": len(drawn), "samples": len(dataset)},
             cure="Give a weighted sampler one weight for each sample, and as many draws as samples.",
-            level="warning" if share < 0.1 else "note",
         )
 
 
 ORDERED, FEWEST_BATCHES, SECONDS = 4.0, 8, 1.0
 """How many times as much as by chance the means of batches may vary, the batches to judge by, and the time to read."""
 
+ONE_ORDER = "Every epoch of train has one order: the same samples meet in the same batches."
+
 
 def order(patient: Patient) -> Iterator[Finding]:
     """Where every epoch has one order, targets, and other single numbers, must vary between its batches by chance."""
     loader = patient.train
     dataset, sampler = indexed(loader), getattr(loader, "batch_sampler", None)
+    if isinstance(loader, TensorLoader) and not loader.shuffle:
+        yield Finding("not_shuffled", ONE_ORDER, "train", level="note")
     if dataset is None or sampler is None:
         return
-    epochs = [[list(map(int, x)) for x in itertools.islice(copy.deepcopy(sampler), 60)] for _ in range(2)]
+    sampler = copy.deepcopy(sampler)
+    epochs = [[list(map(int, x)) for x in itertools.islice(sampler, 60)] for _ in range(2)]
     told, within = places(patient)[1], Deadline(SECONDS)
     if epochs[0] != epochs[1] or not told:
         return
@@ -319,3 +345,4 @@ def order(patient: Patient) -> Iterator[Finding]:
             )
             yield Finding("not_shuffled", text, "train", {"ratio": ratio, "batches": len(means)})
             return
+    yield Finding("not_shuffled", ONE_ORDER, "train", level="note")

@@ -64,7 +64,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
     shared = both / len(val) if val else 0.0
     if both < 8 or len(counts) <= 4:
         return
-    if shared < 3 * again + 0.02:
+    if shared < 0.02 or (shared < 3 * again + 0.02 and not _has_own_values(patient, len(counts))):
         yield from _copies_of_a_class(patient, val, counts)
         return
     text = f"{shared:.0%} of {len(val)} validation samples are training samples."
@@ -129,14 +129,21 @@ def _copies_of_a_class(patient: Patient, val: list[bytes], train: Counter[bytes]
 
 def _is_rich(patient: Patient, different: int) -> bool:
     """Whether samples do not repeat by chance: a column with a value for each of them, or many columns that vary."""
-    for x in stacked(patient, patient.samples).values():
-        if not x.is_floating_point() or not x[0].numel():
-            continue
-        columns = x.reshape(len(x), -1)[:, :64]
-        values = torch.tensor([len(column.unique()) for column in columns.T])
-        if int(values.max()) >= 0.5 * different or int((values > 1).sum()) >= 32:
-            return True
-    return not stacked(patient, patient.samples)
+    counts = [_kinds(x) for x in stacked(patient, patient.samples).values() if x.is_floating_point() and x[0].numel()]
+    if any(int((values > 1).sum()) >= 32 for values in counts):
+        return True
+    return _has_own_values(patient, different) or not stacked(patient, patient.samples)
+
+
+def _has_own_values(patient: Patient, different: int) -> bool:
+    """Whether a column has a value for each sample, as measured numbers do: another sample with it is a copy."""
+    held = [x for x in stacked(patient, patient.samples).values() if x.is_floating_point() and x[0].numel()]
+    return any(int(_kinds(x).max()) >= 0.5 * different for x in held)
+
+
+def _kinds(x: Tensor) -> Tensor:
+    """How many different values each of the first columns has."""
+    return torch.tensor([len(column.unique()) for column in x.reshape(len(x), -1)[:, :64].T])
 
 
 def _hashes(samples: list[Sample]) -> list[bytes]:

@@ -64,8 +64,9 @@ def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
             before = {path: copied(value) for path, value in held.items()}
             for seed in range(1, 1 + TIMES):  # what changes may be drawn
                 read(loader, index, SEED + seed)
+                others = _changed(held, before)  # before the next reading, which may turn it back
                 later = [x.clone() for x in read(loader, index, SEED)]
-                others = _put_back(held, before)
+                _put_back(held, before)
                 clean = read(loader, index, SEED)
                 if others and not all(torch.equal(x, y) for x, y in zip(later, clean, strict=True)):
                     touched, times = touched | others, times + 1
@@ -77,9 +78,11 @@ def changed(loaders: dict[str, Any]) -> Iterator[Finding]:
             return
 
 
-def _put_back(held: dict[str, Array], before: dict[str, Array]) -> set[str]:
-    """Put arrays back to what they were; return those that were others."""
-    touched = {path for path, value in held.items() if differs(value, before[path]) is not None}
-    for path in touched:
+def _changed(held: dict[str, Array], before: dict[str, Array]) -> set[str]:
+    """The arrays that are no longer what they were."""
+    return {path for path, value in held.items() if differs(value, before[path]) is not None}
+
+
+def _put_back(held: dict[str, Array], before: dict[str, Array]) -> None:
+    for path in _changed(held, before):
         put_back(held[path], before[path])
-    return touched

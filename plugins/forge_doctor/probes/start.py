@@ -32,6 +32,8 @@ ONE_SAMPLES_VALUES = 256
 """Values per channel that batch normalisation of one sample needs."""
 
 
+HARDLY = 0.1
+"""The share of an optimizer's own rate that a schedule must reach."""
 LAST_BATCH = 0.8
 """The momentum of batch normalisation from which one batch makes most of the statistics."""
 
@@ -189,17 +191,30 @@ def schedules(patient: Patient) -> Iterator[Finding]:
                 continue
             rates = rehearse(entry.optimizer, scheduled.schedule, steps)
             kind = type(scheduled.schedule).__name__
-            found = list(_rehearsed(patient, scheduled, rates, kind)) if steps >= FEWEST_STEPS else []
+            found = list(_rehearsed(patient, scheduled, rates, kind, entry.optimizer)) if steps >= FEWEST_STEPS else []
             yield from found or _never_reached(entry.optimizer, scheduled, rates, kind)
 
 
-def _rehearsed(patient: Patient, scheduled: Any, rates: list[float], kind: str) -> Iterator[Finding]:
+def _rehearsed(patient: Patient, scheduled: Any, rates: list[float], kind: str, optimizer: Any) -> Iterator[Finding]:
     epoch, steps = patient.trainer.updates_per_epoch if scheduled.every is None else None, len(rates)
     if rates and epoch is not None and ends_within(rates, epoch):
         text = f"{kind} has done all that it does within the first epoch, of {epoch} of {steps} updates."
         yield Finding("schedule_spent", text, kind, {"steps": steps, "epoch": epoch, "last": rates[-1]})
     elif rates:
-        yield from judge(rates, kind, isinstance(scheduled.schedule, (CosineAnnealingWarmRestarts, CyclicLR)))
+        found = list(judge(rates, kind, isinstance(scheduled.schedule, (CosineAnnealingWarmRestarts, CyclicLR))))
+        yield from found or _far_below(optimizer, rates, kind)
+
+
+def _far_below(optimizer: Any, rates: list[float], kind: str) -> Iterator[Finding]:
+    """A schedule gives shares of the rate that the optimizer was made with, and comes near all of it at some time."""
+    own = max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+    if 0 < max(rates) < HARDLY * own:
+        text = (
+            f"{kind} takes at most {max(rates) / own:.2g} of the rate that the optimizer was made with, {own:g}: the "
+            f"highest rate of {len(rates)} steps is {max(rates):.2g}."
+        )
+        cure = "Return a factor from the schedule, not a rate: LambdaLR multiplies by what it gets."
+        yield Finding("schedule_still", text, kind, {"highest": max(rates), "own": own}, cure=cure)
 
 
 def _never_reached(optimizer: Any, scheduled: Any, rates: list[float], kind: str) -> Iterator[Finding]:
