@@ -30,8 +30,8 @@ that one rank passes to torch in an update, by torch's profiler, next to the for
 once (p); zero sends the new weights too (2 p; by hand, DDP with torch's ZeroRedundancyOptimizer); FSDP2 gathers a
 block's parameters for forward and again for backward in every micro-batch (2 m b), those outside blocks once (m r),
 and scatters all gradients once (p = b + r); m micro-batches make an update. context_parallel all-reduces gradients (p),
-and in each of l layers and micro-batches gathers keys and values k of a slice twice, and passes their gradients on n
-times (m l (2 + n) k on n ranks); by hand, DDP and a function around torch's private ring.
+and in each of l layers and micro-batches passes keys and values k of a slice on n - 1 times, twice, and their gradients
+n times (m l (3 n - 2) k on n ranks); by hand, DDP and a function around torch's private ring.
 
 A pipeline (1F1B, two stages, 4 parts of each micro-batch) sends the activations a of a micro-batch, gets their
 gradients, and sums those of what is outside of blocks (2 m a + r). By hand, torch.distributed.pipelining; embedding and
@@ -107,7 +107,7 @@ COLLECTIVES = {
     "ddp": ("gloo:all_reduce",),
     "zero": ("gloo:all_reduce", "gloo:broadcast"),
     "fsdp": ("c10d::_allgather_base", "c10d::_reduce_scatter_base"),
-    "context_parallel": ("gloo:all_reduce", "gloo:all_gather", "gloo:all_to_all"),
+    "context_parallel": ("gloo:all_reduce", "gloo:all_to_all"),
     "pipeline": ("gloo:all_reduce", "gloo:send", "gloo:recv"),
     "pipeline_shard": ("gloo:all_reduce", "gloo:send", "gloo:recv", "c10d::_allgather_base"),
 }
@@ -431,7 +431,7 @@ def _expected() -> dict[str, float]:
         "ddp": every,
         "zero": 2 * every,
         "fsdp": 2 * WINDOW * blocks + WINDOW * outside + every,
-        "context_parallel": every + WINDOW * layers * (2 + 2) * 2 * hidden // 2,
+        "context_parallel": every + WINDOW * layers * (3 * 2 - 2) * 2 * hidden // 2,
         "pipeline": 2 * WINDOW * hidden + outside,
         "pipeline_shard": 2 * WINDOW * hidden / 2 + stage + (stage - head) + outside / 2,
     }

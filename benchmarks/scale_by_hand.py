@@ -141,6 +141,7 @@ class RingByHand(torch.autograd.Function):
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
 
         torchs._cp_options.convert_to_f32 = False
+        torchs._cp_options.rotate_method = torchs._RotateMethod.ALL_TO_ALL  # forge's `safe_method` says why
         out, lse = torchs._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True)  # pyright: ignore
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group

@@ -16,7 +16,7 @@ from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
 from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
-from forge_cluster.context_parallel.ring import Method, Ring
+from forge_cluster.context_parallel.ring import Method, Ring, safe_method
 from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins import DDP
 from forge_plugins.common.replicated import check_positive
@@ -74,7 +74,7 @@ class ContextParallel(forge.Plugin):
         balance: bool = True
         "Give each rank a slice of the head and one of the tail: equal work for causal attention."
         method: Method = "allgather"
-        "How keys and values travel: all at once (allgather), or one slice at a time (alltoall), for less memory."
+        "How keys and values travel: at once (allgather), or slice by slice (alltoall): less memory, always over gloo."
         entries: list[str] = field(default_factory=list)
         "Entries of the batch that hold sequences, by key or number (inputs, 0, text.tokens); empty: found."
         dim: int = 1
@@ -149,7 +149,8 @@ class ContextParallel(forge.Plugin):
             )
         self._group = mesh[AXIS].get_group()
         size = mesh[AXIS].size()
-        ring = Ring(self._group, config.method, config.balance)
+        method = safe_method(config.method, self._group, trainer.env.device.type)
+        ring = Ring(self._group, method, config.balance)
         self._slicing = Slicing(tuple(config.entries), config.dim, mesh.get_local_rank(AXIS), size, config.balance)
         self._calls = SequenceCalls(ring, defines(build.task, "num_items"), config.positions == "arange")
         self._calls.install(compiled)
