@@ -214,29 +214,11 @@ class Determination(Numbers):
         return {"r2": 1 - (y - scores).square().sum() / (y - y.mean()).square().sum()}
 
 
-class AtTheEnd(Numbers):
-    """Collects what it says while it validates."""
-
-    factor = 0.5
-
-    def validation_step(self, batch: Any) -> Any:
-        scores = self(batch[0])
-        self.seen = [((scores > 0.5) == batch[1].bool()).float()]
-        return {"loss": self.loss(scores, batch[1])}
-
-    def evaluation_end(self, stage: str) -> dict[str, Any]:
-        return {"right": self.factor * torch.cat(self.seen).mean().item()}
-
-
-class WholeAtTheEnd(AtTheEnd):
-    factor = 1.0
-
-
 @pytest.mark.parametrize(
     ("task", "given", "name"),
     [
         *((FixedSize, None, "metric_wrong"), (ThresholdOfZero, sides, "metric_blind")),
-        *((Upside, real_numbers, "metric_wrong"), (AtTheEnd, sides, "metric_wrong")),
+        (Upside, real_numbers, "metric_wrong"),
     ],
 )
 def test_a_metric_that_is_wrong(task: type[Healthy], given: Any, name: str) -> None:
@@ -245,7 +227,7 @@ def test_a_metric_that_is_wrong(task: type[Healthy], given: Any, name: str) -> N
 
 @pytest.mark.parametrize(
     ("task", "given"),
-    [(InPerCent, None), (ThresholdOfHalf, sides), (Determination, real_numbers), (WholeAtTheEnd, sides)],
+    [(InPerCent, None), (ThresholdOfHalf, sides), (Determination, real_numbers)],
 )
 def test_a_metric_that_is_right(task: type[Healthy], given: Any) -> None:
     assert found(task(), reachable.metrics, data=given() if given else None) == {}

@@ -276,33 +276,6 @@ def test_edges_that_join_nothing() -> None:
     assert found(Messages(), edges.joined, data=(graphs, graphs)) == {}
 
 
-class Ranked(Healthy):
-    """Ranks what was chosen above what it draws; `most`: from how many rows of its table of 40."""
-
-    most = 40
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.Embedding(40, 8)
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        other = torch.randint(self.most, (len(x), 4))
-        chosen, others = (x * self.items(y)).sum(-1, True), (x[:, None] * self.items(other)).sum(-1)
-        return -F.logsigmoid(chosen - others).mean()
-
-
-class RankedByFew(Ranked):
-    most = 16
-
-
-def test_rows_of_a_table_that_are_never_drawn() -> None:
-    told = found(RankedByFew(), tables.drawn)["rows_never_drawn"]
-    assert "a table of 40" in told.message
-    assert found(Ranked(), tables.drawn) == {}
-    assert found(Healthy(), tables.drawn) == {}
-
-
 class Bags(Healthy):
     """Classifies the mean of embedded words."""
 

@@ -57,7 +57,7 @@ def _mixed(patient: Patient, stage: str) -> Iterator[Finding]:
     base = calls_of(patient, batch, stage, every=True)[0]
     if _differing(base, calls_of(patient, batch, stage, seed=SEED + 1, every=True)[0], size, slice(None)):
         return  # it draws random numbers, of which the rows get others
-    if stage == "train" and patient.can_validate and _gathers(patient, batch):
+    if stage == "train" and patient.can_validate and _differs(_after_another(patient, stage, patient.batches)):
         return  # statistics over batches, as of a normalisation by hand; in validation, samples were apart
     found = _turned(patient, stage, batch, group, base)
     if found:
@@ -87,12 +87,17 @@ def _mixed(patient: Patient, stage: str) -> Iterator[Finding]:
             return
 
 
-def _gathers(patient: Patient, batch: Any) -> bool:
-    """Whether a training step says another thing of a batch that it has seen, in evaluation mode: it keeps a state."""
-    task = patient.clone().eval()
-    with torch.no_grad():
-        one, other = (numbers(patient.run(task, batch, "train")) for _ in range(2))
-    return any(apart(one[name], other.get(name, math.nan)) > 1e-6 for name in one)
+def _after_another(patient: Patient, stage: str, batches: list[Any]) -> list[dict[str, float]]:
+    """What a step says in evaluation mode of a batch, and of the same batch after another one."""
+    task, said = patient.clone().eval(), []
+    with torch.no_grad(), suppress(Exception):
+        for batch in (*batches[:2], batches[0]):
+            said.append(numbers(patient.run(task, batch, stage)))
+    return said[::2] if len(said) == 3 else []
+
+
+def _differs(said: list[dict[str, float]]) -> str:
+    return next((n for n in said[0] if apart(said[0][n], said[1].get(n, math.nan)) > 1e-4), "") if said else ""
 
 
 def _fills_buffers(patient: Patient, batch: Any) -> bool:
@@ -326,19 +331,14 @@ def _in_steps(x: Tensor, size: int, steps: int) -> Tensor | None:
 def state(patient: Patient) -> Iterator[Finding]:
     """Run another batch before one: what a step says of it must not depend on that, while the weights stay."""
     for stage, batches in patient.stages:
-        task, said = patient.clone().eval(), []
-        with torch.no_grad(), suppress(Exception):
-            for batch in (*batches[:2], batches[0]):
-                said.append(numbers(patient.run(task, batch, stage)))
-        name = next((n for n in said[0] if apart(said[0][n], said[-1].get(n, math.nan)) > 1e-4), "") if said else ""
-        if name and stage == "train" and _fills_buffers(patient, batches[0]):
-            continue  # what is kept on purpose
-        if name and len(said) == 3 and (stage == "val" or len(patient.names) == 1):
+        said = _after_another(patient, stage, batches) if stage == "val" or len(patient.names) == 1 else []
+        name = _differs(said)
+        if name and not (stage == "train" and _fills_buffers(patient, batches[0])):  # which are kept on purpose
             text = (
-                f"{name} of a batch of {stage} is {said[0][name]:.6g}, and {said[-1][name]:.6g} after another batch, "
+                f"{name} of a batch of {stage} is {said[0][name]:.6g}, and {said[1][name]:.6g} after another batch, "
                 "with the same weights: something is carried over."
             )
-            yield Finding("state_between_batches", text, patient.place(stage), {"of": [s[name] for s in said[::2]]})
+            yield Finding("state_between_batches", text, patient.place(stage), {"of": [s[name] for s in said]})
 
 
 def padding(patient: Patient) -> Iterator[Finding]:
@@ -378,10 +378,9 @@ def padded(patient: Patient) -> Iterator[Finding]:
         group = group_of(patient, stage)
         if group is None or not batches or len(patient.names) > 1:
             continue
-        if not group.is_collated:
+        several = group.lengths(range(min(group.size, 8))) if group.is_collated else []
+        if not several:
             yield from _stored(patient, stage, batches[0])
-            continue
-        several = group.lengths(range(min(group.size, 8)))
         for longest in dict.fromkeys(map(max, several)):  # an end may be that of another array of the same length
             lengths = [max(own) for own in zip(*(each for each in several if max(each) == longest), strict=True)]
             order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # as steps sort them, and put them back

@@ -26,8 +26,8 @@ HIGH, LOW, MANY = 0.4, 0.1, 0.1
 from which answers are looked at one by one, and the share of them that may stand where the loss does not see them."""
 ALIKE = 0.99
 """The share of the loss by chance from which the best answers are no better than one answer for all samples."""
-NEAR, SHORT = 0.05, 0.9
-"""The share of the untrained loss below which answers are right; the share of its best that a metric then has."""
+NEAR = 0.05
+"""The share of the untrained loss below which answers are right."""
 FAR = 10.0
 """How many times the loss by chance, above which an untrained model is confidently wrong."""
 
@@ -41,7 +41,8 @@ def bounds(patient: Patient) -> Iterator[Finding]:
     constant, _ = held.best(constant=True)
     if not all(map(math.isfinite, (floor, constant))) or constant <= 0 or floor < -1e-3:
         return
-    if floor > ALIKE * constant > 1e-3:
+    is_seen = all(bool((x != 0).float().mean() > 1 - MANY) for x in held.slopes())
+    if floor > ALIKE * constant > 1e-3 and is_seen:
         yield Finding(
             "loss_floor",
             f"No answers of {', '.join(held.paths[-2:])} have a lower loss than one answer for all samples "
@@ -128,28 +129,19 @@ def metrics(patient: Patient) -> Iterator[Finding]:
         if "loss" in name or value != value or not fault:
             continue  # a part of the loss, or a number whose best is not known
         evidence = {"metric": name, "best": value, "others": other[name], "untrained": untrained[name]}
-        level = "note" if "if its best" in fault[1] else ""  # nothing but its name says what its best is
-        yield Finding(*fault, f"{patient.place('val')}, {name}", evidence, level=level)
+        yield Finding(*fault, f"{patient.place('val')}, {name}", evidence)
 
 
 def _fault(name: str, value: float, other: float, untrained: float, is_perfect: bool) -> tuple[str, str] | None:
     """What is wrong with a metric that answers which are right, those of other samples, and untrained ones have."""
     mode = mode_of(name)
     seen = f"{name} is {value:.4g} for the best answers, {other:.4g} for those of other samples"
-    if mode and apart(value, other) < 1e-6:  # which is a fault of one that says all is well, not of a baseline
-        is_best = value in ((0.0,) if mode == "min" else (1.0, 100.0)) and untrained == value
+    if mode and apart(value, other) < 1e-6:  # an error that no answer changes is a baseline's, unless it is 0
         fault = f"{seen} and {untrained:.4g} for the untrained model: it does not see which are right."
-        return ("metric_blind", fault) if is_best else None
+        return ("metric_blind", fault) if mode == "max" or value == untrained == 0 else None
     way = "max" if value > other else "min"
     if mode and mode != way and apart(value, other) > 0.05:
         return "metric_wrong", f"{seen}: it should be better."
-    if not is_perfect or apart(value, other) < NEAR:  # it measures something else than which are right
-        return None
-    if way == "max" and min(other, untrained) >= 0 and max(value, other, untrained) <= 1 and value < SHORT:
-        alike = "hardly tell them apart, so loss and metric disagree on what is right" if value - other < NEAR else ""
-        return "metric_wrong", f"{seen}: if its best is 1, right answers {alike or 'do not reach it'}."
-    if mode == "max" and value > 1.01 and abs(value - 100) > 0.5 and max(other, untrained) <= 1.5:
+    if is_perfect and mode == "max" and value > 1.01 and abs(value - 100) > 0.5 and max(other, untrained) <= 1.5:
         return "metric_wrong", f"{seen}: it should not be above 1."
-    if way == "min" and min(value, other) >= 0 and value > (1 - SHORT) * max(other, untrained):
-        return "metric_wrong", f"{seen}: if its best is 0, right answers do not reach it."
     return None

@@ -40,7 +40,7 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
     weights = [float(patient.task.num_items(piece)) for piece in pieces]
     whole, some = says(patient, batch), [says(patient, piece) for piece in pieces]
     for name, value in whole.items():
-        if any(name not in piece for piece in some):
+        if any(name not in piece for piece in some) or (name == "loss" and _compares(patient)):
             continue
         mean = sum(w * piece[name] for w, piece in zip(weights, some, strict=True)) / sum(weights)
         if apart(value, mean) > OFF and abs(value - mean) > 1e-4:
@@ -51,6 +51,16 @@ def whole_and_parts(patient: Patient) -> Iterator[Finding]:
                 patient.place("val"),
                 {"whole": value, "parts": [piece[name] for piece in some], "weights": weights},
             )
+
+
+def _compares(patient: Patient) -> bool:
+    """Whether the loss of training compares samples with each other, or draws: samples that come twice change it."""
+    group = group_of(patient)
+    if group is None or len(patient.names) > 1:
+        return True
+    half = list(range(group.size // 2))
+    once, twice = (says(patient, group.take(places), "train").get("loss", math.nan) for places in (half, half * 2))
+    return not apart(once, twice) < OFF
 
 
 def drawn(patient: Patient) -> Iterator[Finding]:
@@ -157,12 +167,11 @@ def best_at_first(patient: Patient) -> Iterator[Finding]:
         return
     first, other = _said(patient, 1.0), _said(patient, -1.0)
     for name, value in first.items():
-        mode = mode_of(name)
-        best = (0.0,) if mode == "min" else (1.0, 100.0)
+        best = {"min": (0.0,), "max": (1.0, 100.0)}.get(mode_of(name) or "", ())
         if value in best and other.get(name) == value:
             text = (
-                f"{name} of the untrained model is {value:g} already{', its best' if mode else ''}: it compares "
-                "something with itself, or with what every answer fits."
+                f"{name} of the untrained model is {value:g} already, its best: it compares something with itself, or "
+                "with what every answer fits."
             )
             evidence = {"metric": name, "untrained": value}
             yield Finding("metric_blind", text, patient.place("val"), evidence)
