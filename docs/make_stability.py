@@ -4,8 +4,8 @@
 
 A line of the list is a fact that users rely on (tests/truth/surface.py), after the word `stable` or `provisional`. It
 is stable if it was there when tests/truth/surface.txt was recorded. Where the list changes, the changelog must have
-changed too since the list was last written: this script refuses otherwise, and tests/truth fails until
-the list is that of the code.
+changed too since this script was last run: it refuses otherwise, and tests/truth fails until the list is that of the
+code and of the changelog.
 """
 
 from __future__ import annotations
@@ -86,15 +86,14 @@ def main() -> None:
         raise SystemExit("Install everything first; these could not be looked at:\n" + "\n".join(errors))
     now, then = listed(kinds), LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     told = digest([CHANGELOG.read_text(encoding="utf-8")])
-    if now != then[1:]:
-        if then and f" {told} " in f"{then[0]} ":
-            changed = [f"- {line}" for line in then[1:] if line not in now]
-            changed += [f"+ {line}" for line in now if line not in then]
-            raise SystemExit(
-                "\n".join(changed) + "\nThe public surface changes, and the changelog has not since it was last "
-                "written. Say in CHANGELOG.md what users will see, then run this again."
-            )
-        LIST.write_text("\n".join([head(now, told), *now]) + "\n", encoding="utf-8")
+    if now != then[1:] and then and f" {told} " in f"{then[0]} ":
+        changed = [f"- {line}" for line in then[1:] if line not in now]
+        changed += [f"+ {line}" for line in now if line not in then]
+        raise SystemExit(
+            "\n".join(changed) + "\nThe public surface changes, and the changelog has not since it was last "
+            "written. Say in CHANGELOG.md what users will see, then run this again."
+        )
+    LIST.write_text("\n".join([head(now, told), *now]) + "\n", encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
 
 

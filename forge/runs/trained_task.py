@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,12 @@ from forge.contract.task import TaskModule
 from forge.data import Splits
 from forge.errors import CheckpointError, ForgeError
 from forge.rng import RNGState, reseed
+from forge.runs.choose import newest_first
 from forge.runs.folder import RunFolder, as_dict
 from forge.snapshot import frozen_modules
+from forge.util.text import short_path
+
+logger = logging.getLogger("forge")
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,10 @@ def load(
 ) -> TaskModule:
     """Return the trained task of a run, in eval mode, with its weights.
 
-    `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`) or a weights file. `task` is the
-    class, for a task that is neither installed nor imported under the name in the run. Without `weights` the best
-    checkpoint is taken if the run keeps one, and the average where a plugin kept one; "raw", "best" and the name of
-    that plugin select.
+    `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`), a weights file, or a folder of runs,
+    of which the newest is taken. `task` is the class, for a task that is neither installed nor imported under the name
+    in the run. Without `weights` the best checkpoint is taken if the run keeps one, and the average where a plugin kept
+    one; "raw", "best" and the name of that plugin select.
     """
     return find(run, task, weights).task.to(device)
 
@@ -68,6 +73,9 @@ def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | N
     path, weights = split_best(run, weights)
     if not path.exists():
         raise ForgeError(f"There is no run at {run}. `forge runs` lists those below runs/.")
+    if not (path / "card.json").exists() and (runs := newest_first(path)):
+        logger.info("%s holds runs: the newest is taken, %s.", run, short_path(runs[0].path))
+        path = runs[0].path
     folder = folder_of(path)
     kind = task or _class_of(folder, path)
     file, average, chosen = _choose(path, folder, weights)

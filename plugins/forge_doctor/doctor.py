@@ -136,7 +136,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "order of an epoch": values.order,
     "weights of classes": losses.weights,
     "behind the end of samples": equivariance.padded,
-    "padding in the loss": equivariance.padding,
+    "less padding": equivariance.cropped,
     "repeated modules": aliases.repeated,
     "options of losses": losses.options,
     "where the loss leads": reading.leads,

@@ -65,7 +65,7 @@ STEP_AGAIN = (
     *(
         lossy.steps,
         equivariance.samples,
-        equivariance.padding,
+        equivariance.cropped,
         influence.weights,
         influence.unread,
         influence.inputs,

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 import forge
-from forge_doctor.experiments import equivariance, partners, reachable, values
+from forge_doctor.experiments import equivariance, influence, lossy, partners, reachable, values
 from forge_doctor.probes import data, start
 from tests.support.patients import Healthy, found, loader, numbers
 
@@ -71,6 +71,34 @@ def test_a_loss_that_right_answers_do_not_lower(task: type[Healthy], words: str)
     assert words in found(task(), reachable.bounds, data=measured())["loss_floor"].message
 
 
+class CountsOneClass(Healthy):
+    """Forgets what it is to say of the other class."""
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return -(y.gt(0) * F.logsigmoid(scores[:, 0])).mean()
+
+
+def test_a_loss_that_one_answer_for_all_brings_to_zero() -> None:
+    assert "though their targets differ" in found(CountsOneClass(), reachable.bounds)["loss_floor"].message
+
+
+class TwiceNothing(Healthy):
+    """Two factors of a product begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+        for p in self.net.parameters():
+            nn.init.zeros_(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.net(x)
+
+
+def test_weights_of_which_none_can_begin() -> None:
+    assert "No weight has a gradient" in found(TwiceNothing(), influence.weights)["no_gradient"].message
+
+
 def test_a_loss_that_right_answers_lower() -> None:
     assert found(Measures(), reachable.bounds, data=measured()) == {}
     assert found(Healthy(), reachable.bounds) == {}
@@ -111,6 +139,10 @@ def test_a_reshape_in_place_of_a_transpose() -> None:
     told = found(ReshapedTags(), partners.steps, data=tagged())["compared_with_others"]
     assert "do not stand together" in told.message
     assert found(Tags(), partners.steps, data=tagged()) == {}
+
+
+def test_steps_that_see_no_other() -> None:
+    assert "no other" in found(Tags(), equivariance.blocks, data=tagged())["positions_ignored"].message
 
 
 class Forecasts(Healthy):
@@ -180,6 +212,37 @@ def test_padding_that_is_stored_with_the_samples() -> None:
     assert found(Writes(), equivariance.padded, data=given) == {}
 
 
+class Sorts(Healthy):
+    """Tells a kind of rows that end in zeros. `masks`: by the mean of their symbols, and not of the zeros."""
+
+    masks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = (x != 0) if self.masks else torch.ones_like(x)
+        return self.out((self.words(x) * real[..., None]).sum(1) / real.sum(1, keepdim=True))
+
+    validation_step = Healthy.training_step
+
+
+class SortsWithPadding(Sorts):
+    masks = False
+
+
+def test_padding_that_is_cut_off_says_nothing() -> None:
+    g = torch.Generator().manual_seed(0)
+    text = torch.randint(1, 9, (160, 16), generator=g)
+    text[torch.arange(16) >= torch.randint(3, 17, (160, 1), generator=g)] = 0
+    given = loader(text, text[:, 0] % 4, batch=32), None
+    assert (
+        "padding reaches" in found(SortsWithPadding(), equivariance.cropped, data=given)["depends_on_company"].message
+    )
+    assert found(Sorts(), equivariance.cropped, data=given) == {}
+
+
 # -- statistics by hand -----------------------------------------------------------------------------------------------
 
 
@@ -209,6 +272,30 @@ class ScalesByBatch(Scales):
 def test_statistics_that_training_gathers_are_no_mistake() -> None:
     assert found(Scales(), equivariance.samples, equivariance.state) == {}
     assert set(found(ScalesByBatch(), equivariance.samples)) == {"batch_dependence"}
+
+
+# -- what a cast takes away -------------------------------------------------------------------------------------------
+
+
+class Halves(Dataset[Any]):
+    """Maps of classes, made smaller; `mode`: how."""
+
+    def __init__(self, mode: str):
+        self.mode = mode
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        kinds = torch.zeros(1, 1, 16, 16)
+        kinds[..., 3 : 8 + index % 5, 5:12] = 3.0
+        return torch.randn(8), F.interpolate(kinds, size=(7, 7), mode=self.mode)[0, 0].long().amax()
+
+
+@pytest.mark.parametrize(("mode", "kinds"), [("bilinear", {"truncation"}), ("nearest", set())])
+def test_classes_between_classes(mode: str, kinds: set[str]) -> None:
+    told = found(Healthy(), lossy.reading, data=(DataLoader(Halves(mode), 16), None))
+    assert {finding.evidence["kind"] for finding in told.values()} == kinds
 
 
 # -- rates, orders and copies -----------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Tagger(Healthy):
 def test_padding_in_the_loss(ignored: int, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tagger, "ignored", ignored)
     served = loader(padded_words(), padded_words())
-    assert set(found(Tagger(), equivariance.padding, data=(served, served))) == names
+    assert set(found(Tagger(), equivariance.cropped, data=(served, served))) == names
 
 
 class Distils(Healthy):

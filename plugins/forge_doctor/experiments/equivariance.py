@@ -24,9 +24,8 @@ from forge_doctor.experiments.intervene import (
     numbers,
     parts,
     replaced,
-    says,
 )
-from forge_doctor.experiments.reading import sides, target_of
+from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.regroup import SampleGroup, group_of
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, tensors
@@ -36,8 +35,8 @@ NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
 MOST_STEPS = 512
 MOST_AHEAD, PAIRS, MOST_ROLLS = 4, 6, 8
-COUNTS = 0.05
-"""The share by which more padding changes a loss that counts it."""
+COUNTS, CROPPED = 0.05, 1e-2
+"""The shares by which less padding changes a loss that counts it, and answers that it reaches."""
 
 
 def samples(patient: Patient) -> Iterator[Finding]:
@@ -276,13 +275,21 @@ def blocks(patient: Patient) -> Iterator[Finding]:
     for path, x in parts(batch).items():
         if x.ndim < 2 or len(x) != size or not 8 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
             continue
-        steps, last = x.shape[1], dict[int, int]()
+        steps, last, alone = x.shape[1], dict[int, int](), list[bool]()
         for t in sorted({t for k in range(PAIRS) for t in (k * steps // PAIRS, k * steps // PAIRS + 1)}):
             with suppress(LookupError):
                 now = answers(patient, exchanged(batch, x, lambda x, t=t: rolled_at(x, t)))
                 moved = moved_steps(held.values, now.values, size, steps) if now is not None else set[int]()
                 if moved:
                     last[t] = max(moved)
+                    alone.append(moved == {t})
+        if len(alone) >= PAIRS and all(alone):
+            text = (
+                f"A change at a step of {named(path, patient)} changes the answer at that step and no other: no step "
+                "sees what stands at others."
+            )
+            yield Finding("positions_ignored", text, held.paths[-1], level="note")
+            return
         ends = {t: end for t, end in last.items() if last.get(t + 1) == end and end < max(last.values())}
         if len(set(ends.values())) > 1:
             t, end = next(iter(ends.items()))
@@ -308,14 +315,14 @@ def moved_steps(before: list[Tensor], after: list[Tensor], size: int, steps: int
         scale = float(x.abs().mean()) or 1.0
         off = (x - y).abs() > 1e-5 * scale
         for length in (steps, steps - 1):
-            shaped = _in_steps(off, size, length)
+            shaped = in_steps(off, size, length)
             if shaped is not None:
                 found |= set(shaped.flatten(2).any(-1).any(0).nonzero().flatten().tolist())
                 break
     return found
 
 
-def _in_steps(x: Tensor, size: int, steps: int) -> Tensor | None:
+def in_steps(x: Tensor, size: int, steps: int) -> Tensor | None:
     """A tensor as (samples, steps, the rest); None where it has no such shape."""
     if x.ndim >= 2 and x.shape[:2] == (size, steps):
         return x.reshape(size, steps, -1)
@@ -341,35 +348,57 @@ def state(patient: Patient) -> Iterator[Finding]:
             yield Finding("state_between_batches", text, patient.place(stage), {"of": [s[name] for s in said]})
 
 
-def padding(patient: Patient) -> Iterator[Finding]:
-    """Pad sequences of several lengths to twice their length: a loss by position must stay."""
-    batch, held = patient.batches[0], held_of(patient, patient.batches[0])
-    size, target = batch_size(batch), target_of(held) if held is not None else None
-    rows = [x for x in parts(batch).values() if x.ndim >= 2 and len(x) == size and x.shape[1] >= 4]
-    lengths = {x.shape[1]: ends for x in rows if (ends := _ends(x)) is not None}
-    wide = [(x, lengths[x.shape[1]]) for x in rows if x.shape[1] in lengths]
-    if not wide:
+def cropped(patient: Patient) -> Iterator[Finding]:
+    """Cut off the padding behind the longest of some shorter samples: what is said of them must stay."""
+    batch = patient.batches[0]
+    size = batch_size(batch)
+    for x in parts(batch).values() if size is not None and size >= 8 and len(patient.names) == 1 else ():
+        ends = _ends(x) if len(x) == size else None
+        if ends is None:
+            continue
+        lengths, steps = (~ends).sum(1), x.shape[1]
+        chosen = lengths.argsort()[: size // 2]
+        longest = max(2, int(lengths[chosen].max()))
+        if longest >= steps:
+            continue
+        rows = [y for y in parts(batch).values() if y.ndim and len(y) == size]
+        wide = [y for y in rows if y.ndim > 1 and y.shape[1] == steps]
+        whole = replaced(batch, {id(y): y[chosen] for y in rows})
+        short = replaced(
+            batch, {id(y): y[chosen][:, :longest] if any(y is z for z in wide) else y[chosen] for y in rows}
+        )
+        with suppress(Exception):  # a step that takes one length alone
+            yield from _told_of_padding(patient, whole, short, ~ends[chosen][:, :longest])
         return
-    ends = torch.cat([ends.flatten() for ends in lengths.values()])
-    fills = [x[ends][:1] for x, ends in wide]
-    if not all(torch.equal(x[ends], fill.expand_as(x[ends])) for (x, ends), fill in zip(wide, fills, strict=True)):
-        return  # what stands there is no padding
-    longer = {
-        id(x): torch.cat([x, fill.unsqueeze(0).expand_as(x)], 1) for (x, _), fill in zip(wide, fills, strict=True)
-    }
-    is_sure = len(wide) == 1 or any(x is target for x, _ in wide)
-    averages = any("running" in path for path, _ in patient.task.named_buffers())  # training may average over padding
-    for training in (False, True)[: 2 - averages]:
-        given = (batch, SEED), (batch, SEED + 1), (replaced(batch, longer), SEED)
-        said = [says(patient, x, "train", training=training, seed=seed).get("loss", math.nan) for x, seed in given]
-        if said[0] == said[1] and apart(said[0], said[2]) > COUNTS:
+
+
+def _told_of_padding(patient: Patient, whole: Any, short: Any, own: Tensor) -> Iterator[Finding]:
+    """Compare what the last layer and the loss say with all padding and with less; `own`: steps that are none."""
+    (before, said), (after, now) = (calls_of(patient, batch, "train") for batch in (whole, short))
+    again = calls_of(patient, whole, "train", seed=SEED + 1)[1]
+    if not before or again != said:
+        return
+    last = [key for key in before if len(before[key]) == 1 and key in after and len(before[key][0]) == len(own)][-1:]
+    for path, number in last:
+        x, y = before[path, number][0], after[path, number][0]
+        if x.ndim > 1 and x.shape[1] > own.shape[1] and y.shape[1] == own.shape[1]:
+            x, y = x[:, : own.shape[1]][own], y[own]
+        scale = float(x.float().std(correction=0)) or 1.0
+        moved = float((x - y).abs().max()) / scale if x.shape == y.shape and x.numel() else 0.0
+        if moved > CROPPED:
             text = (
-                f"The loss of a batch, of which {float(ends.float().mean()):.0%} are padding, is {said[0]:.4g}, and "
-                f"{said[2]:.4g} if it is padded to twice its length: padded positions count."
+                f"What {path} says of {len(own)} samples changes by {moved:.2g} of its deviation when the padding "
+                "behind the longest of them is cut off: padding reaches the answers."
             )
-            evidence = {"loss": said[0], "padded": said[2]}
-            yield Finding("padding_in_loss", text, patient.place(), evidence, level="" if is_sure else "note")
+            cure = "Mask padding wherever samples are summed up or attended to, and read states at a sample's own end."
+            yield Finding("depends_on_company", text, path, {"difference": moved}, cure)
             return
+    if apart(said.get("loss", math.nan), now.get("loss", math.nan)) > COUNTS:
+        text = (
+            f"The loss of {len(own)} samples is {said['loss']:.4g}, and {now['loss']:.4g} when the padding behind the "
+            "longest of them is cut off: padded positions count."
+        )
+        yield Finding("padding_in_loss", text, patient.place(), {"loss": said["loss"], "cropped": now["loss"]})
 
 
 def padded(patient: Patient) -> Iterator[Finding]:
@@ -394,7 +423,7 @@ def padded(patient: Patient) -> Iterator[Finding]:
 def _stored(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
     """Rows that are padded where they are stored: what stands behind the first number of padding must not count."""
     for x in parts(batch).values():
-        ends = _ends(x) if x.ndim == 2 and len(x) == batch_size(batch) else None
+        ends = _ends(x) if x.ndim and len(x) == batch_size(batch) else None
         found: list[Finding] = []
         if ends is not None:
             behind = ends[:, 1:] & ends[:, :-1]  # the first may be the end of a sentence
@@ -421,11 +450,11 @@ def _is_filled(batch: Any, behind: Tensor) -> bool:
 def _counted(patient: Patient, stage: str, batch: Any, behind: Tensor) -> Iterator[Finding]:
     held = answers(patient, batch) if stage == "train" else validated(patient, batch)
     size, steps = behind.shape
-    shaped = [_in_steps(x, size, steps) for x in held.values] if held is not None else []
+    shaped = [in_steps(x, size, steps) for x in held.values] if held is not None else []
     if held is None or len(shaped) != 1 or shaped[0] is None:
         return
     if stage == "train":
-        slope = _in_steps(held.slopes()[0], size, steps)
+        slope = in_steps(held.slopes()[0], size, steps)
         if slope is not None and bool(slope[behind].any()):
             share = float(slope[behind].abs().sum() / slope.abs().sum())
             text = (
@@ -452,11 +481,14 @@ def _counted(patient: Patient, stage: str, batch: Any, behind: Tensor) -> Iterat
 
 
 def _ends(rows: Tensor) -> Tensor | None:
-    """Where rows of whole numbers end with one number, in runs of different lengths; None if they do not."""
-    if rows.is_floating_point() or rows.ndim != 2 or rows.dtype == torch.bool:
+    """Where rows of whole numbers, or of vectors, end with one of them, in runs of different lengths; None if not."""
+    is_text = rows.ndim == 2 and not rows.is_floating_point() and rows.dtype != torch.bool
+    if not (is_text or (rows.ndim == 3 and rows.is_floating_point())) or rows.shape[1] < 4:
         return None
-    last = rows[:, -1].mode().values
-    ends = (rows.flip(1) == last).long().cumprod(1).flip(1).bool()
+    flat = rows.reshape(*rows.shape[:2], -1)
+    kinds, counts = flat[:, -1].unique(dim=0, return_counts=True)
+    same = (flat == kinds[int(counts.argmax())]).all(2)
+    ends = same.flip(1).long().cumprod(1).flip(1).bool()
     runs = ends.sum(1)
     several = int((runs > 1).sum()) >= 0.4 * len(rows) and len(runs.unique()) >= 3 and int(runs.min()) < rows.shape[1]
-    return ends if several and int((rows == last).sum() - runs.sum()) <= 0.05 * int(runs.sum()) else None
+    return ends if several and int(same.sum() - runs.sum()) <= 0.05 * int(runs.sum()) else None

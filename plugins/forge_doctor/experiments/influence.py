@@ -73,6 +73,14 @@ def weights(patient: Patient) -> Iterator[Finding]:
         if found is None:
             continue
         groups, watch = found
+        if groups and not any(group.gradient or group.slope for group in groups):
+            text = (
+                f"No weight has a gradient, and moving {listed([group.name for group in groups])} one by one changes "
+                "no loss: what stands between them and the loss is 0, or constant."
+            )
+            cure = "Begin with one factor of a product at 0 at most; look at masks, clamps and factors before the loss."
+            yield Finding("no_gradient", text, groups[0].name, cure=cure)
+            continue
         cut = [group for group in groups if not group.gradient and group.slope > 0]
         part = [group for group in groups if group.gradient and not group.agrees]
         at = cuts(watch)

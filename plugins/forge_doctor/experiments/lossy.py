@@ -1,7 +1,7 @@
 """Lossy: watch operations that silently lose values, while samples are read and while steps run.
 
 Each is done again in a way that loses nothing, and compared: whole numbers that wrap around, differences that are
-rounded away, and several values that are written to one place.
+rounded away, fractions among whole numbers, and several values that are written to one place.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ CASTS = {"long", "int", "short", "byte", "char", "to", "type", "type_as", "float
 SAMPLES = 6
 ROUNDED = 1e-4
 """What rounding may take away, as a share of the deviation."""
+
+FEW, MOST = 0.02, 0.5
+"""The share of numbers with a fraction among whole ones, as where a map was interpolated, at which a cast is told."""
 
 
 class LossyWatch(CallWatch):
@@ -52,6 +55,14 @@ class LossyWatch(CallWatch):
                 torch.bfloat16,
             ):
                 self._look_at_rounding(x, result, name)
+            if x.is_floating_point() and result.dtype in WHOLE[1:] and x.numel() >= 4:  # pictures are bytes
+                share = float(((x.detach() - x.detach().round()).abs() > 1e-4).float().mean())
+                if FEW < share < MOST:
+                    self._note(
+                        "truncation",
+                        f"{share:.0%} of {x.numel()} numbers, the others of which are whole, lose their fraction in "
+                        f"{name}() to {str(result.dtype).removeprefix('torch.')}",
+                    )
         elif name == "__setitem__":
             self._look_at_writes(args[0], args[1], args[2])
         elif (
@@ -132,10 +143,12 @@ def steps(patient: Patient) -> Iterator[Finding]:
 CURES = {
     "rounding": "Subtract the smallest one first, in int64 or float64, and convert the differences.",
     "overflow": "Convert to a wider type first: x.int(), or x.float().",
+    "truncation": "Resize maps of classes with mode='nearest'; round before the cast elsewhere: torch.round(x).long().",
     "lost_writes": "Add up what belongs to one index: index_add_, or scatter_add_.",
 }
 
 
 def _told(watch: LossyWatch, place: str) -> Iterator[Finding]:
     for (kind, line), text in list(watch.found.items())[:4]:
-        yield Finding("values_lost", f"{text}.", line or place, {"kind": kind}, cure=CURES[kind])
+        level = "note" if kind == "truncation" else "warning"
+        yield Finding("values_lost", f"{text}.", line or place, {"kind": kind}, cure=CURES[kind], level=level)

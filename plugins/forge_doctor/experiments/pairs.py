@@ -166,11 +166,17 @@ def _judged(one: Sample, other: Sample, label: int | None) -> Iterator[tuple[int
                 continue
             if q == label:
                 yield p, turn, "class"
-            elif y.ndim >= 2 and y.shape[-2:] == one[p].shape[-2:]:
+            elif y.ndim >= 2 and _is_to_scale(y, one[p]):
                 if not torch.equal(TURNS[turn](y), y):
                     yield p, turn, "map"
             elif y.is_floating_point() and y.ndim and y.shape[-1] in (2, 4) and bool((y != y.flatten()[0]).any()):
                 yield p, turn, "numbers"
+
+
+def _is_to_scale(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are maps of one size, or of one times as many rows and columns."""
+    (a, b), (c, d) = x.shape[-2:], y.shape[-2:]
+    return a * d == b * c and min(a, b) >= 6 and max(a, c) % min(a, c) == 0
 
 
 def _exchanged(patient: Patient, place: int, turn: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:

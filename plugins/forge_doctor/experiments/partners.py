@@ -14,7 +14,7 @@ from torch import Tensor
 from forge.data.accumulation_windows import batch_size
 from forge.torch_internals import pytree
 from forge_doctor.experiments.answers import Answers, answers, held_of
-from forge_doctor.experiments.equivariance import MOST_STEPS, moved_steps, rolled_at
+from forge_doctor.experiments.equivariance import MOST_STEPS, in_steps, rolled_at
 from forge_doctor.experiments.intervene import exchanged
 from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.regroup import group_of
@@ -71,19 +71,25 @@ def steps(patient: Patient) -> Iterator[Finding]:
     for y in sides(held)[1]:
         if y.ndim < 2 or y.shape[:1] != (size,) or not FEWEST <= y.shape[1] <= MOST_STEPS:
             continue
-        judged = []
+        spread = []
         for t in (y.shape[1] // 3, y.shape[1] // 2):
             now = held.slopes(batch=exchanged(batch, y, lambda y, t=t: rolled_at(y, t)))
-            judged.append(sorted(moved_steps(base, now, size, y.shape[1])))
-        apart = [any(b - a > 1 for a, b in itertools.pairwise(found)) for found in judged]
-        if all(apart) and all(len(found) < y.shape[1] // 2 for found in judged):
+            off = in_steps(base[0] != now[0], size, y.shape[1])
+            if off is not None and bool(off.any()):
+                sample = off[int(off.flatten(1).sum(1).argmax())].flatten(1)
+                spread.append((int(sample.sum()), sample.shape[1], sample.any(1).nonzero().flatten().tolist()))
+        # as many answers as one step has, and at others
+        apart = [
+            any(b - a > 1 for a, b in itertools.pairwise(steps)) and moved <= most for moved, most, steps in spread
+        ]
+        if len(apart) == 2 and all(apart):
+            steps = spread[0][2]
             yield Finding(
                 "compared_with_others",
-                f"One step of the target judges answers at {len(judged[0])} steps that do not stand together (step "
-                f"{y.shape[1] // 3} those at {', '.join(map(str, judged[0][:6]))}): a view or reshape stands where "
-                "axes are to be exchanged.",
+                f"Step {y.shape[1] // 3} of the target judges answers at {len(steps)} steps, which do not stand "
+                f"together ({', '.join(map(str, steps[:6]))}): a view or reshape stands where axes are to be exchanged.",
                 patient.place(),
-                {"steps": judged[0]},
+                {"steps": steps},
                 cure="Exchange axes by transpose, permute or movedim; view and reshape read the same numbers in order.",
             )
             return

@@ -16,6 +16,7 @@ from forge.data.accumulation_windows import batch_size
 from forge.runs.directions import mode_of
 from forge_doctor.experiments.answers import Answers, held_of, validated
 from forge_doctor.experiments.intervene import apart
+from forge_doctor.experiments.reading import sides
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 from forge_doctor.probes.graph import nodes
@@ -39,10 +40,20 @@ def bounds(patient: Patient) -> Iterator[Finding]:
         return
     floor, best = held.best()
     constant, _ = held.best(constant=True)
-    if not all(map(math.isfinite, (floor, constant))) or constant <= 0 or floor < -1e-3:
+    if not all(map(math.isfinite, (floor, constant))) or constant < 0 or floor < -1e-3:
         return
-    is_seen = all(bool((x != 0).float().mean() > 1 - MANY) for x in held.slopes())
-    if floor > ALIKE * constant > 1e-3 and is_seen:
+    is_seen = all(bool((x != 0).reshape(len(x), -1).any(1).float().mean() > 1 - MANY) for x in held.slopes() if x.ndim)
+    told = [y for y in sides(held)[1] if bool((y != y.flatten()[0]).any())] if constant < 1e-3 * held.loss else []
+    if told and floor >= constant - 1e-6:
+        yield Finding(
+            "loss_floor",
+            f"One answer of {', '.join(held.paths[-2:])} for all samples has the lowest loss, {constant:.2g}, though "
+            "their targets differ: samples of some targets are left out, or count for nothing.",
+            held.paths[-1],
+            {"constant": constant, "untrained": held.loss},
+            cure="Look at which values the loss takes for targets: -1 and 1, or 0 and 1; and at masks.",
+        )
+    elif floor > ALIKE * constant > 1e-3 and is_seen:
         yield Finding(
             "loss_floor",
             f"No answers of {', '.join(held.paths[-2:])} have a lower loss than one answer for all samples "
@@ -87,12 +98,13 @@ def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
 
 def _stuck(held: Answers, best: list[Tensor]) -> tuple[str, float] | None:
     """The layer of which most of the best answers stand on a plain: a step on changes no loss; and how many."""
-    found, slopes = list[tuple[float, str]](), held.slopes(best)
+    found, slopes, first = list[tuple[float, str]](), held.slopes(best), held.slopes()
     for i, (place, x) in enumerate(zip(held.given, best, strict=True)):
         spread = max(float(x.float().std()) if x.numel() > 1 else 0.0, 0.3)
         for step in (-spread, spread):
             beyond = held.slopes([y + step if i == j else y for j, y in enumerate(best)])[i]
-            found.append((float(((slopes[i] == 0) & (beyond == 0)).float().mean()), place[0]))
+            stands = (slopes[i] == 0) & (beyond == 0) & (first[i] != 0)  # others are masked: the loss never sees them
+            found.append((float(stands.float().mean()), place[0]))
     share, path = max(found)
     return (path, share) if MANY < share < 1 else None
 

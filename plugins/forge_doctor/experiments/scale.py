@@ -64,12 +64,18 @@ def small_step(patient: Patient) -> Iterator[Finding]:
     if len(patient.names) > 1:
         return
     batch = patient.batches[0]
-    before = float(patient.loss(_begun(patient), batch).detach())
+    first = _begun(patient)
+    before = float(patient.loss(first, batch).detach())
     falls = []
-    for factor in (SMALL_STEP, 10 * SMALL_STEP):
-        task, _ = short_fit(patient, [batch] * 3, factor)
+    for factor in (-SMALL_STEP, SMALL_STEP, 10 * SMALL_STEP):
+        task, _ = short_fit(patient, [batch] * 3, abs(factor))
+        if factor < 0:  # the same way back: at a kink both ways go up
+            with torch.no_grad():
+                for p, old in zip(task.parameters(), first.parameters(), strict=True):
+                    p.copy_(2 * old - p)
         falls.append(before - float(patient.loss(like(task, patient.task), batch).detach()))
-    if all(fall < -1e-7 * abs(before) for fall in falls) and falls[1] < 2 * falls[0]:
+    back, *falls = falls
+    if all(fall < -1e-7 * abs(before) for fall in falls) and falls[1] < 2 * falls[0] and back > 0:
         yield Finding(
             "step_raises_loss",
             f"Three updates at {SMALL_STEP:g} of the rate raise the loss of their own batch from {before:.6g} by "

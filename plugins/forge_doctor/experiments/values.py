@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge.data.tensor import TensorLoader
 from forge_doctor.deadline import Deadline
-from forge_doctor.experiments.answers import held_of, own_weights
+from forge_doctor.experiments.answers import answers, held_of, own_weights
 from forge_doctor.experiments.intervene import calls_of, exchanged, named, parts, says
 from forge_doctor.experiments.reading import places
 from forge_doctor.findings import Finding
@@ -271,8 +271,8 @@ def _copied(patient: Patient, held: dict[int, Tensor]) -> Iterator[Finding]:
                 continue
             same = [(flat == goal[:, i : i + 1]).all(0) & (flat.std(0) > 0) for i in range(goal.shape[1])]
             given = [i for i, found in enumerate(same) if bool(found.any())]
-            if 0 < len(given) < len(same):
-                number = int(same[given[0]].int().argmax())
+            number = int(same[given[0]].int().argmax()) if given else 0
+            if 0 < len(given) < len(same) and _answers_with(patient, place, number, other, given[0]):
                 yield Finding(
                     "label_in_features",
                     f"Of the {len(same)} numbers of the target, tensor {other}, {len(given)} stand in the input, "
@@ -281,6 +281,29 @@ def _copied(patient: Patient, held: dict[int, Tensor]) -> Iterator[Finding]:
                     {"of the target": given[:8]},
                 )
                 return
+
+
+def _answers_with(patient: Patient, place: int, number: int, other: int, asked: int) -> bool:
+    """Whether the answer that is compared with a number of the target changes with a number of the input."""
+    batch = patient.batches[0]
+    held, (x, y) = held_of(patient, batch), (tensors(batch)[i] for i in (place, other))
+    if held is None:
+        return True
+
+    def exchange(z: Tensor, i: int) -> Any:
+        def rolled(z: Tensor) -> Tensor:
+            flat = z.reshape(len(z), -1).clone()
+            flat[:, i] = flat[:, i].roll(1, 0)
+            return flat.reshape(z.shape)
+
+        return exchanged(batch, z, rolled)
+
+    now = answers(patient, exchange(x, number))
+    judged = zip(held.slopes(), held.slopes(batch=exchange(y, asked)), strict=True)
+    moved = zip(held.values, now.values, strict=True) if now is not None else ()
+    return any(
+        a.shape == b.shape and bool(((a != b) & (g != h)).any()) for (a, b), (g, h) in zip(moved, judged, strict=False)
+    )
 
 
 def coverage(patient: Patient) -> Iterator[Finding]:

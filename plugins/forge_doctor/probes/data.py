@@ -18,7 +18,7 @@ from forge.rng import seed_all
 from forge_doctor.deadline import Deadline
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, Patient, first, tensors
-from forge_doctor.stored import Sample, count_of, read, spread
+from forge_doctor.stored import Sample, arrays, count_of, read, spread
 from forge_doctor.watch import REGRESSION
 
 SHIFTED = 3.0
@@ -356,9 +356,7 @@ def overlaps(patient: Patient) -> Iterator[Finding]:
 
     Neither is possible for all windows of a later time. A series that repeats itself is left out.
     """
-    val = stacked(patient, patient.val_samples)
-    for place, x in stacked(patient, patient.samples).items():
-        y = val.get(place, x[:0])
+    for x, y in _both(patient):
         if not x.is_floating_point() or x.ndim not in (2, 3) or x.shape[1:] != y.shape[1:] or len(y) < 20:
             continue
         for dim in range(1, x.ndim):  # time may be either
@@ -376,6 +374,15 @@ def overlaps(patient: Patient) -> Iterator[Finding]:
                 cure = "Split the series by time first, and cut each part into windows."
                 yield Finding("leakage", text, "val", {"begin": begin, "end": end, "windows": len(b)}, cure=cure)
                 return
+
+
+def _both(patient: Patient) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples of train and of val by place; and as they are stored, where augmentation changes what is served."""
+    train, val = (stacked(patient, samples) for samples in (patient.samples, patient.val_samples))
+    yield from ((x, val.get(place, x[:0])) for place, x in train.items())
+    stored = [arrays(x) if patient.reads and x is not None else {} for x in patient.loaders.values()]
+    for path in stored[0].keys() & stored[1].keys():
+        yield torch.as_tensor(stored[0][path])[:MOST_IDS], torch.as_tensor(stored[1][path])[:MOST_IDS]
 
 
 def _stretches(x: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ def reduction(patient: Patient) -> Iterator[Finding]:
             "learning rate grows with the batch size."
         )
         yield Finding("sum_reduction", text, where, {"once": a, "twice": b})
-    elif len(terms_a) == len(terms_b) > 1:
+    elif len(terms_a) == len(terms_b) > 1 and abs(ratio - 1) > 0.005:  # sums of a quotient are no terms of the loss
         ratios = [y / x for (x, _), (y, _) in zip(terms_a, terms_b, strict=True) if abs(x) > 1e-6]
         sums, means = [r for r in ratios if abs(r - 2) < 0.05], [r for r in ratios if abs(r - 1) < 0.05]
         if sums and means:

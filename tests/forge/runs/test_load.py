@@ -33,6 +33,16 @@ def test_a_run_is_loaded_in_eval_mode_with_its_weights(tmp_path: Path) -> None:
     assert torch.equal(loaded(images), task(images))
 
 
+def test_of_a_folder_of_runs_the_newest_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained_run(tmp_path / "group" / "first", Checkpoint(every="2 updates"))
+    task = trained_run(tmp_path / "group" / "second", Checkpoint(every="2 updates"))
+    with caplog.at_level("INFO", "forge"):
+        source = find(tmp_path / "group", Classifier)
+    assert (source.run, source.path) == ("second", tmp_path / "group" / "second")
+    assert torch.equal(source.task.last.weight, task.last.weight)
+    assert "the newest is taken" in caplog.text
+
+
 def test_the_best_checkpoint_and_its_average_come_first(tmp_path: Path) -> None:
     best = {"monitor": "val/loss", "mode": "min"}
     task = trained_run(tmp_path / "run", EMA(0.5), Checkpoint(every="2 updates", best=best))
