@@ -352,8 +352,10 @@ def cropped(patient: Patient) -> Iterator[Finding]:
     """Cut off the padding behind the longest of some shorter samples: what is said of them must stay."""
     batch = patient.batches[0]
     size = batch_size(batch)
-    for x in parts(batch).values() if size is not None and size >= 8 and len(patient.names) == 1 else ():
-        ends = _ends(x) if len(x) == size else None
+    if size is None or size < 8 or len(patient.names) > 1:
+        return
+    for x in parts(batch).values():
+        ends = _ends(x) if x.ndim and len(x) == size else None
         if ends is None:
             continue
         lengths, steps = (~ends).sum(1), x.shape[1]

@@ -87,7 +87,8 @@ def steps(patient: Patient) -> Iterator[Finding]:
             yield Finding(
                 "compared_with_others",
                 f"Step {y.shape[1] // 3} of the target judges answers at {len(steps)} steps, which do not stand "
-                f"together ({', '.join(map(str, steps[:6]))}): a view or reshape stands where axes are to be exchanged.",
+                f"together ({', '.join(map(str, steps[:6]))}): a view or reshape stands where axes are to be "
+                "exchanged.",
                 patient.place(),
                 {"steps": steps},
                 cure="Exchange axes by transpose, permute or movedim; view and reshape read the same numbers in order.",
