@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from forge import registry
-from forge_doctor.doctor import AFTER, BEFORE, LAST, offered
+from forge_doctor.probe_order import AFTER, BEFORE, LAST, offered
 
 AREAS = {
     "gradients": ("influence", "graph", "aliases"),

@@ -32,26 +32,7 @@ from forge.errors import ForgeError
 from forge.snapshot.left_out import is_left_out
 from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
-from forge_doctor.experiments import (
-    collated,
-    columns,
-    company,
-    edges,
-    equivariance,
-    influence,
-    loopholes,
-    lossy,
-    motion,
-    pairs,
-    partners,
-    reachable,
-    reading,
-    scale,
-    stages,
-    storage,
-    tables,
-    values,
-)
+from forge_doctor.experiments import motion
 from forge_doctor.findings import LEVELS, Finding
 from forge_doctor.learning import NO_TIME, learn
 from forge_doctor.learning import UPDATES as ONE_BATCH
@@ -66,129 +47,13 @@ from forge_doctor.patient import (
     no_trace,
     rows,
 )
-from forge_doctor.probes import (
-    aliases,
-    class_labels,
-    data,
-    graph,
-    losses,
-    measures,
-    precision,
-    serving,
-    start,
-)
+from forge_doctor.probe_order import AFTER, BEFORE, LAST, offered
+from forge_doctor.probes import serving, start
 from forge_doctor.readiness import planned, readiness
 from forge_doctor.report import DoctorReport
 from forge_doctor.stored import kept
 from forge_doctor.unsaved import fingerprint_hidden, is_a_librarys
 from forge_doctor.worst import worst_samples
-
-BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
-    "losses in steps": lossy.steps,
-    "what the loss reaches": graph.reach,
-    "what a step changes": graph.purity,
-    "modes while validating": graph.validation_modes,
-    "inputs of losses": losses.inputs,
-    "labels as numbers": in_fit.class_targets,
-    "dimensions of metrics": losses.evaluation_inputs,
-    "reduction of the loss": losses.reduction,
-    "samples apart": equivariance.samples,
-    "answers that are seen": equivariance.answers_seen,
-    "steps ahead": equivariance.steps_ahead,
-    "targets in validation": equivariance.fed,
-    "blocks of steps": equivariance.blocks,
-    "rows that are joined": edges.joined,
-    "values that are not finite": values.finite,
-    "samples put together": collated.together,
-    "copies of samples": data.copies,
-    "ids in both splits": data.known,
-    "train against val": data.splits,
-    "columns of train and val": columns.compared,
-    "what targets are made of": storage.made_of,
-    "class labels": class_labels.labels,
-    "alone and in company": company.alone,
-    "influence of weights": influence.weights,
-    "batch after batch": equivariance.state,
-    "bounds of the loss": reachable.bounds,
-    "metrics of the best answers": reachable.metrics,
-    "who is compared with whom": partners.partners,
-    "steps that are judged": partners.steps,
-    "losses that give up": loopholes.given_up,
-    "gradients along a way": loopholes.explained,
-    "whole and parts": stages.whole_and_parts,
-    "values that are unseen": values.unseen,
-    "values in the step": values.in_step,
-    "equal tensors": values.equal,
-    "training on average": stages.on_average,
-    "pairs vary together": pairs.together,
-    "maps agree": pairs.maps,
-    "pairs follow": pairs.follow,
-    "samples of val": pairs.fixed,
-    "losses while reading": lossy.reading,
-    "evaluation twice as a whole": stages.evaluated_twice,
-    "metrics before training": stages.best_at_first,
-    "layout of pictures": values.layout,
-    "layout of stored pictures": values.stored_layout,
-    "targets among the inputs": values.giveaway,
-    "draws of two steps": stages.same_draws,
-    "padding between words": tables.padding_between,
-    "samples that an epoch draws": values.coverage,
-    "order of an epoch": values.order,
-    "weights of classes": losses.weights,
-    "behind the end of samples": equivariance.padded,
-    "less padding": equivariance.cropped,
-    "repeated modules": aliases.repeated,
-    "options of losses": losses.options,
-    "where the loss leads": reading.leads,
-    "errors beside the target": reading.errors,
-    "losses without end": reading.endless,
-    "evaluation twice": stages.drawn,
-    "scales of the data": data.scales,
-    "scales of targets": data.targets,
-    "windows in both splits": data.overlaps,
-    "samples that are left out": data.dropped,
-    "seeds of the data": data.generator,
-    "noise of the samples": serving.noise,
-    "activations": start.activations,
-    "layers": start.layers,
-    "names of attributes": aliases.attributes,
-    "memory of parameters": aliases.shared_storage,
-    "samples of batch normalisation": start.normalised_samples,
-    "options of the optimizer": start.optimizer,
-    "rehearsal of the schedule": start.schedules,
-    "directions of metrics": measures.modes,
-    "plan of validations": measures.validation,
-    "names of methods": start.methods,
-}
-"""Probes of the task as it is, in this order; then those that packages offer by the entry point `forge.probes`."""
-
-AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
-    "statistics of validation": stages.stale,
-    "weights that stand still": motion.still,
-    "averages of weights": motion.averages,
-    "rows of buffers": motion.written,
-    "weights without a slope": influence.flat,
-    "influence of the batch": influence.inputs,
-    "influence of parts": influence.slices,
-    "inputs are read": influence.unread,
-    "results on this device": precision.devices,
-    "results in mixed precision": precision.mixed_precision,
-    "results of the compiled model": precision.compiled,
-    "rows of weights": start.equal_rows,
-    "size of updates": motion.rates,
-    "gradients by layer": motion.gradients,
-    "clipping": motion.clipping,
-    "losses of the first updates": motion.losses,
-    "waiting for batches": motion.waits,
-}
-"""Probes after a few updates."""
-
-LAST: dict[str, Callable[[Patient], Iterator[Finding]]] = {
-    "a small step": scale.small_step,
-    "rates": scale.rates,
-    "from train to val": scale.generalises,
-}
-"""Experiments that train copies, after the run."""
 
 UPDATES = 12
 """Updates of the short run."""
@@ -299,14 +164,6 @@ def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings:
     except Exception as error:
         report.skipped["the run"] = f"{type(error).__name__}: {error}"
         report.findings.append(Finding("refused", f"Training ends in {type(error).__name__}: {error}"))
-
-
-def offered() -> dict[str, Any]:
-    """The probes of other packages by what they are called here: one that has the name of ours is named with its
-    package, and both run."""
-    ours = BEFORE | AFTER | LAST
-    found = registry.installed("probe").items()
-    return {f"{name} ({registry.origin(entry)})" if name in ours else name: entry for name, entry in found}
 
 
 class Examination(Plugin):

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -26,7 +26,7 @@ from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, copied, first, no_trace, parameters
-from forge_doctor.report import DoctorReport
+from forge_doctor.report import Curve, DoctorReport
 from forge_doctor.trial import Trial, Variation
 
 UPDATES = 200
@@ -44,32 +44,6 @@ USUAL = 1e-2
 """The share of its size by which an update usually moves a matrix."""
 FEW = 4
 """Samples of the smaller batch that is tried."""
-
-
-@dataclass
-class Curve:
-    """The losses of updates on one batch, and what they say."""
-
-    losses: list[float]
-    chance: float | None = None
-    "The lowest loss of one answer for all samples; None if that is unknown."
-    floor: float | None = None
-    "The lowest loss of any prediction; None if that is unknown."
-    reached: float = math.nan
-    verdict: str = ""
-    is_learnt: bool = False
-    level: str = ""
-    "That of the finding `cannot_learn_a_batch`: it stopped far from the floor. Empty where nothing shows a mistake."
-    is_cut_short: bool = False
-    "Whether the time was over before the updates were."
-    cause: str = ""
-    "The one change with which the batch is learnt."
-    tried: dict[str, float] = field(default_factory=dict)
-    "What the loss came to with each change that was tried."
-
-    @property
-    def start(self) -> float:
-        return self.losses[0] if self.losses else math.nan
 
 
 QUIET = Variation("evaluation mode, without dropout and batch statistics", evaluates=True)

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_doctor.findings import Finding
 from forge_doctor.readiness import Readiness
 
-if TYPE_CHECKING:
-    from forge_doctor.learning import Curve
+
+@dataclass
+class Curve:
+    """The losses of updates on one batch, and what they say."""
+
+    losses: list[float]
+    chance: float | None = None
+    "The lowest loss of one answer for all samples; None if that is unknown."
+    floor: float | None = None
+    "The lowest loss of any prediction; None if that is unknown."
+    reached: float = math.nan
+    verdict: str = ""
+    is_learnt: bool = False
+    level: str = ""
+    "That of the finding `cannot_learn_a_batch`: it stopped far from the floor. Empty where nothing shows a mistake."
+    is_cut_short: bool = False
+    "Whether the time was over before the updates were."
+    cause: str = ""
+    "The one change with which the batch is learnt."
+    tried: dict[str, float] = field(default_factory=dict)
+    "What the loss came to with each change that was tried."
+
+    @property
+    def start(self) -> float:
+        return self.losses[0] if self.losses else math.nan
 
 
 @dataclass
@@ -48,3 +72,11 @@ class DoctorReport:
     def __str__(self) -> str:
         lines = [f"{finding.level}: {finding.name}: {finding.message}" for finding in self.findings]
         return "\n".join(lines or ["Nothing was found."])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook."""
+        from forge_doctor.printed import as_html
+
+        return as_html(self)

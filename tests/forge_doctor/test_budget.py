@@ -11,7 +11,7 @@ import pytest
 import forge
 from forge import cli
 from forge_doctor import Deadline
-from forge_doctor.doctor import AFTER, BEFORE
+from forge_doctor.probe_order import AFTER, BEFORE
 from tests.forge_doctor.test_doctor import FILE
 from tests.support.patients import Healthy, splits
 

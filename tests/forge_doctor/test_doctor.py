@@ -16,8 +16,9 @@ import forge
 from forge import cli
 from forge.errors import TaskError
 from forge_doctor.areas import AREAS, by_area
-from forge_doctor.commands.doctor import print_page
-from forge_doctor.doctor import AFTER, BEFORE
+from forge_doctor.findings import Finding
+from forge_doctor.printed import print_page
+from forge_doctor.probe_order import AFTER, BEFORE
 from forge_doctor.report import DoctorReport
 from tests.support.patients import Healthy, splits
 from tests.support.profiles import some
@@ -162,6 +163,15 @@ def test_every_check_belongs_to_an_area() -> None:
     assert list(areas) == list(AREAS)
     assert sorted(name for inside in areas.values() for name in inside) == sorted(names)
     assert "learning one batch" in areas["updates"]
+
+
+def test_a_report_is_shown_in_a_notebook_and_at_a_prompt() -> None:
+    report = DoctorReport([Finding("no_gradient", "No weight has a <gradient>.")], good=[*BEFORE])
+    shown = report._repr_html_()
+    assert "No weight has a &lt;gradient&gt;." in shown
+    assert "Cure:" in shown
+    assert f"Found good: {len(BEFORE)} checks" in shown
+    assert repr(report) == "warning: no_gradient: No weight has a <gradient>."
 
 
 @pytest.mark.parametrize("every", [False, True])

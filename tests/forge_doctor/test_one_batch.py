@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import forge
 from forge.config.build import make_plugins
-from forge_doctor.commands.doctor import drawn, print_page
 from forge_doctor.deadline import Deadline
-from forge_doctor.learning import Curve, one_batch
-from forge_doctor.report import DoctorReport
+from forge_doctor.learning import one_batch
+from forge_doctor.printed import drawn, print_page
+from forge_doctor.report import Curve, DoctorReport
 from tests.support.patients import Healthy, loader, numbers
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.doctor import AFTER, BEFORE
 from forge_doctor.experiments import equivariance, influence, motion, stages, values
 from forge_doctor.findings import FINDINGS, LEVELS
+from forge_doctor.probe_order import AFTER, BEFORE
 from forge_doctor.probes import class_labels, data, graph, start
 from tests.support.patients import Healthy, Keeps, found, loader, numbers, said, splits
 from tests.support.probes_kit import task_with

@@ -387,7 +387,10 @@ def test_the_doctor_examines_a_module_as_it_does_a_task() -> None:
             super().validation_step((torch.zeros_like(batch[0]), batch[1]), batch_idx)
 
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    train, val = [TensorLoader(part, (part.sum(1) > 0).long(), batch_size=8) for part in x.split(32)]
+    train, val = (
+        TensorLoader(part, (part.sum(1) > 0).long(), batch_size=8, shuffle=shuffle)
+        for part, shuffle in zip(x.split(32), (True, False), strict=True)
+    )
     healthy, ill = (
         forge.doctor(forge.LightningAdapter(make()), train, val, budget=0, seed=0, max_epochs=2)
         for make in (Sums, Unread)

@@ -10,7 +10,7 @@ import pytest
 from forge.cli import main
 from forge.tuning import batch, step_timer, workers
 from forge.util import show
-from forge_doctor.commands import doctor
+from forge_doctor import printed
 from forge_doctor.findings import Finding
 from tests.support.profiles import some
 
@@ -85,7 +85,7 @@ def test_a_command_to_copy_is_on_one_line(kind: str, capsys: pytest.CaptureFixtu
 def test_a_cure_keeps_its_command_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     command = "`forge tune lr mine.py:Mine 'task.note=a note of several words'`"
     for before in range(4, 60, 7):
-        doctor._print_finding(Finding("unused_module", f"{'w' * before} {command}", cure=command), show.console())
+        printed._print_finding(Finding("unused_module", f"{'w' * before} {command}", cure=command), show.console())
         out = capsys.readouterr().out
         assert out.count(command) == 2, out
         assert max(map(len, out.splitlines())) <= 80
