@@ -40,6 +40,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(beside.SWITCH)
     monkeypatch.setattr(beside, "patience", lambda seconds: 300.0)
     monkeypatch.setattr(beside, "DELAY", 0.0)
+    monkeypatch.setattr("os.sched_setscheduler", lambda *_: None)  # beside busy processes it would wait for ever
 
 
 @pytest.mark.usefixtures("_patient")

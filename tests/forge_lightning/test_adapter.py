@@ -383,6 +383,9 @@ def test_the_doctor_examines_a_module_as_it_does_a_task() -> None:
             return SGD(self.parameters(), lr=0.1)
 
     class Unread(Sums):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((torch.zeros_like(batch[0]), batch[1]), batch_idx)
+
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             super().validation_step((torch.zeros_like(batch[0]), batch[1]), batch_idx)
 
