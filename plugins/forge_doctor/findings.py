@@ -89,6 +89,10 @@ FINDINGS = {
     "equal_tensors": ("note", "Draw anew for each view: a generator that begins at one seed draws the same again."),
     "modes_differ": ("note", "Divide by what is kept: x * mask / (1 - p), in training."),
     "gradient_is_cut": ("note", "Look at detach(), no_grad() and .item(); check a backward of your own by gradcheck."),
+    "weights_overwritten": (
+        "note",
+        "Let copies follow the trained weights: target.load_state_dict(net.state_dict()).",
+    ),
     "tensor_ignored": ("note", "Use the tensor in the step, or leave it out of the batch."),
     "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),
     "state_between_batches": ("note", "Reset what is carried over at the begin of each step, if it is not meant."),

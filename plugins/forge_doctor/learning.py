@@ -24,8 +24,10 @@ from forge.runs.wording import counted
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
+from forge_doctor.experiments.intervene import says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, copied, first, no_trace, parameters
+from forge_doctor.patient import named as listed
 from forge_doctor.report import Curve, DoctorReport
 from forge_doctor.trial import Trial, Variation
 
@@ -150,6 +152,8 @@ class OneBatch:
         if found.is_learnt and found.floor is None and min(found.losses) < 0:
             found.is_learnt = False
             found.verdict = f"{text}. It falls below zero, and nothing says how far it can."
+        elif found.is_learnt and found.chance is not None and found.chance - self._lowest() <= DONE * abs(found.start):
+            found.verdict = f"{text}: it is at its floor, and one answer for all samples is there too."
         elif found.is_learnt:
             found.verdict = f"{text}: it is learnt."
         elif len(self.witness.names) > 1:
@@ -246,6 +250,8 @@ class OneBatch:
             return witness.decays
         if not change.edits:
             return witness.edits
+        if change.evaluates:
+            return witness.has_modes
         if change.samples is not None:
             return (batch_size(self.trial.batch) or 0) > change.samples
         return True
@@ -266,9 +272,40 @@ class TrialLook(Plugin):
         self.moved = 0.0
         "By which share of their size the first update moved the matrices, half of them by more."
         self._before: dict[str, Tensor] = {}
+        self.has_modes = True
+        "Whether the task's loss is another in evaluation mode."
+        self._versions: dict[str, int] = {}
+        "Of the weights that the last update moved, after it."
+        self.overwritten: tuple[int, list[str], str] | None = None
+        "The first update whose step wrote to trained weights, which, and the weight that they were copied from."
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Any) -> Any:
+        output = yield
+        self._compare(step)
+        return output
+
+    @hookimpl(wrapper=True)
+    def forge_optimizer_step(self, step: Any) -> Any:
+        """See whether anything but an optimizer has written to weights that one trains."""
+        self._compare(step)
+        before = {name: p._version for name, p in step.trainer.task.named_parameters()}
+        result = yield
+        now = {name: p._version for name, p in step.trainer.task.named_parameters()}
+        self._versions = {name: version for name, version in now.items() if version != before.get(name)}
+        return result
+
+    def _compare(self, step: Any) -> None:
+        weights = dict(step.trainer.task.named_parameters())
+        written = [name for name, version in self._versions.items() if weights[name]._version != version]
+        if written and self.overwritten is None and self.names == [None]:
+            others = [(name, p) for name, p in weights.items() if name not in self._versions]
+            source = next((name for name, p in others if torch.equal(p, weights[written[0]])), "")
+            self.overwritten = (step.index, written, source)
 
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
+        self._versions = {}
         if not self.looks:
             return
         self.looks, self.trainer = False, trainer
@@ -281,6 +318,8 @@ class TrialLook(Plugin):
         self.edits = any(getattr(plugin, "forge_edit_grads", None) is not None for plugin in trainer.stack)
         with no_trace(trainer.env.device), suppress(Exception):  # a step that does not run on free answers
             self.floor, self.chance = levels(patient, self.batch)
+            modes = [says(patient, self.batch, "train", training=training).get("loss") for training in (True, False)]
+            self.has_modes = modes[0] != modes[1]
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
@@ -357,6 +396,8 @@ def learn(
         evidence = {key: value for key, value in figures.items() if value is not None}
         found = Finding("cannot_learn_a_batch", curve.verdict, type(patient.task).__name__, {**evidence, **curve.tried})
         report.findings.append(replace(found, level=curve.level))
+    if trials.witness.overwritten is not None:
+        report.findings.append(_overwritten(*trials.witness.overwritten))
     if trials.trained is not None:
         is_denied = functools.partial(motion.is_denied, is_learnt=curve.is_learnt, before=given, after=trials.trained)
         report.findings[:] = [found for found in report.findings if not is_denied(found)]
@@ -367,3 +408,10 @@ def learn(
         report.skipped[what] = NO_TIME
     elif len(report.findings) == before:
         report.good.append(what)
+
+
+def _overwritten(update: int, names: list[str], source: str) -> Finding:
+    text = f"Before update {update + 1} on one batch, something beside the optimizer writes to "
+    text += f"{counted(len(names), 'weight')} that it trains, {listed(names)}"
+    text += f"; {names[0]} is {source} then, which no optimizer trains: what was learnt is gone." if source else "."
+    return Finding("weights_overwritten", text, names[0], level="warning" if source else "note")

@@ -144,6 +144,7 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 LAST: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "a small step": scale.small_step,
     "rates": scale.rates,
+    "decay of weights": scale.decay,
     "from train to val": scale.generalises,
 }
 """Experiments that train copies, after the run."""

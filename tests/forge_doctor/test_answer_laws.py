@@ -322,6 +322,25 @@ class NextLetter(Healthy):
     validation_step = training_step
 
 
+class GivenUnshifted(NextLetter):
+    """Gives the model what it is to write, at the very step."""
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step((batch[1], batch[1]))
+
+    validation_step = training_step
+
+
+def test_what_is_seen_is_said_with_its_way() -> None:
+    letters = torch.randint(9, (64, 11), generator=torch.Generator().manual_seed(0))
+    pair = loader(letters[:, :-1], letters[:, 1:]), None
+    later = found(NextLetter(masked=False), equivariance.answers_seen, data=pair)["sees_the_future"]
+    assert "changes with later steps, too. It shows first in what attend returns" in later.message
+    assert later.where == "attend"
+    written = found(GivenUnshifted(masked=True, other=True), equivariance.answers_seen, data=pair)
+    assert "sees_the_future" not in written  # the answer is given at its own step: the model can copy it
+
+
 def test_a_target_that_is_another_tensors_next_step_is_not_seen() -> None:
     letters = torch.randint(9, (64, 11), generator=torch.Generator().manual_seed(0))
     follows, backwards = (letters[:, :-1], letters[:, 1:]), (letters, letters.flip(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 import forge
-from forge_doctor.experiments import equivariance, influence, lossy, partners, reachable, values
+from forge_doctor.experiments import equivariance, influence, lossy, partners, reachable, scale, values
 from forge_doctor.probes import data, start
-from tests.support.patients import Healthy, found, loader, numbers
+from tests.support.patients import Healthy, found, loader, numbers, splits
 
 # -- the lowest loss --------------------------------------------------------------------------------------------------
 
@@ -296,6 +297,102 @@ class Halves(Dataset[Any]):
 def test_classes_between_classes(mode: str, kinds: set[str]) -> None:
     told = found(Healthy(), lossy.reading, data=(DataLoader(Halves(mode), 16), None))
     assert {finding.evidence["kind"] for finding in told.values()} == kinds
+
+
+class Prices(Healthy):
+    """Predicts the logarithm of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores[:, 0], y.log())
+
+    validation_step = Healthy.training_step
+
+
+def test_a_number_of_the_input_that_says_nearly_all_of_the_target() -> None:
+    x, _ = numbers(400)
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(1))
+    price = (x.sum(1) / 4 + 0.1 * noise).exp()
+    duty = price**3 * (1 + 0.01 * noise)
+    told = found(Prices(), values.giveaway, data=(loader(torch.cat([x, duty[:, None]], 1), price), None))
+    assert "Number 8 of 9" in told["label_in_features"].message
+    known = found(Prices(), values.giveaway, data=(loader(torch.cat([x, noise[:, None]], 1), price), None))
+    assert known == {}
+
+
+class TopOfTwo(Healthy):
+    """Counts how often the right class is among the best two; `first`: which number its classes begin with."""
+
+    first = 0
+
+    def validation_step(self, batch: Any) -> Any:
+        scores = self(batch[0])
+        best = scores.topk(2).indices + self.first
+        return {"loss": F.cross_entropy(scores, batch[1]), "found": (best == batch[1][:, None]).any(1).float().mean()}
+
+
+class CountsFromOne(TopOfTwo):
+    first = 1
+
+
+def test_a_metric_that_is_for_right_answers_as_for_others() -> None:
+    assert "does not tell which" in found(CountsFromOne(), reachable.metrics)["metric_blind"].message
+    assert found(TopOfTwo(), reachable.metrics) == {}
+
+
+class Matches(Healthy):
+    """Finds the half of each sample among those of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def training_step(self, batch: Any) -> Any:
+        scores = self.one(batch[0]) @ self.other(batch[1]).T
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize(("shift", "names"), [(0, set()), (1, {"labels_no_easier"})])
+def test_pairs_of_which_one_side_moved_on(shift: int, names: set[str]) -> None:
+    x = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.tanh(x).roll(shift, 0)
+    given = loader(x, y, shuffle=True), loader(x[:48], y[:48])
+    assert set(found(Matches(), scale.generalises, data=given, last=True)) == names
+
+
+class Follows(Healthy):
+    """Keeps a copy of its net; `back`: copies it the wrong way."""
+
+    back = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = copy.deepcopy(self.net).requires_grad_(False)
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        one, other = (self.net, self.copy) if self.back else (self.copy, self.net)
+        one.load_state_dict(other.state_dict())
+
+
+class IsOverwritten(Follows):
+    back = True
+
+
+def test_trained_weights_that_a_copy_overwrites() -> None:
+    told = {kind: forge.doctor(kind(), *splits()).findings for kind in (Follows, IsOverwritten)}
+    (lost,) = [found for found in told[IsOverwritten] if found.name == "weights_overwritten"]
+    assert "net.0.weight is copy.0.weight then" in lost.message
+    assert lost.level == "warning"
+    assert "weights_overwritten" not in {found.name for found in told[Follows]}
 
 
 # -- rates, orders and copies -----------------------------------------------------------------------------------------

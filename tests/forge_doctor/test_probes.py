@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.experiments import equivariance, influence, motion, stages, values
+from forge_doctor.experiments import equivariance, influence, motion, scale, stages, values
 from forge_doctor.findings import FINDINGS, LEVELS
 from forge_doctor.probe_order import AFTER, BEFORE
 from forge_doctor.probes import class_labels, data, graph, start
@@ -378,13 +378,28 @@ def changed(**options: Any) -> Healthy:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"weight_decay": 1.0}, "weight_decay"),
         ({"betas": (0.999, 0.9)}, "optimizer_options"),
         ({"eps": 1.0}, "optimizer_options"),
     ],
 )
 def test_options_of_the_optimizer(options: dict[str, Any], name: str) -> None:
     assert name in found(changed(**options), start.optimizer)
+
+
+class Decays(Healthy):
+    decay = 1e-4
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), weight_decay=self.decay)
+
+
+class DecaysFast(Decays):
+    decay = 1.0
+
+
+def test_a_decay_that_moves_weights_as_the_loss_does() -> None:
+    assert set(found(DecaysFast(), scale.decay, last=True)) == {"weight_decay"}
+    assert found(Decays(), scale.decay, last=True) == {}
 
 
 @pytest.mark.parametrize(("lr", "name"), [(3.0, "learning_rate_high"), (1e-10, "learning_rate_low")])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge_doctor.experiments.answers import answers, held_of, validated
+from forge_doctor.experiments.answers import Answers, answers, held_of, validated
 from forge_doctor.experiments.intervene import (
     Calls,
     apart,
@@ -193,8 +193,35 @@ def answers_seen(patient: Patient) -> Iterator[Finding]:
                             f"Step {j} of {named(other, patient)} is what the answer at step {min(asked)} is compared "
                             "with, and that answer changes with it: the model sees what it is to predict."
                         )
-                        yield Finding("sees_the_future", text, held.paths[-1], {"step": j, "answer": min(asked)})
+                        more, where, cure = _way_of(patient, held, z, j, min(asked))
+                        evidence = {"step": j, "answer": min(asked)}
+                        yield Finding("sees_the_future", text + more, where or held.paths[-1], evidence, cure)
                         return
+
+
+def _way_of(patient: Patient, held: Answers, z: Tensor, j: int, asked: int) -> tuple[str, str, str]:
+    """Whether an answer sees steps after its own, too, the first module in which it does, and the cure."""
+    batch, size, steps = patient.batches[0], len(z), z.shape[1]
+    now = answers(patient, exchanged(batch, z, lambda z: rolled_at(z, min(j + 2, steps - 1))))
+    is_later = j + 2 < steps and now is not None and asked in moved_steps(held.values, now.values, size, steps)
+    given = [batch, exchanged(batch, z, lambda z: rolled_at(z, j))]
+    before, after = (calls_of(patient, x, "train", every=True)[0] for x in given)
+    first = next(
+        (
+            path
+            for (path, number), x in before.items()
+            if path and any(t <= asked for t in moved_steps(x, after.get((path, number), x), size, steps))
+        ),
+        "",
+    )
+    seen = f" It shows first in what {first} returns." if first else ""
+    if is_later:
+        return f" It changes with later steps, too.{seen}", first, MIXED
+    return f" It changes with no later step.{seen}", first, UNSHIFTED
+
+
+MIXED = "Position t may see positions up to t: look at the mask there, and at a reshape where axes are to be exchanged."
+UNSHIFTED = "Give the model the targets shifted by one, from a first symbol on: position t may see what is before it."
 
 
 def _is_copy(z: Tensor, x: Tensor) -> bool:
@@ -389,8 +416,8 @@ def _told_of_padding(patient: Patient, whole: Any, short: Any, own: Tensor) -> I
         moved = float((x - y).abs().max()) / scale if x.shape == y.shape and x.numel() else 0.0
         if moved > CROPPED:
             text = (
-                f"What {path} says of {len(own)} samples changes by {moved:.2g} of its deviation when the padding "
-                "behind the longest of them is cut off: padding reaches the answers."
+                f"What {path or 'the task'} says of {len(own)} samples changes by {moved:.2g} of its deviation when "
+                "the padding behind the longest of them is cut off: padding reaches the answers."
             )
             cure = "Mask padding wherever samples are summed up or attended to, and read states at a sample's own end."
             yield Finding("depends_on_company", text, path, {"difference": moved}, cure)

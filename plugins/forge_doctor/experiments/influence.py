@@ -242,11 +242,13 @@ def _move(weights: list[nn.Parameter], way: list[Tensor], length: float) -> None
 
 def inputs(patient: Patient) -> Iterator[Finding]:
     """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
-    ignored: dict[str, list[str]] = {}
-    for stage, (batch, *_) in patient.stages:
+    ignored, given = list[tuple[str, str]](), list[tuple[str, str]]()
+    for stage, batches in patient.stages:
+        batch = max(batches, key=lambda batch: sum(x.ndim > 0 and _varies(x) for x in parts(batch).values()))
         if (batch_size(batch) or 0) < 4:
             continue
         whole = {path: x for path, x in parts(batch).items() if x.ndim and len(x) >= 4 and _varies(x)}
+        given += [(path, stage) for path in whole]
         base, other = says(patient, batch, stage), dict[str, dict[str, float]]()
         for path, x in whole.items():
             with suppress(Exception):  # one that the step refuses when it is another is read
@@ -268,7 +270,7 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                     if not _same(*trains):
                         continue
                 if path not in matter:
-                    ignored.setdefault(path, []).append(stage)
+                    ignored.append((path, stage))
                 elif is_paired and _is_plain(base, other.get(path, base)):
                     unpaired.append(
                         Finding(
@@ -283,8 +285,8 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                         )
                     )
         yield from sorted(unpaired, key=lambda finding: LEVELS.index(finding.level))[:1]
-    for path, deaf in ignored.items():
-        if len(deaf) == len(patient.stages):
+    for path, stage in ignored:
+        if stage == "train" and all(item in ignored for item in given if item[0] == path):
             text = (
                 f"{named(path, patient)} changes nothing in any step: each sample may have that of another, and every "
                 "number that is returned stays."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from statistics import median
 from typing import Any
@@ -120,12 +120,19 @@ def averages(patient: Patient) -> Iterator[Finding]:
                 f"of it in the {planned} updates of this run: it stays near its first value."
             )
             yield Finding("average_stands_still", text, name, {"share": share}, level="warning", cure=FASTER)
-    elif rates and not moving and len(rates) >= 2 and not getattr(patient.train, "live", False):  # one may collect
+    elif _is_whole(rates, others) and not moving and not getattr(patient.train, "live", False):  # one may collect
         text = (
             f"{len(rates)} weights that are in no optimizer have the names and shapes of trained ones and never move: "
             f"{listed(sorted(rates))}. If they are to follow the trained ones, nothing updates them."
         )
         yield Finding("average_stands_still", text, sorted(rates)[0], {"weights": sorted(rates)[:8]})
+
+
+def _is_whole(found: Iterable[str], others: list[str]) -> bool:
+    """Whether these are all weights of the modules that hold them: a copy of another, and not alike by chance."""
+    names = set(found)
+    holders = {name.partition(".")[0] for name in names}
+    return len(names) >= 2 and all(name in names for name in others if name.partition(".")[0] in holders)
 
 
 def is_denied(found: Finding, is_learnt: bool, before: nn.Module, after: nn.Module) -> bool:

@@ -6,7 +6,9 @@ that of the untrained model.
 
 from __future__ import annotations
 
+import functools
 import math
+import statistics
 from collections.abc import Iterator
 
 import torch
@@ -27,6 +29,8 @@ HIGH, LOW, MANY = 0.4, 0.1, 0.1
 from which answers are looked at one by one, and the share of them that may stand where the loss does not see them."""
 ALIKE = 0.99
 """The share of the loss by chance from which the best answers are no better than one answer for all samples."""
+ROLLS = 9
+"""Rolls of the best answers, less one, that say what a metric is for wrong ones."""
 NEAR = 0.05
 """The share of the untrained loss below which answers are right."""
 FAR = 10.0
@@ -122,10 +126,16 @@ def metrics(patient: Patient) -> Iterator[Finding]:
     best."""
     batch = patient.val_batches[0] if patient.can_validate else None
     size, held = batch_size(batch), validated(patient, batch) if batch is not None else None
-    if held is None or size is None or size < 8 or any(len(x) != size for x in held.values if x.ndim):
+    own = [x.ndim > 0 and len(x) == size for x in held.values] if held is not None else []
+    if held is None or size is None or size < 8 or not any(own):
         return
+
+    def exchanged(by: int) -> list[Tensor]:
+        """The best answers, each for another sample; what belongs to no sample stays, as those that all choose from."""
+        return [x.roll(by, 0) if is_own else x for x, is_own in zip(best, own, strict=True)]
+
     floor, best = held.best()
-    others = [x.roll(1, 0) if x.ndim else x for x in best]
+    others = exchanged(1)
     wrong = held.value_at(others)
     if not wrong > floor + 0.1 * abs(floor) + 1e-3 or floor > 0.3 * max(held.loss, 1e-9):
         return  # the loss does not tell right from wrong here
@@ -133,15 +143,32 @@ def metrics(patient: Patient) -> Iterator[Finding]:
     if None in said:
         return
     right, other, untrained = (x or {} for x in said)
+
+    @functools.cache
+    def wrongs() -> list[dict[str, float]]:
+        """What is said of answers that are right for other samples."""
+        return [held.metrics(exchanged(i)) or {} for i in range(1, min(ROLLS, size))]
+
     for name in right.keys() & other.keys() & untrained.keys():
         value = right[name]
         if apart(value, other[name]) > 0.2:
             patient.directions[f"val/{name}"] = "max" if value > other[name] else "min"
         fault = _fault(name, value, other[name], untrained[name], floor < NEAR * held.loss)
+        fault = fault or _no_better(name, value, [x.get(name, math.nan) for x in wrongs()])
         if "loss" in name or value != value or not fault:
             continue  # a part of the loss, or a number whose best is not known
         evidence = {"metric": name, "best": value, "others": other[name], "untrained": untrained[name]}
         yield Finding(*fault, f"{patient.place('val')}, {name}", evidence)
+
+
+def _no_better(name: str, value: float, wrong: list[float]) -> tuple[str, str] | None:
+    """What is wrong with a metric that moves with the answers, and is for the right ones as for any others."""
+    low, high = min(wrong), max(wrong)
+    spread = statistics.pstdev(wrong) if all(map(math.isfinite, wrong)) else 0.0
+    if spread < 1e-6 or abs(value - statistics.fmean(wrong)) > 2 * spread:
+        return None
+    text = f"{name} is {value:.4g} for the best answers, and {low:.4g} to {high:.4g} for those of other samples"
+    return "metric_blind", f"{text}: it does not tell which are right."
 
 
 def _fault(name: str, value: float, other: float, untrained: float, is_perfect: bool) -> tuple[str, str] | None:

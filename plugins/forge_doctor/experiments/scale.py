@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
 from forge.torch_internals import pytree
 from forge_doctor.experiments.answers import answers
-from forge_doctor.experiments.intervene import numbers
+from forge_doctor.experiments.intervene import exchanged, numbers, parts, says
 from forge_doctor.experiments.reading import read
 from forge_doctor.findings import Finding
 from forge_doctor.patient import OutOfTime, Patient, first, like
@@ -25,19 +26,24 @@ ROUNDS, MOST_BATCHES = (100, 500), 60
 """Updates of a fit that must hold for other samples, more where the first do not teach enough; and its batches."""
 LEARNT = 0.15
 """The share of the loss of held-out samples that a fit takes away which has learnt enough to be compared."""
+PAIRED, MOST_GAINED = 0.02, 0.5
+"""The share by which pairs must be better than pairs of others, where samples hold what belongs together, and the share
+of the loss from which it is plain that they are."""
+DECAYS = 0.5
+"""The share of what the loss moves weights by, from which their decay does too."""
 SMALL_STEP = 1e-3
 """The share of the planned rate at which an update must lower the loss that it was computed from."""
 
 
 def short_fit(
-    patient: Patient, batches: list[Any], factor: float = 1.0, task: TaskModule | None = None
+    patient: Patient, batches: list[Any], factor: float = 1.0, task: TaskModule | None = None, decays: bool = True
 ) -> tuple[TaskModule, list[float]]:
     """Train a copy, or this task, on these batches with the optimizers alone, at a multiple of the highest rate of its
     schedule; the task, and the loss of each update."""
     task = patient.fresh() if task is None else task
     settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
     given = [copy.deepcopy(batch) for batch in batches]
-    change = Variation(rate=factor * _peak(patient))
+    change = Variation(rate=factor * _peak(patient), decays=decays)
     losses = fit(task, given, [], settings, len(given), change, lambda losses: patient.is_out_of_time(), seeded=False)
     if patient.is_out_of_time():
         raise OutOfTime
@@ -120,6 +126,33 @@ def rates(patient: Patient) -> Iterator[Finding]:
         yield Finding("learning_rate_low", text, "configure_optimizers", evidence)
 
 
+def decay(patient: Patient) -> Iterator[Finding]:
+    """Short fits with the decay of weights and without: it must not move them as much as the loss does."""
+    groups = [g for entry in patient.trainer.optimizers.entries.values() for g in entry.optimizer.param_groups]
+    decays = {float(group.get("weight_decay") or 0) for group in groups}
+    if len(patient.names) > 1 or not any(decays):
+        return
+    batches = patient.whole or patient.batches
+    served = [batches[i % len(batches)] for i in range(UPDATES)]
+    start = dict(_begun(patient).named_parameters())
+    ends = [dict(short_fit(patient, served, decays=on)[0].named_parameters()) for on in (True, False)]
+    by_decay = by_loss = 0.0
+    for name, begun in start.items():
+        free = ends[1][name] - begun
+        is_moved = free != 0  # rows of a table that no sample reads are left to the decay
+        by_loss += float(free.detach().square().sum())
+        by_decay += float((ends[0][name] - ends[1][name]).detach()[is_moved].square().sum())
+    share = math.sqrt(by_decay / by_loss) if by_loss > 0 else math.nan
+    if share > DECAYS:
+        yield Finding(
+            "weight_decay",
+            f"{UPDATES} updates with the weight decay of {max(decays):g} end {share:.2g} times as far from those "
+            "without it as these go: it moves weights as the loss does.",
+            "configure_optimizers",
+            {"weight_decay": max(decays), "share": share},
+        )
+
+
 def generalises(patient: Patient) -> Iterator[Finding]:
     """Train on some batches of train: others of train that were held out must not be much easier than those of val."""
     if not patient.can_validate or len(patient.names) > 1:
@@ -131,24 +164,35 @@ def generalises(patient: Patient) -> Iterator[Finding]:
     kept, given = served[-held:], served[:-held]
     with suppress(Exception):  # validation may take other batches
         before = [_validated(patient, _begun(patient), batches) for batches in (kept, patient.val_batches)]
-        updates, task, after = _taught(patient, given, kept, before)
-        yield from _judged(patient, task, kept, updates, before, after)
+        updates, task, after, learnt = _taught(patient, given, kept, before)
+        yield from _judged(patient, task, given, kept, updates, before, after, learnt)
 
 
 def _taught(
     patient: Patient, given: list[Any], kept: list[Any], before: list[float]
-) -> tuple[int, TaskModule, list[float]]:
-    """Train until enough is learnt of what was held out: how many updates, the task, and its losses."""
+) -> tuple[int, TaskModule, list[float], float]:
+    """Train until enough is learnt of what was held out: how many updates, the task, its losses there, and the share
+    of the loss of training that is gone."""
     for updates in ROUNDS:
-        task, _ = short_fit(patient, [given[i % len(given)] for i in range(updates)])
+        task, losses = short_fit(patient, [given[i % len(given)] for i in range(updates)])
+        first, last = (sum(part) / len(given) for part in (losses[: len(given)], losses[-len(given) :]))
         after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
-        if before[0] - after[0] > LEARNT * abs(before[0]) or updates == ROUNDS[-1]:
-            return updates, task, after
+        learnt = (first - last) / max(abs(first), 1e-12)
+        gained = before[0] - after[0] > LEARNT * abs(before[0]) and (patient.is_supervised or learnt > LEARNT)
+        if gained or updates == ROUNDS[-1]:
+            return updates, task, after, learnt
     raise AssertionError
 
 
 def _judged(
-    patient: Patient, task: TaskModule, kept: list[Any], updates: int, before: list[float], after: list[float]
+    patient: Patient,
+    task: TaskModule,
+    given: list[Any],
+    kept: list[Any],
+    updates: int,
+    before: list[float],
+    after: list[float],
+    learnt: float,
 ) -> Iterator[Finding]:
     gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
     predicts = read(patient, patient.batches[0]) is not None  # otherwise answers are more than predictions
@@ -160,6 +204,19 @@ def _judged(
             f"{after[0]:.4g}{best}: nothing else that holds for them was learnt."
         )
         yield Finding("labels_no_easier", text, "train", {"before": before[0], "after": after[0]})
+    elif (
+        not patient.is_supervised and learnt > LEARNT and gains[0] < MOST_GAINED and (pairs := _parted(patient, given))
+    ):
+        own, others = (_lowest(patient, batches, kept) for batches in (given, pairs))
+        held = answers(patient, kept[0])
+        if own > (1 - PAIRED) * others and held is not None and own >= held.best(constant=True)[0]:
+            text = (
+                f"Up to {updates} updates take the loss of batches that were held out from {before[0]:.4g} to "
+                f"{own:.4g}, and to {others:.4g} where one tensor of each batch was exchanged between samples: what "
+                "stands together in a sample says no more of others than what does not."
+            )
+            evidence = {"before": before[0], "after": own, "exchanged": others}
+            yield Finding("labels_no_easier", text, "train", evidence)
     elif gains[0] > LEARNT and gains[1] < 0.1 * gains[0] and after[1] - after[0] > 0.5 * (before[0] - after[0]):
         yield Finding(
             "splits_disagree",
@@ -169,6 +226,26 @@ def _judged(
             "val",
             {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
         )
+
+
+def _parted(patient: Patient, given: list[Any]) -> list[Any]:
+    """Batches of which a tensor that counts belongs to other samples; none where no two tensors have their size."""
+
+    def parted(batch: Any) -> Any:
+        size = batch_size(batch)
+        whole = [x for x in parts(batch).values() if x.ndim and len(x) == size]
+        other = (exchanged(batch, x, lambda x: x.roll(1, 0)) for x in whole)
+        base = says(patient, batch, "train")
+        return next((x for x in other if says(patient, x, "train") != base), None) if len(whole) > 1 else None
+
+    found = [parted(batch) for batch in given]
+    return [] if any(batch is None for batch in found) else found
+
+
+def _lowest(patient: Patient, given: list[Any], kept: list[Any]) -> float:
+    """The lowest loss of what was held out, after some updates and after many: many learn by heart."""
+    fits = (short_fit(patient, [given[i % len(given)] for i in range(updates)])[0] for updates in ROUNDS)
+    return min(_validated(patient, task, kept) for task in fits)
 
 
 def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[float, float] | None:

@@ -22,6 +22,8 @@ from forge_doctor.stored import arrays, count_of, indexed, read
 
 FEWEST = 30
 MOST_KINDS = 200
+TOLD, ALONE = 0.97, 8.0
+"""The share of a target that a number of the input says which may be the target, and how much less the next leaves."""
 MOST_TARGETS = 256
 """Numbers of a target that are looked for in the input."""
 
@@ -214,7 +216,9 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
     if copied := list(_copied(patient, held)):
         yield from copied
         return
-    targets = {place: y for place, y in held.items() if is_target(patient, place) and y[0].numel() <= 4}
+    told = places(patient)[1]
+    targets = {place: y for place, y in held.items() if place in told or is_target(patient, place)}
+    targets = {place: y for place, y in targets.items() if y[0].numel() <= 4}
     if stands := list(_stands_in(targets, held)):
         yield from stands[:1]
         return
@@ -229,16 +233,28 @@ def giveaway(patient: Patient) -> Iterator[Finding]:
                 spread = flat.std(0)
                 z = (flat - flat.mean(0)) / spread.clamp_min(1e-9)
                 related = (z * ((column - column.mean()) / column.std())[:, None]).mean(0).abs() * (spread > 1e-9)
-                best = int(related.argmax())
-                if float(related[best]) > 0.985:
+                told = torch.maximum(related.square(), _told_by(flat, column) * (spread > 1e-9))
+                best, *others = told.argsort(descending=True).tolist()[:2]
+                alone = not others or float(1 - told[others[0]]) > ALONE * float(1 - told[best])
+                if float(related[best]) > 0.985 or (float(told[best]) > TOLD and alone):
                     yield Finding(
                         "label_in_features",
                         f"Number {best} of {flat.shape[1]} in tensor {place} of a sample, shape {tuple(x.shape[1:])}, "
-                        f"is the target, tensor {asked}: their correlation is {float(related[best]):.4f}.",
+                        f"says {float(told[best]):.1%} of the target, tensor {asked}; the next says "
+                        f"{max([0.0, *(float(told[i]) for i in others)]):.1%}.",
                         f"train, tensor {place}",
                         {"number": best, "correlation": float(related[best])},
+                        level="warning" if float(related[best]) > 0.985 else "note",
                     )
                     return
+
+
+def _told_by(inputs: Tensor, column: Tensor) -> Tensor:
+    """The share of a target's variance that each number of the inputs explains, as any function of it: sorted by that
+    number, neighbours have targets alike. Numbers that occur several times explain nothing here."""
+    ranked, order = inputs.sort(dim=0)
+    between = column[order].diff(dim=0).square().mean(0) / (2 * column.var())
+    return (1 - between).clamp(0, 1) * (ranked.diff(dim=0) > 0).all(0)
 
 
 def _stands_in(targets: dict[int, Tensor], held: dict[int, Tensor]) -> Iterator[Finding]:
@@ -337,14 +353,14 @@ def order(patient: Patient) -> Iterator[Finding]:
     """Where every epoch has one order, targets, and other single numbers, must vary between its batches by chance."""
     loader = patient.train
     dataset, sampler = indexed(loader), getattr(loader, "batch_sampler", None)
-    if isinstance(loader, TensorLoader) and not loader.shuffle:
+    if isinstance(loader, TensorLoader) and not loader.shuffle and len(loader) > 1:
         yield Finding("not_shuffled", ONE_ORDER, "train", level="note")
     if dataset is None or sampler is None:
         return
     sampler = copy.deepcopy(sampler)
     epochs = [[list(map(int, x)) for x in itertools.islice(sampler, 60)] for _ in range(2)]
     told, within = places(patient)[1], Deadline(SECONDS)
-    if epochs[0] != epochs[1] or not told:
+    if epochs[0] != epochs[1] or len(epochs[0]) < 2 or not told:
         return
     served: list[list[tuple[Tensor, ...]]] = []
     for indices in epochs[0]:

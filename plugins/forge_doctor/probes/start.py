@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
 
 from forge.contract.run import Run
@@ -165,10 +164,7 @@ def optimizer(patient: Patient) -> Iterator[Finding]:
         kind = type(entry.optimizer).__name__
         for number, group in enumerate(entry.optimizer.param_groups):
             place = f"{kind}, group {number}"
-            decay, betas = float(group.get("weight_decay") or 0), group.get("betas")
-            limit = 2.0 if isinstance(entry.optimizer, AdamW) or group.get("decoupled_weight_decay") else 0.1
-            if isinstance(entry.optimizer, (Adam, SGD, AdamW)) and decay >= limit:
-                yield Finding("weight_decay", f"{place} decays weights by {decay:g}.", place, {"weight_decay": decay})
+            betas = group.get("betas")
             if betas is not None and float(betas[0]) > float(betas[1]):
                 yield Finding("optimizer_options", f"{place} has betas={tuple(betas)}: swapped?", place)
             if float(group.get("eps") or 0) >= 1e-2:
