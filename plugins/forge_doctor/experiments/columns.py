@@ -159,7 +159,7 @@ def _filled_in(targets: list[Column]) -> Iterator[Finding]:
 
 
 def _made_of_targets(inputs: list[Column], targets: list[Column]) -> Iterator[Finding]:
-    """Columns that say of each group of samples, in its order, what the mean target of all its samples is, those of val
+    """Columns that say of each group of samples what the mean target of all its samples is, those of val
     included, and not of those of train alone."""
     for column, target in ((c, t) for c in inputs for t in targets):
         both, y = torch.cat([column.train, column.val]), torch.cat([target.train, target.val])
@@ -174,8 +174,8 @@ def _made_of_targets(inputs: list[Column], targets: list[Column]) -> Iterator[Fi
         )
         if whole > EXACT_ORDER and part < whole - 0.5 * (1 - EXACT_ORDER):
             text = (
-                f"{column.name.capitalize()} of a sample takes {len(kinds)} values, in the order of the mean target of "
-                f"samples that share one, those of val included (correlation of ranks {whole:.4f}; {part:.4f} by those "
+                f"{column.name.capitalize()} of a sample takes {len(kinds)} values, which are the mean target of the "
+                f"samples that share one, those of val included (correlation {whole:.4f}; {part:.4f} by those "
                 "of train alone): it is made of targets that are not known when predicting."
             )
             yield Finding("leakage", text, f"train and val, {column.name}", {"all": whole, "train alone": part})
@@ -188,14 +188,10 @@ def _sums(group: Tensor, y: Tensor, weight: Tensor, size: int, known: Tensor) ->
 
 
 def _fit(values: Tensor, total: Tensor, count: Tensor) -> float:
-    """The best correlation of the ranks of values with those of means, as they are or drawn to the mean of all."""
+    """The best correlation of values with means, as they are or drawn to the mean of all."""
     mean = float(total.sum() / count.sum())
-    return max(abs(_rank_correlation(values, (total + k * mean) / (count + k).clamp_min(1e-9))) for k in PRIORS)
-
-
-def _rank_correlation(x: Tensor, y: Tensor) -> float:
-    ranks = [z.unique(return_inverse=True)[1].double() for z in (x, y.mul(1e6).round())]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num())
+    made = ((total + k * mean) / (count + k).clamp_min(1e-9) for k in PRIORS)
+    return max(abs(float(torch.corrcoef(torch.stack([values.double(), x]))[0, 1].nan_to_num())) for x in made)
 
 
 def _agree(found: list[Column], asked: set[int]) -> Iterator[Finding]:

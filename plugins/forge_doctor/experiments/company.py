@@ -84,7 +84,17 @@ def _same(x: Tensor, y: Tensor | None) -> bool:
 
 
 def _apart(x: Tensor, rows: list[Tensor], prefix: int = 3) -> float | None:
-    """The largest difference between rows of a batch and the same rows alone; None where they have no common shape."""
+    """The largest difference between rows of a batch and the same rows alone; None where they have no common shape.
+
+    Several rows of a sample may stand together, or as many parts that hold a row of each sample.
+    """
+    times, left = divmod(len(x), len(rows)) if x.ndim else (0, 0)
+    by_part = x.unflatten(0, (times, len(rows))).transpose(0, 1).flatten(0, 1) if times > 1 and not left else x
+    found = [_apart_in_order(y, rows, prefix) for y in (x, by_part)]
+    return None if None in found else min(apart for apart in found if apart is not None)
+
+
+def _apart_in_order(x: Tensor, rows: list[Tensor], prefix: int) -> float | None:
     parts: list[tuple[Tensor, Tensor]] = []
     total = sum(len(row) for row in rows if row.ndim)
     if not x.ndim or any(not row.ndim for row in rows) or len(x) != total:

@@ -165,7 +165,7 @@ def _no_better(name: str, value: float, wrong: list[float]) -> tuple[str, str] |
     """What is wrong with a metric that moves with the answers, and is for the right ones as for any others."""
     low, high = min(wrong), max(wrong)
     spread = statistics.pstdev(wrong) if all(map(math.isfinite, wrong)) else 0.0
-    if spread < 1e-6 or abs(value - statistics.fmean(wrong)) > 2 * spread:
+    if spread < 1e-6 or not low - spread / 2 <= value <= high + spread / 2:
         return None
     text = f"{name} is {value:.4g} for the best answers, and {low:.4g} to {high:.4g} for those of other samples"
     return "metric_blind", f"{text}: it does not tell which are right."
