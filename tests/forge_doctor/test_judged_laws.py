@@ -13,7 +13,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 import forge
-from forge_doctor.experiments import equivariance, influence, lossy, partners, reachable, scale, values
+from forge_doctor.experiments import (
+    columns,
+    equivariance,
+    influence,
+    lossy,
+    motion,
+    partners,
+    reachable,
+    scale,
+    values,
+)
 from forge_doctor.probes import data, start
 from tests.support.patients import Healthy, found, loader, numbers, splits
 
@@ -321,6 +331,74 @@ def test_a_number_of_the_input_that_says_nearly_all_of_the_target() -> None:
     assert "Number 8 of 9" in told["label_in_features"].message
     known = found(Prices(), values.giveaway, data=(loader(torch.cat([x, noise[:, None]], 1), price), None))
     assert known == {}
+
+
+def test_a_value_that_stands_for_what_is_missing() -> None:
+    x, y = numbers(400)
+    gaps = x.clone()
+    gaps[::9, 3] = -999
+    assert (
+        "far from it" in found(Healthy(), columns.compared, data=(loader(gaps, y), loader(x, y)))["bad_values"].message
+    )
+    cut = loader(x.clamp_min(-1), y)  # an end of a scale
+    assert found(Healthy(), columns.compared, data=(cut, cut)) == {}
+
+
+class Loud(Healthy):
+    """Begins far from anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 30 * super().forward(x)
+
+
+def test_a_first_loss_that_is_some_times_that_of_chance() -> None:
+    told = found(Loud(), reachable.bounds)["initial_loss"]
+    assert told.level == "note"
+    assert "initial_loss" not in found(Healthy(), reachable.bounds)
+
+
+class CountsErrors(Healthy):
+    """Says how many are wrong; `seen`: of how many classes it looks at."""
+
+    seen = 4
+
+    def validation_step(self, batch: Any) -> Any:
+        scores = self(batch[0])
+        wrong = scores[:, : self.seen].argmax(1) != batch[1]
+        return {"loss": F.cross_entropy(scores, batch[1]), "error": wrong.float().mean()}
+
+
+class CountsErrorsOfThree(CountsErrors):
+    seen = 2
+
+
+def test_errors_that_right_answers_have() -> None:
+    assert "error is" in found(CountsErrorsOfThree(), reachable.metrics)["metric_wrong"].message
+    assert found(CountsErrors(), reachable.metrics) == {}
+
+
+class KeepsACopy(Healthy):
+    """Has a copy of its net in the optimizer, too, where it has no gradient; `follows`: it is brought up to date."""
+
+    follows = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        if self.follows:
+            self.target.load_state_dict(self.net.state_dict())
+
+
+class KeepsACopyUpToDate(KeepsACopy):
+    follows = True
+
+
+def test_a_copy_that_nothing_brings_up_to_date() -> None:
+    assert "average_stands_still" in found(KeepsACopy(), motion.averages, after=5)
+    assert "average_stands_still" not in found(KeepsACopyUpToDate(), motion.averages, after=5)
 
 
 class TopOfTwo(Healthy):

@@ -33,6 +33,8 @@ ALIKE = 0.3
 """The share of samples by which values may differ in the splits that are compared by what they say."""
 EXACT = 1e-3
 """By how many errors of a mean it may be off that is exactly 0."""
+END, FAR_OFF = 0.05, 2.0
+"""How far beyond the others, as a share of their range, a value is their end at most, and none of them at least."""
 GROUPS, PRIORS, EXACT_ORDER = 8, (0, 1, 2, 5, 10, 20, 30, 50, 100), 0.9995
 """Groups of samples, at least; samples of the mean that an average is drawn to; and the order that is no luck."""
 NEVER = 1e-9
@@ -123,7 +125,7 @@ def compared(patient: Patient) -> Iterator[Finding]:
     yield from _scaled_by_itself([column for column in found if not column.is_channel])
     plain = [column for column in found if not column.is_channel]
     yield from _made_of_targets([c for c in plain if c.place in inputs], [c for c in plain if c.place in asked])
-    yield from _filled_in([c for c in plain if c.place in asked])
+    yield from _filled_in(plain, asked)
     told = {place for place in asked if not _is_a_name(patient, place)}
     yield from _agree([c for c in found if not c.is_channel and c.place in inputs | told], told)
 
@@ -141,20 +143,37 @@ def _is_a_name(patient: Patient, place: int) -> bool:
     return False
 
 
-def _filled_in(targets: list[Column]) -> Iterator[Finding]:
-    """A value that many targets have, while hardly any other occurs twice."""
-    for column in targets:
+def _filled_in(columns: list[Column], asked: set[int]) -> Iterator[Finding]:
+    """A value that many samples have, and that stands for none: among targets of which hardly any other occurs twice,
+    or far from all others of an input. The end of a scale is neither."""
+    for column in columns:
         if len(column.train) < FEWEST:
             continue
         kinds, counts = column.train.unique(return_counts=True)
         most = int(counts.argmax())
-        share = int(counts[most]) / len(column.train)
-        if share > 0.05 and len(kinds) - 1 > 0.8 * (len(column.train) - int(counts[most])) > 0.8 * FEWEST / 2:
+        value, others = float(kinds[most]), torch.cat([kinds[:most], kinds[most + 1 :]])
+        share, span = int(counts[most]) / len(column.train), float(others[-1] - others[0]) if len(others) else 0.0
+        beyond = max(float(others[0]) - value, value - float(others[-1])) if len(others) else 0.0
+        seen = f"{column.name.capitalize()} is exactly {value:.4g} in {share:.0%} of the samples"
+        if column.place in asked:
+            left = len(column.train) - int(counts[most])
+            is_end = 0 < beyond < END * span
+            if share > 0.05 and len(others) > 0.8 * left > 0.8 * FEWEST / 2 and not is_end:
+                text = (
+                    f"{seen}, and hardly any other value occurs twice: targets that are missing may have been filled "
+                    "in, and are learnt."
+                )
+                yield Finding("targets_filled_in", text, f"train, {column.name}", {"share": share})
+                return
+        elif share > 0.01 and len(others) >= FEWEST and beyond > FAR_OFF * span:
             text = (
-                f"{share:.0%} of the targets, {column.name} of a sample, are exactly {float(kinds[most]):.4g}, and "
-                "hardly any other value occurs twice: values that are missing may have been filled in, and are learnt."
+                f"{seen}, and the other {len(others)} values lie between {float(others[0]):.4g} and "
+                f"{float(others[-1]):.4g}, far from it: a value that stands for what is missing is taken for a number."
             )
-            yield Finding("targets_filled_in", text, f"train, {column.name}", {"share": share})
+            cure = (
+                "Fill in the mean of the others, give the model a column that says so, and take statistics without it."
+            )
+            yield Finding("bad_values", text, f"train, {column.name}", {"share": share, "value": value}, cure, "note")
             return
 
 

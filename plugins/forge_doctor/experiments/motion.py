@@ -92,6 +92,7 @@ def averages(patient: Patient) -> Iterator[Finding]:
     if track is None or len(track.weights) < 3:
         return
     before, after = track.weights[-2], track.weights[-1]
+    known = {name for name in known if name in before and not torch.equal(before[name], after[name])}
     others = [name for name in after if name not in known and name in before]
     rates: dict[str, float] = {}
     for name in others:

@@ -33,8 +33,8 @@ ROLLS = 9
 """Rolls of the best answers, less one, that say what a metric is for wrong ones."""
 NEAR = 0.05
 """The share of the untrained loss below which answers are right."""
-FAR = 10.0
-"""How many times the loss by chance, above which an untrained model is confidently wrong."""
+FAR, LARGE = 3.0, 10.0
+"""How many times the loss by chance, above which an untrained model is confidently wrong, and a warning is due."""
 
 
 def bounds(patient: Patient) -> Iterator[Finding]:
@@ -86,12 +86,14 @@ def bounds(patient: Patient) -> Iterator[Finding]:
             {"lowest": floor, "constant": constant, "not seen": stuck[1]},
         )
     nothing = held.value_at([torch.zeros_like(x) for x in held.values])
-    if held.loss > FAR * max(constant, nothing) + 10 and nothing > 1e-3:
+    if held.loss > FAR * max(constant, nothing) and nothing > 1e-3:
         text = (
             f"The first loss is {held.loss:.4g}; answers of 0 give {nothing:.4g}, and one answer for all samples "
             f"reaches {constant:.4g}: the untrained model is confidently wrong."
         )
-        yield Finding("initial_loss", text, held.paths[-1], {"loss": held.loss, "zeros": nothing, "constant": constant})
+        is_large = held.loss > LARGE * max(constant, nothing) + 10
+        evidence = {"loss": held.loss, "zeros": nothing, "constant": constant}
+        yield Finding("initial_loss", text, held.paths[-1], evidence, level="" if is_large else "note")
 
 
 def _is_bounded(held: Answers, best: list[Tensor], floor: float) -> bool:
@@ -181,6 +183,8 @@ def _fault(name: str, value: float, other: float, untrained: float, is_perfect: 
     way = "max" if value > other else "min"
     if mode and mode != way and apart(value, other) > 0.05:
         return "metric_wrong", f"{seen}: it should be better."
+    if is_perfect and mode == "min" and value > HIGH / 2 * other > 0:
+        return "metric_wrong", f"{seen}, and a loss of nearly 0: is it the loss that the answers should lower?"
     if is_perfect and mode == "max" and value > 1.01 and abs(value - 100) > 0.5 and max(other, untrained) <= 1.5:
         return "metric_wrong", f"{seen}: it should not be above 1."
     return None
