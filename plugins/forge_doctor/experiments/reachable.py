@@ -67,6 +67,8 @@ def bounds(patient: Patient) -> Iterator[Finding]:
             {"lowest": floor, "constant": constant, "untrained": held.loss},
             cure="Look at what the loss compares with what: shapes, masks, and the pairs that it should tell apart.",
         )
+    elif constant < 1e-3 * held.loss:
+        pass  # what is left of it is rounding
     elif floor > HIGH * constant and _is_bounded(held, best, floor):
         yield Finding(
             "loss_floor",
@@ -184,7 +186,7 @@ def _fault(name: str, value: float, other: float, untrained: float, is_perfect: 
     if mode and mode != way and apart(value, other) > 0.05:
         return "metric_wrong", f"{seen}: it should be better."
     if is_perfect and mode == "min" and value > HIGH / 2 * other > 0:
-        return "metric_wrong", f"{seen}, and a loss of nearly 0: is it the loss that the answers should lower?"
+        return "metric_blind", f"{seen}, though the loss is nearly 0 for them: it does not see that they are right."
     if is_perfect and mode == "max" and value > 1.01 and abs(value - 100) > 0.5 and max(other, untrained) <= 1.5:
         return "metric_wrong", f"{seen}: it should not be above 1."
     return None
