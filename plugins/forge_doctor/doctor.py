@@ -332,6 +332,8 @@ class TimedPatient(Patient):
     "The stage of the last step."
     refused: Exception | None = None
     "The last error of a step."
+    _cost = 0.0
+    "What the last step took: another is not begun where less is left."
 
     def begin(self, within: Deadline) -> None:
         self.within, self.is_late = within, False
@@ -343,16 +345,19 @@ class TimedPatient(Patient):
         return stop is not None and stop.asker == SIGNAL
 
     def is_out_of_time(self) -> bool:
-        self.is_late = self.is_late or self.within.is_over or self.is_stopped
+        self.is_late = self.is_late or self.within.left <= self._cost or self.is_stopped
         return self.is_late
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.asked = kwargs.get("stage", args[2] if len(args) > 2 else "train")
+        began = self.within.clock()
         try:
             return super().run(*args, **kwargs)
         except Exception as error:
             self.refused = error
             raise
+        finally:
+            self._cost = self.within.clock() - began
 
 
 def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:
