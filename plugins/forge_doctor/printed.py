@@ -28,13 +28,16 @@ STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
 def as_html(report: DoctorReport) -> str:
     """Return the page for a notebook, in its own colours of text and ground."""
-    console = Console(file=io.StringIO(), record=True, width=100)
-    print_page(report, console)
-    return console.export_html(code_format="<pre style='line-height:1.3'>{code}</pre>", inline_styles=True)
+    console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
+    print_page(report, console, hint="`report.good` names all of them.")
+    style = "font-family:monospace;line-height:1.3"
+    return console.export_html(code_format=f"<pre style='{style}'>{{code}}</pre>", inline_styles=True)
 
 
-def print_page(report: DoctorReport, console: Console, every: bool = False) -> None:
-    """Findings first, then what was examined; `every`: name each check that found nothing."""
+def print_page(
+    report: DoctorReport, console: Console, every: bool = False, hint: str = "`--all` names all of them."
+) -> None:
+    """Findings first, then what was examined; `every`: name each check that found nothing, else `hint` says how."""
     if report.partial:
         text = f"This is a part of an examination: {report.partial}. What was left out is listed below.\n"
         console.print(Text(text, style="bold yellow"))
@@ -53,6 +56,8 @@ def print_page(report: DoctorReport, console: Console, every: bool = False) -> N
         _print_curve(report.one_batch, console)
     _print_readiness(report, console)
     _print_good(report, console, every)
+    if not every:
+        console.print(Text(hint, style="dim"))
     reasons: dict[str, list[str]] = {}
     for what, why in report.skipped.items():
         reasons.setdefault(why, []).append(what)
@@ -95,8 +100,6 @@ def _print_good(report: DoctorReport, console: Console, every: bool) -> None:
     for area, names in areas.items():
         lines = textwrap.wrap(", ".join(names), width) if every else [_shortened(names, width)]
         console.print(Text.assemble(f"  {area}".ljust(indent), (f"\n{' ' * indent}".join(lines), "dim")))
-    if not every:
-        console.print(Text("`--all` names all of them.", style="dim"))
 
 
 def _shortened(names: list[str], width: int) -> str:

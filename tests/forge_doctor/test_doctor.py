@@ -171,6 +171,7 @@ def test_a_report_is_shown_in_a_notebook_and_at_a_prompt() -> None:
     assert "No weight has a &lt;gradient&gt;." in shown
     assert "Cure:" in shown
     assert f"Found good: {len(BEFORE)} checks" in shown
+    assert "--all" not in shown
     assert repr(report) == "warning: no_gradient: No weight has a <gradient>."
 
 
