@@ -221,7 +221,7 @@ def _way_of(patient: Patient, held: Answers, z: Tensor, j: int, asked: int) -> t
 
 
 MIXED = "Position t may see positions up to t: look at the mask there, and at a reshape where axes are to be exchanged."
-UNSHIFTED = "Give the model the targets shifted by one, from a first symbol on: position t may see what is before it."
+UNSHIFTED = "It is off by one step: the diagonal of the mask, or the input, which is to be shifted against the targets."
 
 
 def _is_copy(z: Tensor, x: Tensor) -> bool:
