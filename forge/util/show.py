@@ -131,7 +131,7 @@ def near(path: Path) -> Path:
 
 @contextmanager
 def plain_messages() -> Iterator[None]:
-    """Print forge's log and every UserWarning as one line each, without its source line."""
+    """Print forge's log, every UserWarning and every finding as one line each, without its source line."""
     logger, handler = logging.getLogger("forge"), _OneLine()
     level = logger.level
     logger.addHandler(handler)
@@ -140,7 +140,7 @@ def plain_messages() -> Iterator[None]:
         with warnings.catch_warnings():
             other = warnings.showwarning
             warnings.showwarning = lambda text, kind, *rest: (
-                warning(str(text)) if kind is UserWarning else other(text, kind, *rest)
+                warning(str(text)) if kind is UserWarning or hasattr(text, "finding") else other(text, kind, *rest)
             )
             yield
     finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
 
 from forge.cli import main
+from forge.diagnose.checks.user_line import FindingWarning
 from forge.tuning import batch, step_timer, workers
 from forge.util import show
 from forge_doctor import printed
@@ -89,3 +91,9 @@ def test_a_cure_keeps_its_command_on_one_line(capsys: pytest.CaptureFixture[str]
         out = capsys.readouterr().out
         assert out.count(command) == 2, out
         assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_finding_of_a_fit_is_one_line_without_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with show.plain_messages():
+        warnings.warn(FindingWarning("It never rises. [schedule_still]", "schedule_still"), stacklevel=1)
+    assert capsys.readouterr().err == "warning: It never rises. [schedule_still]\n"
