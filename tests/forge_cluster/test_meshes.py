@@ -72,7 +72,7 @@ def short(mesh: dict[str, int], amp: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", FOUR)
+@pytest.mark.parametrize("mesh", [*FOUR, *EIGHT])
 def test_a_mesh_rounds_as_much_as_one_process_does(mesh: dict[str, int]) -> None:
     """With amp both are the exact result, rounded: if each is off by e, they differ by 2 e at most. The e of a mesh is
     its own, since it rounds parts of sums: it counts twice."""
@@ -80,7 +80,7 @@ def test_a_mesh_rounds_as_much_as_one_process_does(mesh: dict[str, int]) -> None
     off = kit.apart(alone, exact)
     moved = kit.apart(exact, {name: value.detach() for name, value in ShortWords().state_dict().items()})
     assert 0 < off < moved / 100
-    for rank in ranks(4)(short, mesh, True):
+    for rank in ranks(math.prod(mesh.values()))(short, mesh, True):
         assert kit.apart(rank["weights"], exact) > off / 3
         assert kit.apart(rank["weights"], alone) <= 3 * off
 
@@ -90,10 +90,10 @@ def remat(mesh: dict[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", FOUR)
+@pytest.mark.parametrize("mesh", [*FOUR, *EIGHT])
 def test_recomputed_activations_on_a_mesh(mesh: dict[str, int]) -> None:
     alone = remat(mesh)
-    for rank in ranks(4)(remat, mesh):
+    for rank in ranks(math.prod(mesh.values()))(remat, mesh):
         assert kit.apart(rank["weights"], alone["weights"]) < EXACT
 
 
