@@ -571,3 +571,32 @@ def test_a_rate_at_which_a_batch_is_learnt_is_not_too_high() -> None:
     assert report.one_batch is not None
     assert report.one_batch.is_learnt
     assert "learning_rate_high" not in {finding.name for finding in report.findings}
+
+
+# -- targets that are missing -----------------------------------------------------------------------------------------
+
+
+class ManyTargets(Healthy):
+    """Measures four numbers, of which some are not known; `masks`: leaves these out."""
+
+    masks = True
+
+    def training_step(self, batch: Any) -> Any:
+        x, y, known = batch
+        errors = (self(x) - y.nan_to_num(0.0)).square()
+        return (errors * known).sum() / known.sum() if self.masks else errors.mean()
+
+    validation_step = training_step
+
+
+class FilledIn(ManyTargets):
+    masks = False
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_targets_that_a_mask_says_are_missing(value: float) -> None:
+    x, _ = numbers()
+    known = torch.rand(160, 4, generator=torch.Generator().manual_seed(0)) < 0.6
+    given = loader(x, (x[:, :4] * 2).masked_fill(~known, value), known), None
+    assert "targets_filled_in" in found(FilledIn(), values.finite, data=given)
+    assert "targets_filled_in" not in found(ManyTargets(), values.finite, data=given)

@@ -294,8 +294,8 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     live(tmp_path / "one", TinyTask(), "auto")
     with pytest.raises(RuntimeError):
         live(tmp_path / "other", Breaks(), "auto")
-    left = set(children.read_text().split()) - before
-    assert {one: Path(f"/proc/{one}/cmdline").read_text() for one in left} == {}
+    # one that has ended is there until a thread has waited for it, which a busy machine may put off
+    until(lambda: set(children.read_text().split()) <= before, "a process is left")
 
 
 class Breaks(TinyTask):

@@ -47,25 +47,44 @@ def finite(patient: Patient) -> Iterator[Finding]:
                 {"samples": len(bad), "first": first, "tensor": place},
                 level="warning" if spoils else "note",
             )
-            if split == "train" and not spoils and _learns_from(patient, place):
-                text = (
-                    f"Where tensor {place} of a sample is NaN or an infinity, the answer compared with it has a "
-                    "gradient all the same: something is filled in, and learnt."
-                )
-                yield Finding("targets_filled_in", text, patient.place(), level="warning")
+    for place, what, missing in _missing(tensors(patient.batches[0])):
+        if _learns_from(patient, place, missing):
+            text = (
+                f"Where tensor {place} of a batch is {what}, the answer compared with it has a gradient all the same: "
+                "something is filled in, and learnt."
+            )
+            yield Finding("targets_filled_in", text, patient.place(), level="warning")
+            return
 
 
-def _learns_from(patient: Patient, place: int) -> bool:
+def _missing(batch: list[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+    """Where numbers are missing: they are NaN, or all alike where a mask of their shape is False, or True."""
+    masks = [(i, x) for i, x in enumerate(batch) if x.dtype == torch.bool and x.ndim]
+    for place, y in enumerate(batch):
+        if y.is_floating_point() and y.ndim and _is_bad(y):
+            yield place, "NaN or an infinity", ~y.isfinite()
+        for i, mask in masks if y.dtype != torch.bool else ():
+            for missing, value in ((~mask, False), (mask, True)):
+                alike = mask.shape == y.shape and bool(missing.any()) and len(y[missing].unique()) == 1
+                if alike and int(missing.sum()) > 3 and len(y[~missing].unique()) > 1 and not _is_input(y, missing):
+                    yield place, f"one value, and the mask, tensor {i}, {value}", missing
+
+
+def _is_input(y: Tensor, missing: Tensor) -> bool:
+    return bool((y[~missing] == y[missing][0]).any()) and len(y.unique()) == 2  # a mask of its own
+
+
+def _learns_from(patient: Patient, place: int, missing: Tensor) -> bool:
     """Whether answers that are compared with a target have a slope where it is missing."""
     batch = patient.batches[0]
-    y = tensors(batch)[place]
-    held, bad = held_of(patient, batch), ~y.isfinite()
-    if held is None or not bool(bad.any()) or not y.ndim:
+    y, held = tensors(batch)[place], held_of(patient, batch)
+    if held is None:
         return False
     base, other = held.slopes(), held.slopes(batch=exchanged(batch, y, lambda y: y.roll(1, 0)))
-    rows = bad.reshape(len(y), -1).all(1)
+    rows = missing.reshape(len(y), -1).all(1)
     compared = [g for g, h in zip(base, other, strict=True) if g.shape == h.shape and not torch.equal(g, h)]
-    return any(len(g) == len(y) and bool(g[rows].any()) for g in compared if g.ndim) and bool(rows.any())
+    read = [g[missing] if g.shape[: y.ndim] == y.shape else g[rows] for g in compared if g.ndim and len(g) == len(y)]
+    return any(bool((x.isfinite() & (x != 0)).any()) for x in read)
 
 
 def _spoils(patient: Patient, split: str, place: int, bad: Tensor) -> bool:
