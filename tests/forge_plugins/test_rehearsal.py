@@ -26,6 +26,7 @@ from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 from forge_plugins.checkpoint.rehearsal import FitStart, ResumeVerdict, judged
+from tests.support.patience import until
 
 EXACT = "Resume rehearsed: a second process continued this run bit for bit."
 
