@@ -8,7 +8,7 @@ each (`changes.py` says how); those that are worth a note (`note:NAME`) are coun
 programs, `zoo.diff` has healthy changes of them, and `zoo/` has models of other packages: there,
 every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says instead.
 Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted. Calls with
-the same FILE and `--only` add to what is recorded.
+the same FILE and `--only` examine these anew, and add to what is recorded.
 All run on the CPU, or with `--cuda` on a GPU, each then in a process of its own.
 `--record` writes what was found of the bugs to `FOUND.json`, from which docs/make_findings.py makes the gallery.
 `--write` examines nothing: it writes the programs into a folder, for `forge doctor FOLDER/NAME.py:Task`.
@@ -41,7 +41,7 @@ def main() -> None:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     how = "fit" if args.fit else "doctor"
-    done = {(row["name"], row["how"]) for row in rows(out)}
+    done = set() if args.only else {(row["name"], row["how"]) for row in rows(out)}
     todo = [item for item in items(args.sets, args.only) if (f"{item[0]}/{item[1]}", how) not in done]
     environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     if not args.cuda:
@@ -86,7 +86,9 @@ def write(todo: list[tuple[str, str]], folder: Path) -> None:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """The last result of each."""
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return list({(row["name"], row["how"]): row for row in found}.values())
 
 
 def record(found: list[dict[str, Any]], how: str) -> None:

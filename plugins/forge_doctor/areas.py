@@ -25,6 +25,6 @@ def by_area(names: Iterable[str]) -> dict[str, list[str]]:
     theirs = {name: registry.origin(entry) for name, entry in offered().items()}
     for name in names:
         file = files.get(name, "learning")
-        area = theirs.get(name) or next(area for area, inside in AREAS.items() if file in inside)
+        area = theirs.get(name) or next((area for area, inside in AREAS.items() if file in inside), file)
         found.setdefault(area, []).append(name)
     return {area: inside for area, inside in found.items() if inside}

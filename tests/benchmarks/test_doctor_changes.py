@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from benchmarks.doctor.cases import names
@@ -31,3 +33,8 @@ def test_a_right_finding_is_one_that_the_doctor_knows(kind: str) -> None:
 def test_every_base_is_examined_as_a_healthy_program() -> None:
     used = {change.base for kind in TABLES for change in changes(kind).values()}
     assert used == set(names("bases"))
+
+
+def test_every_bug_was_examined() -> None:
+    """Otherwise the page of its finding has no example: `python -m benchmarks.doctor bugs --only NAME --record`."""
+    assert set(json.loads((HERE / "FOUND.json").read_text())) == set(changes("bugs"))
