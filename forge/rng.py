@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from forge.errors import ForgeError
+from forge.torch_internals import writes
 
 _last_seed: int | None = None
 """The seed that torch's generator got from forge."""
@@ -156,23 +157,19 @@ class DrawnWeights:
         if nobody_has_seeded():
             self.by_task[task] = self
         self._after = torch.get_rng_state()
-        self._versions = {name: _writes(p) for name, p in task.named_parameters() if _has_values(p)}
+        self._versions = {name: writes(p) for name, p in task.named_parameters() if _has_values(p)}
 
     def weights(self, task: nn.Module) -> list[str]:
         """Return the names of the parameters with drawn values that nobody has written (or loaded) since."""
         if torch.equal(self._before, self._after):
             return []
         now = task.named_parameters()
-        return [name for name, p in now if _has_values(p) and self._versions.get(name) == _writes(p) and _varies(p)]
+        return [name for name, p in now if _has_values(p) and self._versions.get(name) == writes(p) and _varies(p)]
 
 
 def nobody_has_seeded() -> bool:
     """Whether torch's generator still has the seed that torch gave it, a random one of more than 32 bits."""
     return torch.initial_seed() >= 2**32 and torch.initial_seed() != _last_seed
-
-
-def _writes(parameter: Tensor) -> int:
-    return -1 if parameter.is_inference() else parameter._version
 
 
 def _has_values(parameter: Tensor) -> bool:

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ def resolve(name: str, names: Mapping[str, Internal], module: dict[str, Any]) ->
 def dynamo_is_loaded() -> bool:
     """Return whether torch.compile is in use; importing it takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place, by torch's count: -1 in inference mode, where it keeps none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def foreach(method: str) -> Internal:

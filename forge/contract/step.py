@@ -18,6 +18,7 @@ from forge.data.accumulation_windows import shared_weights, weigh_loss, window_w
 from forge.metrics import torchmetrics
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
+from forge.torch_internals import writes
 
 if TYPE_CHECKING:
     from forge.contract.dispatch import Hooks
@@ -275,7 +276,7 @@ class Step:
 
     def _standing(self) -> list[tuple[int, int]]:
         """Tell weights and gradients from changed ones, without reading them."""
-        return [(p._version, id(p.grad)) for p in self.parameters()]
+        return [(writes(p), id(p.grad)) for p in self.parameters()]
 
     def _whole_loss(self) -> Tensor:
         """The window's loss over all ranks: a line search must decide the same on each of them."""

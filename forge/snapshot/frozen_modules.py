@@ -16,6 +16,7 @@ from forge.checkpoint import sharding
 from forge.checkpoint.hashing import new_hash, tensor_pieces
 from forge.contract.run import Run
 from forge.errors import CheckpointError
+from forge.torch_internals import writes
 from forge.util.frozen import Base, Frozen, kept_by_hash
 from forge.util.text import few
 
@@ -62,10 +63,10 @@ def changed(held: Frozen | Base) -> dict[str, Tensor]:
         if sharding.is_distributed(tensor) and not tensor.requires_grad:
             continue  # divided over ranks, and nobody trains it
         address, version, digest = known.get(name, (CHANGED, 0, ""))
-        if isinstance(tensor, nn.Parameter) and (id(tensor), _version(tensor)) == (address, version):
+        if isinstance(tensor, nn.Parameter) and (id(tensor), writes(tensor)) == (address, version):
             continue
         if address != CHANGED and digest == _digest(tensor):  # written to, with the same values
-            known[name] = (id(tensor), _version(tensor), digest)
+            known[name] = (id(tensor), writes(tensor), digest)
             continue
         known[name] = (CHANGED, 0, digest)
         found[name] = tensor.detach()
@@ -132,12 +133,8 @@ def _described(held: Frozen | Base) -> dict[str, Any]:
 def _known(held: Frozen | Base) -> dict[str, tuple[int, int, str]]:
     if held not in _begun:
         now = held.tensors().items()
-        _begun[held] = {name: (id(tensor), _version(tensor), _digest(tensor)) for name, tensor in now}
+        _begun[held] = {name: (id(tensor), writes(tensor), _digest(tensor)) for name, tensor in now}
     return _begun[held]
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _digest(tensor: Tensor) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge.errors import ForgeError, did_you_mean
-from forge.torch_internals import pytree
+from forge.torch_internals import pytree, writes
 
 
 class Features(Mapping[str, Any]):
@@ -59,8 +59,7 @@ class Features(Mapping[str, Any]):
 
 
 def _versions(value: Any) -> list[int]:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [writes(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @contextmanager

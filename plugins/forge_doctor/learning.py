@@ -21,6 +21,7 @@ from forge.data.accumulation_windows import batch_size
 from forge.data.adapt import by_name
 from forge.engine.trainer import Plugins, Trainer
 from forge.runs.wording import counted
+from forge.torch_internals import writes
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import influence, motion
 from forge_doctor.experiments.answers import answers
@@ -289,15 +290,15 @@ class TrialLook(Plugin):
     def forge_optimizer_step(self, step: Any) -> Any:
         """See whether anything but an optimizer has written to weights that one trains."""
         self._compare(step)
-        before = {name: p._version for name, p in step.trainer.task.named_parameters()}
+        before = {name: writes(p) for name, p in step.trainer.task.named_parameters()}
         result = yield
-        now = {name: p._version for name, p in step.trainer.task.named_parameters()}
+        now = {name: writes(p) for name, p in step.trainer.task.named_parameters()}
         self._versions = {name: version for name, version in now.items() if version != before.get(name)}
         return result
 
     def _compare(self, step: Any) -> None:
         weights = dict(step.trainer.task.named_parameters())
-        written = [name for name, version in self._versions.items() if weights[name]._version != version]
+        written = [name for name, version in self._versions.items() if writes(weights[name]) != version]
         if written and self.overwritten is None and self.names == [None]:
             others = [(name, p) for name, p in weights.items() if name not in self._versions]
             source = next((name for name, p in others if torch.equal(p, weights[written[0]])), "")

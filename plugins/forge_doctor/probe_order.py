@@ -13,6 +13,7 @@ from forge_doctor.experiments import (
     company,
     edges,
     equivariance,
+    held_out,
     influence,
     loopholes,
     lossy,
@@ -145,7 +146,7 @@ LAST: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "a small step": scale.small_step,
     "rates": scale.rates,
     "decay of weights": scale.decay,
-    "from train to val": scale.generalises,
+    "from train to val": held_out.generalises,
 }
 """Experiments that train copies, after the run."""
 

@@ -17,6 +17,7 @@ import forge
 from forge_doctor.experiments import (
     company,
     equivariance,
+    held_out,
     influence,
     lossy,
     motion,
@@ -580,7 +581,7 @@ def test_what_is_learnt_holds_for_other_samples_and_says_more_than_one_answer_fo
     task = Quick()
     for p in task.net[2].parameters():
         nn.init.zeros_(p)  # begins at chance
-    assert set(found(task, scale.generalises, data=given, last=True)) == names
+    assert set(found(task, held_out.generalises, data=given, last=True)) == names
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

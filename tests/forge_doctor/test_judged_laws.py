@@ -16,12 +16,12 @@ import forge
 from forge_doctor.experiments import (
     columns,
     equivariance,
+    held_out,
     influence,
     lossy,
     motion,
     partners,
     reachable,
-    scale,
     values,
 )
 from forge_doctor.probes import data, start
@@ -443,7 +443,7 @@ def test_pairs_of_which_one_side_moved_on(shift: int, names: set[str]) -> None:
     x = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
     y = torch.tanh(x).roll(shift, 0)
     given = loader(x, y, shuffle=True), loader(x[:48], y[:48])
-    assert set(found(Matches(), scale.generalises, data=given, last=True)) == names
+    assert set(found(Matches(), held_out.generalises, data=given, last=True)) == names
 
 
 class Follows(Healthy):

@@ -1,4 +1,4 @@
-"""Scale: short fits of copies: does a small step lower the loss, do metrics follow it, is the rate in its range?"""
+"""Scale: short fits of copies: does a small step lower the loss, is the rate in its range, and the decay of weights?"""
 
 from __future__ import annotations
 
@@ -9,26 +9,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from forge.contract.task import TaskModule
-from forge.data.accumulation_windows import batch_size
-from forge.torch_internals import pytree
-from forge_doctor.experiments.answers import answers
-from forge_doctor.experiments.intervene import exchanged, numbers, parts, says
-from forge_doctor.experiments.reading import read
 from forge_doctor.findings import Finding
-from forge_doctor.patient import OutOfTime, Patient, first, like
+from forge_doctor.patient import OutOfTime, Patient, like
 from forge_doctor.trial import Variation, fit
 
 UPDATES = 40
-ROUNDS, MOST_BATCHES = (100, 500), 60
-"""Updates of a fit that must hold for other samples, more where the first do not teach enough; and its batches."""
-LEARNT = 0.15
-"""The share of the loss of held-out samples that a fit takes away which has learnt enough to be compared."""
-PAIRED, MOST_GAINED = 0.02, 0.5
-"""The share by which pairs must be better than pairs of others, where samples hold what belongs together, and the share
-of the loss from which it is plain that they are."""
 DECAYS = 0.5
 """The share of what the loss moves weights by, from which their decay does too."""
 SMALL_STEP = 1e-3
@@ -58,7 +45,7 @@ def _peak(patient: Patient) -> float:
     return patient.headroom * now / own if own > 0 and now > 0 and patient.headroom < 1e5 else 1.0
 
 
-def _begun(patient: Patient) -> TaskModule:
+def begun(patient: Patient) -> TaskModule:
     """The task before any update, as a short fit begins with it, in the modes in which it is trained."""
     task = patient.fresh()
     task.trainer = patient.trainer
@@ -70,7 +57,7 @@ def small_step(patient: Patient) -> Iterator[Finding]:
     if len(patient.names) > 1:
         return
     batch = patient.batches[0]
-    first = _begun(patient)
+    first = begun(patient)
     before = float(patient.loss(first, batch).detach())
     falls = []
     for factor in (-SMALL_STEP, SMALL_STEP, 10 * SMALL_STEP):
@@ -134,11 +121,11 @@ def decay(patient: Patient) -> Iterator[Finding]:
         return
     batches = patient.whole or patient.batches
     served = [batches[i % len(batches)] for i in range(UPDATES)]
-    start = dict(_begun(patient).named_parameters())
+    start = dict(begun(patient).named_parameters())
     ends = [dict(short_fit(patient, served, decays=on)[0].named_parameters()) for on in (True, False)]
     by_decay = by_loss = 0.0
-    for name, begun in start.items():
-        free = ends[1][name] - begun
+    for name, first in start.items():
+        free = ends[1][name] - first
         is_moved = free != 0  # rows of a table that no sample reads are left to the decay
         by_loss += float(free.detach().square().sum())
         by_decay += float((ends[0][name] - ends[1][name]).detach()[is_moved].square().sum())
@@ -151,120 +138,3 @@ def decay(patient: Patient) -> Iterator[Finding]:
             "configure_optimizers",
             {"weight_decay": max(decays), "share": share},
         )
-
-
-def generalises(patient: Patient) -> Iterator[Finding]:
-    """Train on some batches of train: others of train that were held out must not be much easier than those of val."""
-    if not patient.can_validate or len(patient.names) > 1:
-        return
-    served = patient.trainer.env.move(first(patient.train, MOST_BATCHES))
-    held = max(1, len(served) // 5)
-    if len(served) < 5:
-        return
-    kept, given = served[-held:], served[:-held]
-    with suppress(Exception):  # validation may take other batches
-        before = [_validated(patient, _begun(patient), batches) for batches in (kept, patient.val_batches)]
-        updates, task, after, learnt = _taught(patient, given, kept, before)
-        yield from _judged(patient, task, given, kept, updates, before, after, learnt)
-
-
-def _taught(
-    patient: Patient, given: list[Any], kept: list[Any], before: list[float]
-) -> tuple[int, TaskModule, list[float], float]:
-    """Train until enough is learnt of what was held out: how many updates, the task, its losses there, and the share
-    of the loss of training that is gone."""
-    for updates in ROUNDS:
-        task, losses = short_fit(patient, [given[i % len(given)] for i in range(updates)])
-        first, last = (sum(part) / len(given) for part in (losses[: len(given)], losses[-len(given) :]))
-        after = [_validated(patient, task, batches) for batches in (kept, patient.val_batches)]
-        learnt = (first - last) / max(abs(first), 1e-12)
-        gained = before[0] - after[0] > LEARNT * abs(before[0]) and (patient.is_supervised or learnt > LEARNT)
-        if gained or updates == ROUNDS[-1]:
-            return updates, task, after, learnt
-    raise AssertionError
-
-
-def _judged(
-    patient: Patient,
-    task: TaskModule,
-    given: list[Any],
-    kept: list[Any],
-    updates: int,
-    before: list[float],
-    after: list[float],
-    learnt: float,
-) -> Iterator[Finding]:
-    gains = [(b - a) / abs(b) for b, a in zip(before, after, strict=True)]
-    predicts = read(patient, patient.batches[0]) is not None  # otherwise answers are more than predictions
-    alike = _constant(patient, task, kept[:8]) if predicts else None
-    if patient.is_supervised and (gains[0] < 0.01 or (alike is not None and alike[0] > alike[1])):
-        best = "" if alike is None else f"; one answer for all of these samples reaches {alike[1]:.4g}"
-        text = (
-            f"{updates} updates on other batches of train take the loss of held-out ones from {before[0]:.4g} to "
-            f"{after[0]:.4g}{best}: nothing else that holds for them was learnt."
-        )
-        yield Finding("labels_no_easier", text, "train", {"before": before[0], "after": after[0]})
-    elif (
-        not patient.is_supervised and learnt > LEARNT and gains[0] < MOST_GAINED and (pairs := _parted(patient, given))
-    ):
-        own, others = (_lowest(patient, batches, kept) for batches in (given, pairs))
-        held = answers(patient, kept[0])
-        if own > (1 - PAIRED) * others and held is not None and own >= held.best(constant=True)[0]:
-            text = (
-                f"Up to {updates} updates take the loss of batches that were held out from {before[0]:.4g} to "
-                f"{own:.4g}, and to {others:.4g} where one tensor of each batch was exchanged between samples: what "
-                "stands together in a sample says no more of others than what does not."
-            )
-            evidence = {"before": before[0], "after": own, "exchanged": others}
-            yield Finding("labels_no_easier", text, "train", evidence)
-    elif gains[0] > LEARNT and gains[1] < 0.1 * gains[0] and after[1] - after[0] > 0.5 * (before[0] - after[0]):
-        yield Finding(
-            "splits_disagree",
-            f"{updates} updates take the validation loss of batches of train that were held out from {before[0]:.4g} "
-            f"to {after[0]:.4g}, and that of val from {before[1]:.4g} to {after[1]:.4g}: what holds for train "
-            "does not hold for val. Labels, words, columns or scales are encoded in another way there.",
-            "val",
-            {"train, held out": [before[0], after[0]], "val": [before[1], after[1]]},
-        )
-
-
-def _parted(patient: Patient, given: list[Any]) -> list[Any]:
-    """Batches of which a tensor that counts belongs to other samples; none where no two tensors have their size."""
-
-    def parted(batch: Any) -> Any:
-        size = batch_size(batch)
-        whole = [x for x in parts(batch).values() if x.ndim and len(x) == size]
-        other = (exchanged(batch, x, lambda x: x.roll(1, 0)) for x in whole)
-        base = says(patient, batch, "train")
-        return next((x for x in other if says(patient, x, "train") != base), None) if len(whole) > 1 else None
-
-    found = [parted(batch) for batch in given]
-    return [] if any(batch is None for batch in found) else found
-
-
-def _lowest(patient: Patient, given: list[Any], kept: list[Any]) -> float:
-    """The lowest loss of what was held out, after some updates and after many: many learn by heart."""
-    fits = (short_fit(patient, [given[i % len(given)] for i in range(updates)])[0] for updates in ROUNDS)
-    return min(_validated(patient, task, kept) for task in fits)
-
-
-def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[float, float] | None:
-    """The training loss of some batches together, in evaluation mode, and the lowest of one answer for all samples."""
-    with suppress(Exception):  # batches that cannot be put together
-        whole = pytree.tree_map(lambda *given: torch.cat(given) if isinstance(given[0], Tensor) else given[0], *batches)
-        held = answers(patient, whole)
-        reached = float(patient.loss(task.eval(), whole).detach())
-        return (reached, held.best(constant=True)[0]) if held is not None else None
-    return None
-
-
-def _validated(patient: Patient, task: TaskModule, batches: list[Any]) -> float:
-    """The loss of validation over a few batches; that of training, in evaluation mode, where it returns none."""
-    task.trainer = patient.trainer
-    task.eval()
-    with torch.no_grad():
-        found = [
-            numbers(patient.run(task, batch, "val")).get("loss") or float(patient.loss(task, batch))
-            for batch in batches[:4]
-        ]
-    return sum(found) / len(found)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge.torch_internals import BatchNorm
+from forge.torch_internals import BatchNorm, writes
 from forge.util.walk import is_librarys
 from forge_doctor.findings import Finding
 from forge_doctor.patient import SEED, NotApplicable, Patient, named, parameters, tensors
@@ -190,7 +190,7 @@ class Traces:
         self.task, self.batch = task, batch
         self.where = f"{type(task).__name__}.{'training_step' if stage == 'train' else 'validation_step'}"
         self._modes = {path: module.training for path, module in task.named_modules()}
-        self._values = [_version(x) if cheaply else x.clone() for x in tensors(batch)]
+        self._values = [writes(x) if cheaply else x.clone() for x in tensors(batch)]
         self._has_gradients = any(p.grad is not None for p in task.parameters())
         self.calls_backward, self.modes, self.rows = False, self._modes, list[int]()
 
@@ -222,13 +222,9 @@ class Traces:
             yield Finding("batch_changed", text, where, {"tensors": rows})
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
 def _equal(x: Tensor, y: Tensor | int) -> bool:
     if isinstance(y, int):
-        return _version(x) == y
+        return writes(x) == y
     return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
 
 

@@ -15,7 +15,7 @@ import forge
 from forge.data.accumulation_windows import Feed, batch_size
 from forge.rng import RNGState
 from forge.snapshot.sandbox import Owned, uncompiled, without_side_effects
-from forge.torch_internals import foreach_copy_
+from forge.torch_internals import foreach_copy_, writes
 from forge_plugins.anomaly.origin import find
 from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe
 from forge_plugins.common.finite import bad_gradients, moving_buffers, not_finite
@@ -176,8 +176,8 @@ def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def versions(window: Any) -> list[int]:
-    """Return the in-place version of each tensor of a window."""
-    return [tensor._version for tensor in tensors_in(list(window)) if not tensor.is_inference()]
+    """Return how often each tensor of a window was written."""
+    return [writes(tensor) for tensor in tensors_in(list(window))]
 
 
 def sample_edges(step: forge.Step) -> list[int] | None:
