@@ -281,7 +281,8 @@ def saved_arguments(
         given = ", ".join(f"{name}=..." for name in lost)
         raise TaskError(
             f"{source} does not hold {', '.join(lost)} of {cls.__name__}: only plain data are saved. "
-            f"Use {cls.__name__}.from_checkpoint(path, {given})."
+            f"Use {cls.__name__}.from_checkpoint(path, {given}), or name a function that makes the task "
+            "(--task FILE.py:function on the command line)."
         )
     return _split(parameters, values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -37,7 +38,9 @@ EPOCHS = 10
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of every verb that works on a recipe."""
     parser.add_argument(
-        "target", metavar="RECIPE", help="an installed recipe's name, FILE.yaml, or FILE.py:Task for a task of your own"
+        "target",
+        metavar="RECIPE",
+        help="an installed recipe's name, FILE.yaml, or FILE.py:Task: a task of your own, or a function that makes it",
     )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="e.g. trainer.max_epochs=3 task.lr=1e-3 PLUGIN.OPTION=VALUE"
@@ -108,7 +111,7 @@ def load(args: Namespace, to_train: bool = False, loader: Callable[..., Recipe] 
     name, stack, task, data = args.target, args.recipe, None, None
     if _is_python(args.target):
         name, stack = args.recipe or "default", None
-        task, module = task_class(args.target)
+        task, module = task_maker(args.target)
         named = any(text.startswith("data.name=") for text in args.overrides)
         data = None if named else getattr(module, "data", None)
     else:
@@ -158,12 +161,20 @@ def _refuse_module_name(target: str) -> None:
     raise ForgeError(f"No recipe is called {target!r}.{meant}")
 
 
-def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
-    """Return the task class of FILE.py:Task, and its module; a file with one task needs no name."""
+def task_maker(target: str) -> tuple[Callable[..., TaskModule], ModuleType]:
+    """Return the class of FILE.py:Task, or the function FILE.py:function that makes one, and its module.
+
+    A file with one task needs no name.
+    """
+    module, name = _import(target)
+    maker = getattr(module, name, None) if name else None
+    return maker if inspect.isfunction(maker) else _task_class(target, module, name), module
+
+
+def _task_class(target: str, module: ModuleType, name: str) -> type[TaskModule]:
     from forge.contract.task import TaskModule
     from forge.diagnose.checks import is_lightning
 
-    module, name = _import(target)
     here = {
         key: value
         for key, value in vars(module).items()
@@ -176,9 +187,10 @@ def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
         raise ForgeError(f"{target} has {len(own) or 'no'} tasks; name one: {target}:Task.{did_you_mean('', own)}")
     kind = getattr(module, name, None)
     if kind is None:
-        raise ForgeError(f"{target}: the file has no {name!r}.{did_you_mean(name, own)}")
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ForgeError(f"{target}: the file has no {name!r}.{did_you_mean(name, [*own, *functions])}")
     if isinstance(kind, type) and issubclass(kind, TaskModule):
-        return kind, module
+        return kind
     if isinstance(kind, type) and is_lightning(kind):
         raise ForgeError(
             f"{target}: {name} is a LightningModule. Wrap it in a task, in the same file, and name that one:\n"

@@ -39,7 +39,7 @@ class Recipe:
     resolved: dict[str, Any] = field(default_factory=dict)
     "`config` with every default filled in."
     local: dict[str, Maker] = field(default_factory=dict)
-    'The "task" class and "data" function that were given in code, instead of those that the recipe names.'
+    'The "task" class or function and "data" function that were given in code, instead of those that the recipe names.'
     built: dict[str, Plugin] = field(default_factory=dict, repr=False)
     "Plugins that were built when their options were checked; `make_plugins` returns each once."
 
@@ -77,7 +77,14 @@ class Recipe:
 
     def make_task(self) -> TaskModule:
         """Build the recipe's task with its options."""
-        return self._make("task", "name your own on the command line: FILE.py:Task")
+        from forge.contract.task import TaskModule
+
+        task = self._make("task", "name your own on the command line: FILE.py:Task")
+        if not isinstance(task, TaskModule):
+            maker = maker_of("task", self.config, self.local, self.origin)
+            whose = getattr(maker, "__qualname__", maker)
+            raise RecipeError(f"{whose} made a {type(task).__name__}; it must return a forge.TaskModule.")
+        return task
 
     def make_data(self, task: TaskModule | None = None) -> Splits:
         """Build the loaders of the recipe's data set, for this task where they depend on one; by default a new one."""
@@ -127,7 +134,7 @@ def load_recipe(
     remove: Sequence[str] = (),
     *,
     stack: str | Path | None = None,
-    task: type | None = None,
+    task: Maker | None = None,
     data: Maker | None = None,
 ) -> Recipe:
     """Load an installed recipe by name, or a .yaml file by path, and check every option.
@@ -185,7 +192,7 @@ def read_recipe(
     remove: Sequence[str] = (),
     *,
     stack: str | Path | None = None,
-    task: type | None = None,
+    task: Maker | None = None,
     data: Maker | None = None,
 ) -> Recipe:
     """Like `load_recipe`, but unchecked and without defaults; tasks, data and plugins are not imported."""

@@ -105,7 +105,8 @@ def _converted(known: Sequence[Option], values: Mapping[str, Any], key: str, ori
     for option in known:
         if option.required and option.name not in values:
             kind = options.type_name(option.type)
-            raise RecipeError(f"{label(key, origin)} needs a value: set {key}.{option.name} ({kind}).")
+            otherwise = " Or name a function that makes the task: FILE.py:function." if key == "task" else ""
+            raise RecipeError(f"{label(key, origin)} needs a value: set {key}.{option.name} ({kind}).{otherwise}")
     return {
         name: options.convert(value, by_name[name].type, label(f"{key}.{name}", origin))
         for name, value in values.items()

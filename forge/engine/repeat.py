@@ -39,7 +39,7 @@ def repeat(
     overrides: Sequence[str] = (),
     add: Sequence[str] = (),
     remove: Sequence[str] = (),
-    task: type | None = None,
+    task: Callable[..., Any] | None = None,
     data: Callable[..., Any] | None = None,
 ) -> RunGroup:
     """Train the same again with other seeds, or on other folds of the data, and return the group of runs.

@@ -16,7 +16,7 @@ from forge import registry
 from forge.checkpoint import StoredCheckpoint
 from forge.checkpoint.checkpoint import NAME, averages
 from forge.checkpoint.folder import Checkpoints
-from forge.checkpoint.weights import BEST, RAW, best_of, find_weights, read_weights, split_best
+from forge.checkpoint.weights import BEST, RAW, best_of, fill, find_weights, read_weights, split_best
 from forge.config.files import read
 from forge.config.recipe import Recipe, load_recipe
 from forge.contract.task import TaskModule
@@ -56,19 +56,20 @@ class Source:
 
 
 def load(
-    run: str | Path, task: type[TaskModule] | None = None, *, weights: str | None = None, device: str = "cpu"
+    run: str | Path, task: Callable[..., TaskModule] | None = None, *, weights: str | None = None, device: str = "cpu"
 ) -> TaskModule:
     """Return the trained task of a run, in eval mode, with its weights.
 
     `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`), a weights file, or a folder of runs,
     of which the newest is taken. `task` is the class, for a task that is neither installed nor imported under the name
-    in the run. Without `weights` the best checkpoint is taken if the run keeps one, and the average where a plugin kept
-    one; "raw", "best" and the name of that plugin select.
+    in the run, or a function that makes it, which gets the options of the run's recipe. Without `weights` the best
+    checkpoint is taken if the run keeps one, and the average where a plugin kept one; "raw", "best" and the name of
+    that plugin select.
     """
     return find(run, task, weights).task.to(device)
 
 
-def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | None = None) -> Source:
+def find(run: str | Path, task: Callable[..., TaskModule] | None = None, weights: str | None = None) -> Source:
     """Find the task of a run and fill it with the weights that are asked for."""
     path, weights = split_best(run, weights)
     if not path.exists():
@@ -81,7 +82,7 @@ def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | N
     file, average, chosen = _choose(path, folder, weights)
     card = RunFolder(folder).card if folder is not None else {}
     with _seeded(card.get("seed")):  # as the run was before its task was made, which may draw a teacher
-        made = kind.from_checkpoint(file, weights=average).eval()
+        made = _made(kind, folder, file, average).eval()
     state = _state(file)
     _restore_frozen(made, as_dict(card.get("frozen")), as_dict(state.get("frozen")), path)
     found = read_weights(file, average)
@@ -99,6 +100,18 @@ def _seeded(seed: Any) -> Iterator[None]:
         yield
     finally:
         kept.restore(device)
+
+
+def _made(maker: Callable[..., TaskModule], folder: Path | None, file: Path, average: str | None) -> TaskModule:
+    """Make the task again, with its weights: a class has its arguments from the weights file, a function from the
+    run's recipe."""
+    if isinstance(maker, type):
+        return maker.from_checkpoint(file, weights=average)
+    recipe = _recipe(folder, maker) if folder is not None else None
+    with torch.device("cpu"):
+        task = recipe.make_task() if recipe is not None else maker()
+    fill(task, read_weights(file, average))
+    return task
 
 
 def _restore_frozen(task: TaskModule, noted: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
@@ -170,14 +183,14 @@ def _imported(name: str) -> list[type[TaskModule]]:
     ]
 
 
-def _recipe(folder: Path) -> Recipe | None:
+def _recipe(folder: Path, task: Callable[..., TaskModule] | None = None) -> Recipe | None:
     """Load a run's recipe without its plugins, which need not be installed here."""
     file = folder / "config.yaml"
     if not file.is_file():
         return None
     try:
         plugins = list(read(file).values.get("plugins") or {})
-        return load_recipe(file, remove=plugins)
+        return load_recipe(file, remove=plugins, task=task)
     except ForgeError as error:
         raise ForgeError(f"{file}: {error}") from error
 

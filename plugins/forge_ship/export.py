@@ -113,7 +113,7 @@ def export(
     to: str,
     out: str | Path | None = None,
     data: Any = None,
-    task: type[TaskModule] | None = None,
+    task: Callable[..., TaskModule] | None = None,
     weights: str | None = None,
     quantize: str | None = None,
     dynamic: str | Sequence[str] = "auto",
@@ -192,7 +192,7 @@ def _takes_other_rows(task: TaskModule, interface: Interface, axes: Mapping[str,
         return False
 
 
-def _source(given: Any, task: type[TaskModule] | None, weights: str | None, device: str) -> Source:
+def _source(given: Any, task: Callable[..., TaskModule] | None, weights: str | None, device: str) -> Source:
     if isinstance(given, TaskModule):
         own = copy.deepcopy(given)  # modes and devices of the caller's task stay as they are
         return Source(own.to(device).eval())

@@ -49,7 +49,7 @@ def open_engine(
     path: str | Path,
     *,
     device: str = "cpu",
-    task: type[TaskModule] | None = None,
+    task: Callable[..., TaskModule] | None = None,
     weights: str | None = None,
     data: Any = None,
 ) -> Engine:

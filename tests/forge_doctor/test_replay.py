@@ -47,6 +47,14 @@ class Players(Unlucky):
     def configure_optimizers(self):
         return {"first": torch.optim.SGD(self.net[:2].parameters(), lr=0.1),
                 "second": torch.optim.SGD(self.net[3].parameters(), lr=0.1)}
+
+class Wrapped(Unlucky):
+    def __init__(self, net):
+        super().__init__(5)
+        self.net = net
+
+def wrapped():
+    return Wrapped(Unlucky(5).net)
 """
 
 
@@ -54,7 +62,7 @@ def task_class(name: str = "Unlucky") -> Any:
     from forge.cli import target
 
     Path("unlucky.py").write_text(TASK)
-    return target.task_class(f"unlucky.py:{name}")[0]
+    return target.task_maker(f"unlucky.py:{name}")[0]
 
 
 def make_bundle(task: Any = None, plugins: list[Any] | None = None, train: Any = None, **options: Any) -> Path:
@@ -102,6 +110,14 @@ def test_the_turn_of_one_of_several_optimizers_is_run_again(replay: Any) -> None
     code, text = replay(str(bundle), "--task", "unlucky.py:Players")
     assert code == 0, text
     assert "optimizer 'second'" in text
+
+
+def test_a_function_makes_a_task_that_no_file_can_hold(replay: Any) -> None:
+    bundle = make_bundle(task_class("wrapped")())
+    code, text = replay(str(bundle), "--task", "unlucky.py:Wrapped")
+    assert (code, "a function that makes it" in text) == (2, True)
+    code, text = replay(str(bundle), "--task", "unlucky.py:wrapped")
+    assert (code, "Reproduced exactly." in text) == (0, True), text
 
 
 def test_samples_are_those_of_the_run_not_places_in_the_window(replay: Any) -> None:

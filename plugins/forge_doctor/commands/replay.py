@@ -31,7 +31,7 @@ OF_THIS_RUN = {"place", "samples", "batch_changed"}
 def parser() -> ArgumentParser:
     parser = show.new_parser("replay", "Run a window again that the plugin anomaly saved.", EXAMPLES)
     parser.add_argument("bundle", metavar="BUNDLE", help="RUN/anomaly/update-XXXXXXXX")
-    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, if it is not installed by name")
+    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, or a function that makes it")
     parser.add_argument("--device", metavar="NAME", help="device to run on (default: the run's own)")
     return parser
 
@@ -94,18 +94,21 @@ def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
 
     recorded, recipe = tree["task"], tree["recipe"] or {}
     name = recipe.get("task", {}).get("name")
+    values, lost = recorded["options"], recorded["not_saved"]
     if given is not None:
-        kind, _ = target.task_class(given)
+        kind, _ = target.task_maker(given)
+        if not isinstance(kind, type):
+            values, lost = recipe.get("task", {}), []
     elif name is not None:
         kind = registry.load("task", name)
     else:
         raise ForgeError(f"The bundle's task {recorded['class']!r} is not installed by name: add --task FILE.py:Task.")
-    if recorded["not_saved"]:
+    if lost:
         raise ForgeError(
-            f"{recorded['class']} was built with {', '.join(recorded['not_saved'])}, which is no plain data, so it "
-            "cannot be rebuilt from a file."
+            f"{recorded['class']} was built with {', '.join(lost)}, which is no plain data, so it cannot be rebuilt "
+            "from a file: name a function that makes it, --task FILE.py:function."
         )
-    task = kind(**options.check(options.of_callable(kind), recorded["options"], f"task of {recorded['class']}"))
+    task = kind(**options.check(options.of_callable(kind), values, f"task of {recorded['class']}"))
     try:
         task.load_state_dict(tree["model"])
     except RuntimeError as error:

@@ -70,7 +70,7 @@ def parser() -> ArgumentParser:
 def add_source_arguments(parser: ArgumentParser) -> None:
     """Add the arguments that find a run's task, data and weights."""
     parser.add_argument("--weights", metavar="NAME", help="raw, ema, swa or best (default: the best, averaged)")
-    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, if it is not installed by name")
+    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, or a function that makes it")
     parser.add_argument("--data", metavar="FILE.py:function", help="the data, if they are not installed by name")
     parser.add_argument("--device", metavar="NAME", default="cpu", help="device to run on (default: %(default)s)")
     parser.add_argument("--batches", type=int, metavar="N", help="validation batches to use (default: all)")
@@ -79,7 +79,7 @@ def add_source_arguments(parser: ArgumentParser) -> None:
 def source_arguments(args: Namespace) -> dict[str, Any]:
     """Return what `forge.export` takes of those arguments."""
     return {
-        "task": target.task_class(args.task)[0] if args.task else None,
+        "task": target.task_maker(args.task)[0] if args.task else None,
         "data": target.function(args.data) if args.data else None,
         "weights": args.weights,
         "device": args.device,

@@ -60,7 +60,7 @@ def parser() -> ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits other machines (default: %(default)s)")
     parser.add_argument("--port", type=_number(int, 0, 65535), default=8000, help="0 picks one (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where the model runs (default: %(default)s)")
-    parser.add_argument("--task", metavar="FILE.py:Task", help="the task of a run, if it is not registered")
+    parser.add_argument("--task", metavar="FILE.py:Task", help="the task of a run, or a function that makes it")
     parser.add_argument("--data", metavar="FILE.py:function", help="the data of a run, if they are not registered")
     parser.add_argument("--weights", metavar="WHICH", help="weights of a run: raw, ema, swa or best")
     for flag, unit, number, default, text in LIMITS:
@@ -121,7 +121,7 @@ def run(args: Namespace) -> int:
         engine = open_engine(
             args.model,
             device=args.device,
-            task=target.task_class(args.task)[0] if args.task else None,
+            task=target.task_maker(args.task)[0] if args.task else None,
             weights=args.weights,
             data=target.function(args.data) if args.data else None,
         )

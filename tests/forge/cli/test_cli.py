@@ -26,6 +26,36 @@ from tests.support import forked
 QUICK = ["task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2", "-p", "no:tensorboard"]
 
 
+MADE = """
+import forge, torch
+from torch import nn
+
+class Made(forge.TaskModule):
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def narrow(width: int = 8):
+    return Made(nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1)))
+
+def data():
+    x = torch.arange(64.0).reshape(16, 4) / 64
+    loader = forge.data.TensorLoader(x, x.sum(1, keepdim=True), batch_size=8)
+    return loader, loader
+"""
+
+
 class Forge:
     """Runs commands in this process and keeps what they print."""
 
@@ -202,7 +232,19 @@ def test_a_task_from_a_file_trains_with_any_stack_recipe(forge, ring):
 def test_a_missing_task_file_or_class_is_named(forge, ring):
     assert "No file 'rong.py'. Did you mean 'ring.py'?" in forge.refused("fit", "rong.py:Ring")
     assert "Did you mean 'Ring'?" in forge.refused("fit", "ring.py:Rong")
-    assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:data")
+    assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:torch")
+    assert "data made a Splits; it must return a forge.TaskModule" in forge.refused("fit", "ring.py:data")
+
+
+def test_a_function_makes_a_task_that_no_options_describe(forge):
+    Path("mine.py").write_text(MADE)
+    assert "name a function that makes the task: FILE.py:function" in forge.refused("fit", "mine.py:Made")
+    assert "Did you mean 'narrow'?" in forge.refused("fit", "mine.py:narow")
+    assert "Did you mean 'width'?" in forge.refused("fit", "mine.py:narrow", "task.widht=3")
+    forge("fit", "mine.py:narrow", "task.width=3", "--run-dir", "run", "trainer.max_epochs=1", "-p", "no:tensorboard")
+    source = ["run", "--to", "torchscript", "--data", "mine.py:data"]
+    assert "--task FILE.py:function" in forge.refused("export", *source, "--task", "mine.py:Made")
+    assert "val/0/loss" in forge("export", *source, "--task", "mine.py:narrow")
 
 
 @pytest.mark.parametrize(
