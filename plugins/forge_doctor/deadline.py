@@ -35,8 +35,8 @@ class Deadline:
         return Deadline(max(0.0, share * self.left) if math.isfinite(self.left) else None, self.clock)
 
     @contextmanager
-    def first_step(self) -> Iterator[None]:
-        """Run a step, by which the time of the others is known."""
+    def one_step(self) -> Iterator[None]:
+        """Run a step, by which the time of the others is known: not the first, which prepares what others find."""
         began = self.clock()
         yield
         self.seconds += self.steps * (self.clock() - began)

@@ -206,10 +206,10 @@ class Examination(Plugin):
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
         with no_trace(trainer.env.device):
             with suppress(Exception):  # many probes share the first step; its error is theirs to say
-                with self.deadline.first_step():
-                    _ = self.patient.watched
+                _ = self.patient.watched
                 began = self.deadline.spent
-                self.patient.loss(self.patient.clone(), self.patient.batches[0]).backward()
+                with self.deadline.one_step():
+                    self.patient.loss(self.patient.clone(), self.patient.batches[0]).backward()
                 self.patient.lighten(self.deadline.left / STEPS / max(self.deadline.spent - began, 1e-9))
             self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
         self._within = self.deadline.part(RUN_SHARE)

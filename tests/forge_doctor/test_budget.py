@@ -29,7 +29,7 @@ def test_a_deadline_knows_what_is_left_of_it() -> None:
     assert soon.part(0.5).seconds == 0.5 * (10 - 3)
     assert ticking(1).left == 0
     steps = ticking(10, steps=5)
-    with steps.first_step():
+    with steps.one_step():
         pass
     assert steps.seconds == 15
 
