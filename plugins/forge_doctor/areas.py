@@ -13,7 +13,7 @@ AREAS = {
     "model": ("equivariance", "edges", "tables", "company", "precision"),
     "data": ("values", "columns", "pairs", "collated", "storage", "lossy", "data", "class_labels", "serving"),
     "start and schedule": ("start",),
-    "updates": ("scale", "motion", "learning"),
+    "updates": ("scale", "held_out", "motion", "learning"),
 }
 """The files of the probes in each area."""
 
