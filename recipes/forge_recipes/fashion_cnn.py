@@ -66,7 +66,7 @@ class FashionCNN(forge.TaskModule):
         images, labels = batch
         logits = self(images)
         hidden = self.features(images[: self.looks.points]) if self.looks.begins() else None
-        if not self.borrowed:
+        if not self.is_padding:
             self.looks.add(images, labels, logits, hidden)
         return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
 

@@ -60,7 +60,7 @@ class DigitsGAN(forge.TaskModule):
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
         real, _ = batch
-        if not self.borrowed:  # a padding batch: another rank counts it
+        if not self.is_padding:  # a padding batch: another rank counts it
             self.seen.append(real)
         return {"believed_real": torch.sigmoid(self.critic(real)).mean()}
 

@@ -51,7 +51,7 @@ class Embedder(forge.TaskModule):
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
         images, labels = batch
         points = self(images)
-        if not self.borrowed:
+        if not self.is_padding:
             self._seen.append((points, labels))
         return {"loss": nt_xent(points, labels, self.temperature)}
 

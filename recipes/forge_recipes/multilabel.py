@@ -54,7 +54,7 @@ class Multilabel(forge.TaskModule):
 
     def validation_step(self, batch: Batch) -> Tensor:
         logits = self(batch[0])
-        if not self.borrowed:  # a padding batch: another rank counts it
+        if not self.is_padding:  # a padding batch: another rank counts it
             self.counts.append(count(logits > 0, batch[1].bool()))
         return self.loss(logits, batch[1])
 

@@ -38,7 +38,7 @@ class Regression(forge.TaskModule):
         return F.mse_loss((self(points) - self.mean) / self.std, (targets - self.mean) / self.std)
 
     def validation_step(self, batch: Batch) -> Tensor:
-        if not self.borrowed:  # a padding batch: another rank counts it
+        if not self.is_padding:  # a padding batch: another rank counts it
             self.seen.append((self(batch[0]), batch[1]))
         return self.training_step(batch)
 
