@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,6 +164,17 @@ class Cold(Towers):
     scale = 0.07
 
 
+class Shared(Towers):
+    """Views of one thing are no wrong answers to each other: its number says which they are, and no more."""
+
+    def training_step(self, batch: Any) -> Any:
+        left, right, thing = batch
+        left, right = (F.normalize(self(x), dim=1) for x in (left, right))
+        same = (thing[:, None] == thing) & ~torch.eye(len(thing), dtype=torch.bool)
+        scores = (self.scale * left @ right.T).masked_fill(same, -math.inf)
+        return F.cross_entropy(scores, self.labels(len(left)))
+
+
 def views() -> Any:
     x = random(64, 8)
     return loader(x, x + 0.1 * random(64, 8, seed=1)), None
@@ -171,6 +183,8 @@ def views() -> Any:
 def test_every_view_is_told_to_match_one() -> None:
     assert "broadcast_loss" in found(AllToTheFirst(), influence.inputs, data=views())
     assert found(Towers(), influence.inputs, data=views()) == {}
+    left, right = views()[0].dataset.tensors
+    assert found(Shared(), influence.inputs, data=(loader(left, right, torch.arange(64)), None)) == {}
 
 
 class Intent(Healthy):
