@@ -93,10 +93,19 @@ FINDINGS = {
         "note",
         "Let copies follow the trained weights: target.load_state_dict(net.state_dict()).",
     ),
-    "tensor_ignored": ("note", "Use the tensor in the step, or leave it out of the batch."),
+    "tensor_ignored": (
+        "note",
+        "Use it in the step: a mask, a weight or a flag such as done changes the loss. Or leave it out of the batch.",
+    ),
     "part_ignored": ("note", "Follow these columns or steps through the model: they are cut off or overwritten."),
-    "state_between_batches": ("note", "Reset what is carried over at the begin of each step, if it is not meant."),
-    "loss_floor": ("warning", "Give the loss raw answers: remove the last activation, or scale answers and targets."),
+    "state_between_batches": (
+        "note",
+        "Reset it where its step or its evaluation begins, if it is not meant.",
+    ),
+    "loss_floor": (
+        "warning",
+        "Give the loss raw answers: remove the last activation, divide by a temperature, or scale answers and targets.",
+    ),
     "metric_blind": ("note", "Look at the arguments, the dimension and the threshold of the metric."),
     "bad_values": ("warning", "Remove or fill in what is missing where the data are read."),
     "values_unseen": ("warning", "Encode all splits by one table, and split so that each class is in train."),
@@ -118,10 +127,17 @@ FINDINGS = {
     ),
     "sees_the_future": ("error", "Mask the attention: position t may see positions up to t, not its own target."),
     "positions_ignored": ("warning", "Follow the positions through the model: some of them never reach the output."),
-    "random_evaluation": ("warning", "Use F.dropout(x, p, self.training), and draw noise in training alone."),
+    "random_evaluation": (
+        "warning",
+        "Use F.dropout(x, p, self.training); draw noise in training alone, or from a generator with a fixed seed.",
+    ),
     "input_ignored": ("error", "Follow the input through forward: it is overwritten, or multiplied by zero."),
     "wrong_mode": ("warning", "Set mode=min for losses and errors, and mode=max for accuracies and scores."),
-    "metric_by_batch": ("note", "Sum over all batches and divide once: num_items weighs batches, evaluation_end sums."),
+    "metric_by_batch": (
+        "note",
+        "Sum over all batches and divide once: num_items weighs batches, evaluation_end sums. What compares samples "
+        "of a batch with each other depends on its size.",
+    ),
     # data
     "leakage": ("warning", "Split before anything else, by groups where samples belong together."),
     "val_is_train": ("error", "Validate on samples that are not trained on."),
@@ -141,7 +157,10 @@ FINDINGS = {
     "dropped_data": ("warning", "Remove drop_last=True, or take a smaller batch."),
     "imbalance": ("warning", "Weigh the classes, sample them evenly, and watch a metric by class."),
     "missing_class": ("warning", "Number labels from 0, without gaps, and give the last layer as many outputs."),
-    "reseeded": ("warning", "Set the seed once, before training: the Trainer does, by its option seed."),
+    "reseeded": (
+        "warning",
+        "Seed once, before training (the Trainer does, by its option seed), and make a generator once, not in a step.",
+    ),
     "unseeded": ("warning", "Seed the generator, or draw from torch's global one, which the Trainer seeds."),
     # start and motion
     "initial_loss": ("warning", "Look at the initialisation and the scale of the last layer."),
@@ -159,7 +178,10 @@ FINDINGS = {
     "learning_rate_low": ("warning", "Take a larger rate: `forge tune lr` measures one."),
     "weight_decay": ("warning", "Decay by 0.01 to 0.1 (AdamW), or 1e-5 to 1e-3 (as a penalty)."),
     "optimizer_options": ("warning", "Use the optimizer's defaults for these options, unless you mean it."),
-    "batch_norm_momentum": ("warning", "Use the default of 0.1: a momentum of 0 never learns the statistics."),
+    "batch_norm_momentum": (
+        "warning",
+        "Use the default of 0.1, the share of a batch that enters the statistics.",
+    ),
     "batch_norm_small_batch": ("warning", "Take a larger batch, or use GroupNorm or LayerNorm."),
     "dropout_rate": ("warning", "Drop 0.1 to 0.5 of the units."),
     "diverges": ("warning", "Take a smaller learning rate; look at the loss and the initialisation."),
