@@ -88,7 +88,10 @@ FINDINGS = {
     "same_rows_written": ("note", "Advance the place that is written to, pointer = (pointer + n) % size, and keep it."),
     "equal_tensors": ("note", "Draw anew for each view: a generator that begins at one seed draws the same again."),
     "modes_differ": ("note", "Divide by what is kept: x * mask / (1 - p), in training."),
-    "gradient_is_cut": ("note", "Look at detach(), no_grad() and .item(); check a backward of your own by gradcheck."),
+    "gradient_is_cut": (
+        "note",
+        "Look at detach(), no_grad(), .item() and autograd.grad() without create_graph; check a backward by gradcheck.",
+    ),
     "weights_overwritten": (
         "note",
         "Let copies follow the trained weights: target.load_state_dict(net.state_dict()).",

@@ -91,6 +91,8 @@ class Patient:
     "The weights before and after the last updates."
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
     "What the last layers answer to a batch, by the batch's id and the number of updates."
+    cut: set[str | None] = field(default_factory=set)
+    "The optimizers whose gradients are known not to be the slope of their losses."
     groups: dict[str, Any] = field(default_factory=dict)
     "Samples of each stage that batches are made of."
     whole: list[Any] = field(default_factory=list)

@@ -126,7 +126,7 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "weights that stand still": motion.still,
     "averages of weights": motion.averages,
     "rows of buffers": motion.written,
-    "weights without a slope": influence.flat,
+    "influence of weights, later": influence.later_weights,
     "influence of the batch": influence.inputs,
     "influence of parts": influence.slices,
     "inputs are read": influence.unread,

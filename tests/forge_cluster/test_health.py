@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,7 @@ def one_is_broken(broken: str | None) -> list[Pulse]:
         else:
             torch.Tensor.copy_ = wrong_copy  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        return examine(env)
+        return examine(env, slower=math.inf)
     finally:
         torch.mm, torch.Tensor.copy_ = multiplies, sends  # pyright: ignore[reportAttributeAccessIssue]
         env.close(failed=False)
@@ -71,6 +74,30 @@ def test_two_ranks_examine_each_other(broken: str | None) -> None:
     assert all(set(each.seconds) == set(MEASURES) for each in one)
     assert one[1].wrong[:1] == (() if broken is None else (broken,))
     assert one[0].wrong in ((), ("exchange",))  # what a broken neighbour sends is seen on both sides
+
+
+def waits_once(slow: bool) -> list[Pulse]:
+    """On a rank: examine all, where rank 1's product takes half a second longer, always or in the first rounds only."""
+    from forge.distributed.rank_env import DistributedEnv
+
+    env, multiplies, calls = DistributedEnv("cpu"), torch.mm, itertools.count()
+
+    def late(*given: Any, out: torch.Tensor) -> torch.Tensor:
+        if env.rank == 1 and (slow or next(calls) < examination.ROUNDS):
+            time.sleep(0.5)
+        return multiplies(*given, out=out)
+
+    examination.torch.mm = late  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return examine(env, slower=10)
+    finally:
+        torch.mm = multiplies  # pyright: ignore[reportAttributeAccessIssue]
+        env.close(failed=False)
+
+
+def test_who_is_slow_stays_slow_and_who_was_busy_does_not() -> None:
+    assert [one.pulse.rank for one in judge(ranks(2)(waits_once, True)[0], 10) if one.measure == "multiply"] == [1]
+    assert [one for one in judge(ranks(2)(waits_once, False)[0], 10) if one.measure == "multiply"] == []
 
 
 def fit_beside_a_broken_rank() -> str:

@@ -128,8 +128,36 @@ class CodesWithoutSlope(Codes):
     ("sick", "healthy", "name"), [(Clamped, LooselyClamped, "spread"), (CodesWithoutSlope, Codes, "encoder")]
 )
 def test_weights_without_a_slope(sick: type[Healthy], healthy: type[Healthy], name: str) -> None:
-    assert name in found(sick(), influence.flat, after=3)["no_gradient"].message
-    assert found(healthy(), influence.flat, after=3) == {}
+    assert name in found(sick(), influence.later_weights, after=3)["no_gradient"].message
+    assert "no_gradient" not in found(healthy(), influence.later_weights, after=3)
+
+
+class Penalised(Healthy):
+    """A penalty on the slope of the answers, which begin flat."""
+
+    keeps_graph = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.net[-1].weight)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        answers = self(x.requires_grad_())
+        (slope,) = torch.autograd.grad(answers.square().sum(), x, retain_graph=True, create_graph=self.keeps_graph)
+        return F.cross_entropy(answers, y) + 30 * slope.square().sum(1).mean()
+
+
+class PenalisedInVain(Penalised):
+    keeps_graph = False
+
+
+def test_a_penalty_without_a_graph_is_seen_once_it_counts() -> None:
+    forge.seed(0)
+    assert found(PenalisedInVain(), influence.weights) == {}
+    message = found(PenalisedInVain(), influence.later_weights, after=20)["gradient_is_cut"].message
+    assert "autograd.grad() without create_graph at " in message
+    assert found(Penalised(), influence.later_weights, after=20) == {}
 
 
 class Ignores(Healthy):

@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     failed = True
     try:
         with env.no_timeout():
-            pulses = examine(env)
+            pulses = examine(env, args.slower)
         failed = False
     finally:
         env.close(failed)

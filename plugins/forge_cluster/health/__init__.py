@@ -55,7 +55,7 @@ class Health(forge.Plugin):
         if env.world == 1 or trainer.verb != "fit":
             return
         with env.no_timeout():
-            pulses = examine(env)
+            pulses = examine(env, self.config.slower)
         found = judge(pulses, self.config.slower)
         stops = [one for one in found if one.is_wrong or self.config.slow == "stop"]
         for one in found if env.is_main else ():

@@ -1,7 +1,8 @@
 """Examine ranks: each multiplies, copies, and exchanges with its neighbours; what is wrong or slow is named.
 
 Each result is compared with what it must be, so no rank is a standard for the others; times are compared with the
-median rank's. The best of a few rounds counts, because a device may be waking up.
+median rank's. The best of a few rounds counts, because a device may be waking up; and who seems slow is timed again,
+because other work passes, and a slow device stays slow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from forge.env import Env
 
-ROUNDS = 5
+ROUNDS, AGAIN = 5, 4
+"""Rounds of each measure, and how often those are repeated in which a rank seems slow."""
 WITHIN = 1e-2
 """A product in TF32 differs from that in float64 by about a thousandth."""
 MEASURES = {
@@ -62,8 +64,8 @@ class UnfitRank:
         return f"rank {self.pulse.rank} on {self.pulse.host} ({self.pulse.device}) {MEASURES[self.measure]} {how}"
 
 
-def examine(env: Env) -> list[Pulse]:
-    """Examine all ranks, together: every rank gets all pulses."""
+def examine(env: Env, slower: float) -> list[Pulse]:
+    """Examine all ranks, together: every rank gets all pulses. `slower` is for `judge`."""
     on_host = env.device.type == "cpu"
     works = {
         "multiply": multiply(env, 512 if on_host else 4096),
@@ -76,7 +78,15 @@ def examine(env: Env) -> list[Pulse]:
         wrong += [] if is_right else [name]
     device = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else env.device.type
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return env.gather(Pulse(env.rank, host, device, tuple(wrong), seconds))
+    pulses = env.gather(Pulse(env.rank, host, device, tuple(wrong), seconds))
+    for _ in range(AGAIN):
+        late = {one.measure for one in judge(pulses, slower) if not one.is_wrong}
+        if not late:
+            break
+        for name in sorted(late):  # every rank judges the same
+            seconds[name] = min(seconds[name], _best(env, works[name])[0])
+        pulses = env.gather(Pulse(env.rank, host, device, tuple(wrong), seconds))
+    return pulses
 
 
 def judge(pulses: Sequence[Pulse], slower: float) -> list[UnfitRank]:

@@ -48,6 +48,8 @@ class CutWatch(CallWatch):
         self.lines: dict[str, str] = {}
 
     def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
+        if name == "grad" and not kwargs.get("create_graph"):
+            self._note("autograd.grad() without create_graph")
         given = [x for x in args if isinstance(x, Tensor)]
         had = any(x.requires_grad and x.grad_fn is not None for x in given)
         if not had or name in ("__get__", "backward", "size", "dim", "requires_grad_", "__repr__"):
@@ -73,6 +75,7 @@ def weights(patient: Patient) -> Iterator[Finding]:
         if found is None:
             continue
         groups, watch = found
+        cut = list(_cut(groups, watch))
         if groups and not any(group.gradient or group.slope for group in groups):
             text = (
                 f"No weight has a gradient, and moving {listed([group.name for group in groups])} one by one changes "
@@ -80,41 +83,55 @@ def weights(patient: Patient) -> Iterator[Finding]:
             )
             cure = "Begin with one factor of a product at 0 at most; look at masks, clamps and factors before the loss."
             yield Finding("no_gradient", text, groups[0].name, cure=cure)
+        elif cut:
+            patient.cut.add(name)
+            yield from cut
+
+
+def later_weights(patient: Patient) -> Iterator[Finding]:
+    """After a few updates, which make steep what began flat: the same, and weights on which the loss does not depend
+    though they take part in it."""
+    known = trained(patient)
+    for name in patient.names:
+        found = slopes(patient, name, known)
+        if found is None:
             continue
-        cut = [group for group in groups if not group.gradient and group.slope > 0]
-        part = [group for group in groups if group.gradient and not group.agrees]
-        at = cuts(watch)
-        if cut:
-            text = (
-                f"The loss depends on {listed([group.name for group in cut])}, but no gradient arrives: moving these "
-                f"weights changes the loss (slope {max(g.slope for g in cut):.2g}), and their gradient is 0{at}."
-            )
-            yield Finding("no_gradient", text, cut[0].name, {"groups": [group.name for group in cut][:8]})
-        elif part:
-            worst = max(part, key=lambda group: group.off)
+        groups, watch = found
+        if name not in patient.cut:
+            yield from _cut(groups, watch)
+        still = [group for group in groups if group.reached and not group.gradient and not group.slope]
+        if still and len(still) < len(groups) and len(patient.names) == 1:
             yield Finding(
-                "gradient_is_cut",
-                f"The gradient of {listed([group.name for group in part])} is not the slope of the loss: along a "
-                f"direction of {worst.name} autograd says {worst.said:.4g}, and the loss changes by {worst.seen:.4g}. "
-                f"Part of the way from these weights to the loss is cut off, or has a backward of its own{at}.",
-                worst.name,
-                {"gradient": worst.said, "slope": worst.seen, "groups": [group.name for group in part][:8]},
+                "no_gradient",
+                f"After {patient.updates} updates the loss does not change with "
+                f"{listed([group.name for group in still])}, and their gradient is 0: on the way stands a step "
+                "without a slope, or a clamp that is always at its bound.",
+                still[0].name,
+                {"groups": [group.name for group in still][:8]},
+                cure="Pass the gradient straight through, x + (round(x) - x).detach(), or widen the clamp.",
             )
 
 
-def flat(patient: Patient) -> Iterator[Finding]:
-    """After a few updates: trained weights on which the loss does not depend though they take part in it."""
-    found = slopes(patient, None, trained(patient)) if len(patient.names) == 1 else None
-    still = [group for group in found[0] if group.reached and not group.gradient and not group.slope] if found else []
-    if found and still and len(still) < len(found[0]):
+def _cut(groups: list[WeightGroup], watch: CutWatch) -> Iterator[Finding]:
+    """What depends without a gradient, or on more than the gradient says."""
+    cut = [group for group in groups if not group.gradient and group.slope > 0]
+    part = [group for group in groups if group.gradient and not group.agrees]
+    at = cuts(watch)
+    if cut:
+        text = (
+            f"The loss depends on {listed([group.name for group in cut])}, but no gradient arrives: moving these "
+            f"weights changes the loss (slope {max(g.slope for g in cut):.2g}), and their gradient is 0{at}."
+        )
+        yield Finding("no_gradient", text, cut[0].name, {"groups": [group.name for group in cut][:8]})
+    elif part:
+        worst = max(part, key=lambda group: group.off)
         yield Finding(
-            "no_gradient",
-            f"After {patient.updates} updates the loss does not change with "
-            f"{listed([group.name for group in still])}, and "
-            "their gradient is 0: on the way stands a step without a slope, or a clamp that is always at its bound.",
-            still[0].name,
-            {"groups": [group.name for group in still][:8]},
-            cure="Pass the gradient straight through, x + (round(x) - x).detach(), or widen the clamp.",
+            "gradient_is_cut",
+            f"The gradient of {listed([group.name for group in part])} is not the slope of the loss: along a "
+            f"direction of {worst.name} autograd says {worst.said:.4g}, and the loss changes by {worst.seen:.4g}. "
+            f"Part of the way from these weights to the loss is cut off, or has a backward of its own{at}.",
+            worst.name,
+            {"gradient": worst.said, "slope": worst.seen, "groups": [group.name for group in part][:8]},
         )
 
 
