@@ -65,6 +65,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "columns of train and val": columns.compared,
     "what targets are made of": storage.made_of,
     "class labels": class_labels.labels,
+    "classes that are drawn": class_labels.drawn,
     "alone and in company": company.alone,
     "influence of weights": influence.weights,
     "batch after batch": equivariance.state,

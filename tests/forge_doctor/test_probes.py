@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from forge_doctor.experiments import equivariance, influence, motion, scale, stages, values
 from forge_doctor.findings import FINDINGS, LEVELS
@@ -306,6 +307,11 @@ def test_labels_are_judged() -> None:
     assert found(task, values.order, data=(loader(x, prices, shuffle=False), None))["not_shuffled"].level == "note"
     rare = torch.where(torch.arange(400) % 50 == 0, 1, 0)
     assert "imbalance" in found(Healthy(), class_labels.labels, data=(loader(x, rare), None))
+    few = torch.where(torch.arange(400) % 10 == 0, 1, 0)
+    for power, names in ((1, {"imbalance"}), (-1, set())):
+        weights = few.bincount()[few].float() ** power
+        weighted = DataLoader(TensorDataset(x, few), 16, sampler=WeightedRandomSampler(weights.tolist(), 400))
+        assert set(found(Healthy(), class_labels.drawn, data=(weighted, None))) == names
     five = Healthy()
     five.net[2] = nn.Linear(16, 5)
     assert "missing_class" in found(five, class_labels.labels, data=(loader(x, y + 1), None))
