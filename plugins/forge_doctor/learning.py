@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,8 +38,9 @@ LEARNT, DONE = 0.1, 0.005
 """The share of the way to the floor that may be left of a batch that is learnt, and at which a trial ends."""
 STILL, HALF = 0.03, 0.5
 """The shares of the way to the floor below which nothing was learnt, and too little for what a batch leaves open."""
-FALLING = 0.02
-"""The share of what is left that a fifth of the updates must take away to count as falling."""
+FALLING, FELL = 0.02, 0.3
+"""The share of what is left that a fifth of the updates must take away to count as falling; and that of the loss which
+they must at a rate that is not too low."""
 SETTLES, FLAT = 120, 60
 """Updates after which a trial may end, and those that must then have been flat."""
 USUAL = 1e-2
@@ -400,8 +400,9 @@ def learn(
     if trials.witness.overwritten is not None:
         report.findings.append(_overwritten(*trials.witness.overwritten))
     if trials.trained is not None:
-        is_denied = functools.partial(motion.is_denied, is_learnt=curve.is_learnt, before=given, after=trials.trained)
-        report.findings[:] = [found for found in report.findings if not is_denied(found)]
+        falls = curve.start - curve.reached > FELL * abs(curve.start)
+        held = (curve.is_learnt, falls, given, trials.trained)
+        report.findings[:] = [found for found in report.findings if not motion.is_denied(found, *held)]
     if trials.trained is not None and not curve.is_cut_short:
         learnt = motion.learnt(patient, trials.trained, trials.witness.batch, curve.start, curve.reached)
         report.findings.extend(learnt)

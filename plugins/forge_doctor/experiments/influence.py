@@ -105,10 +105,11 @@ def later_weights(patient: Patient) -> Iterator[Finding]:
                 "no_gradient",
                 f"After {patient.updates} updates the loss does not change with "
                 f"{listed([group.name for group in still])}, and their gradient is 0: on the way stands a step "
-                "without a slope, or a clamp that is always at its bound.",
+                "without a slope, a clamp that is always at its bound, or a product of which both factors are 0.",
                 still[0].name,
                 {"groups": [group.name for group in still][:8]},
-                cure="Pass the gradient straight through, x + (round(x) - x).detach(), or widen the clamp.",
+                cure="Pass the gradient straight through, x + (round(x) - x).detach(), widen the clamp, or begin with "
+                "one factor of a product at 0 at most.",
             )
 
 

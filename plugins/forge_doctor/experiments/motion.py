@@ -136,10 +136,11 @@ def _is_whole(found: Iterable[str], others: list[str]) -> bool:
     return len(names) >= 2 and all(name in names for name in others if name.partition(".")[0] in holders)
 
 
-def is_denied(found: Finding, is_learnt: bool, before: nn.Module, after: nn.Module) -> bool:
-    """Whether learning one batch shows that nothing is wrong: it was learnt at this rate, or a copy followed."""
-    is_rate = found.name == "learning_rate_high" and set(found.evidence) == {"ratio"}
-    return (is_rate and is_learnt) or moves(found, before, after)
+def is_denied(found: Finding, is_learnt: bool, falls: bool, before: nn.Module, after: nn.Module) -> bool:
+    """Whether learning one batch denies it: at this rate it was learnt, or fell; or a copy followed."""
+    is_high = found.name == "learning_rate_high" and set(found.evidence) == {"ratio"}
+    is_low = found.name == "learning_rate_low"
+    return (is_high and is_learnt) or (is_low and falls) or moves(found, before, after)
 
 
 def moves(found: Finding, before: nn.Module, after: nn.Module) -> bool:

@@ -211,8 +211,8 @@ def stored_layout(patient: Patient) -> Iterator[Finding]:
             )
             if as_is > 0.8 and as_is > moved + 0.2:
                 text = (
-                    f"Samples of {split} are {path} of shape {(h, w, c)} with the same numbers in the same order as "
-                    f"{(c, h, w)}: the axes were renamed, not moved, so rows and channels are mixed."
+                    f"{path} holds pictures of shape {(h, w, c)}, and samples of {split} the same numbers in the same "
+                    f"order as {(c, h, w)}: the axes were renamed, not moved, so rows and channels are mixed."
                 )
                 yield Finding("pixels_scrambled", text, split, {"in order": as_is, "moved": moved})
                 return
