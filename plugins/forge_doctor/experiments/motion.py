@@ -139,7 +139,7 @@ def _is_whole(found: Iterable[str], others: list[str]) -> bool:
 def is_denied(found: Finding, is_learnt: bool, falls: bool, before: nn.Module, after: nn.Module) -> bool:
     """Whether learning one batch denies it: at this rate it was learnt, or fell; or a copy followed."""
     is_high = found.name == "learning_rate_high" and set(found.evidence) == {"ratio"}
-    is_low = found.name == "learning_rate_low"
+    is_low = found.name == "learning_rate_low" and "at the rate" in found.evidence
     return (is_high and is_learnt) or (is_low and falls) or moves(found, before, after)
 
 
