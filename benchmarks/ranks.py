@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
+from tests.support.free_port import free_port
 
 HEAVY = ["benchmarks.meshes_by_hand", "torch._dynamo", "torchvision.models"]
 HEAVY += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
@@ -22,10 +23,7 @@ def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, join: bo
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(HEAVY)
     found = context.SimpleQueue()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    given = port, world, function, arguments, join, found
+    given = free_port(), world, function, arguments, join, found
     multiprocessing.start_processes(_rank, given, nprocs=world, start_method="forkserver")
     return found.get()
 

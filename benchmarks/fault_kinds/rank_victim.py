@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -30,6 +29,7 @@ from forge_cluster.pipeline import Pipeline
 from forge_cluster.staged import Staged
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule, TensorParallel
+from tests.support.free_port import free_port
 from tests.support.mesh_kit import PLAN, MeshWords, sentences
 
 UPDATES, WINDOW = 12, 2
@@ -202,9 +202,7 @@ class RankAttempt:
         """Start all ranks, kill as planned, wait for the rest; return the exit codes."""
         self.folder.mkdir(parents=True)
         world = STRATEGIES[self.strategy].world
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        port = free_port()
         children = [self._fork(rank, world, port, death) for rank in range(world)]
         deadline = time.monotonic() + PATIENCE
         if death is not None:

@@ -13,7 +13,6 @@ import ctypes
 import faulthandler
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from tests.support import forked
+from tests.support.free_port import free_port
 
 MANY = 100
 """Threads of a rank from which on it is replaced: torch keeps the groups of every test, and each has three."""
@@ -114,12 +114,6 @@ def ranks(count: int) -> Ranks:
 
 def threads(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task")) if LINUX else 0
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def variables(rank: int, world: int, port: int) -> dict[str, str]:

@@ -31,6 +31,7 @@ from forge.errors import PeerFailed
 from forge.runs.stall_clock import StallClock
 from forge.util import stacks
 from tests.support import forked
+from tests.support.free_port import free_port
 from tests.support.patience import PATIENCE, until
 
 HOST = socket.gethostname()
@@ -136,12 +137,6 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 Start = Callable[..., Ranks]
