@@ -77,21 +77,21 @@ def test_two_ranks_examine_each_other(broken: str | None) -> None:
 
 
 def waits_once(slow: bool) -> list[Pulse]:
-    """On a rank: examine all, where rank 1's product takes half a second longer, always or in the first rounds only."""
+    """On a rank: examine all by a clock of its own, on which a product takes a second; one of rank 1 a hundred, always
+    or in the first rounds only."""
     from forge.distributed.rank_env import DistributedEnv
 
-    env, multiplies, calls = DistributedEnv("cpu"), torch.mm, itertools.count()
+    env, multiplies, clock, calls, now = DistributedEnv("cpu"), torch.mm, time.perf_counter, itertools.count(), [0.0]
 
-    def late(*given: Any, out: torch.Tensor) -> torch.Tensor:
-        if env.rank == 1 and (slow or next(calls) < examination.ROUNDS):
-            time.sleep(0.5)
+    def timed(*given: Any, out: torch.Tensor) -> torch.Tensor:
+        now[0] += 100 if env.rank == 1 and (slow or next(calls) < examination.ROUNDS) else 1
         return multiplies(*given, out=out)
 
-    examination.torch.mm = late  # pyright: ignore[reportAttributeAccessIssue]
+    examination.torch.mm, examination.time.perf_counter = timed, lambda: now[0]  # pyright: ignore[reportAttributeAccessIssue]
     try:
         return examine(env, slower=10)
     finally:
-        torch.mm = multiplies  # pyright: ignore[reportAttributeAccessIssue]
+        torch.mm, time.perf_counter = multiplies, clock  # pyright: ignore[reportAttributeAccessIssue]
         env.close(failed=False)
 
 
