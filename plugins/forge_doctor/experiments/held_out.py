@@ -71,9 +71,10 @@ def _fitted(patient: Patient, given: list[Any], kept: list[Any]) -> Fit:
         at_first, at_last = (sum(part) / len(given) for part in (losses[: len(given)], losses[-len(given) :]))
         held, val = ((was, _validated(patient, task, batches)) for was, batches in zip(start, splits, strict=True))
         fit = Fit(task, updates, held, val, (at_first - at_last) / max(abs(at_first), 1e-12))
-        if fit.gains[0] > LEARNT and (patient.is_supervised or fit.learnt > LEARNT):
+        has_learnt = fit.gains[0] > LEARNT and (patient.is_supervised or fit.learnt > LEARNT)
+        if has_learnt or updates == ROUNDS[-1]:
             return fit
-    return fit
+    raise AssertionError
 
 
 def _nothing_held(patient: Patient, fit: Fit, kept: list[Any]) -> Iterator[Finding]:
