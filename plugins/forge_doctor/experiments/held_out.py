@@ -44,7 +44,7 @@ class Fit:
     @property
     def gains(self) -> tuple[float, float]:
         """The shares of the losses that are gone."""
-        held, val = ((before - after) / abs(before) for before, after in (self.held, self.val))
+        held, val = ((before - after) / max(abs(before), 1e-12) for before, after in (self.held, self.val))
         return held, val
 
 
