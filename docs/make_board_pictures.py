@@ -63,14 +63,6 @@ def points(browser: Browser, address: str) -> None:
     keep(watched, "board-points")
 
 
-def table(browser: Browser, address: str) -> None:
-    """HPARAMS: the options that differ between runs, and their results."""
-    watched = Watched.of(browser, address, width=1800, height=400)
-    page = watched.open("hparams")
-    expect(page.locator("tf-hparams-table-view").get_by_text("val/loss", exact=True).first).to_be_visible()
-    keep(watched, "board-table")
-
-
 def card(browser: Browser, address: str) -> None:
     """TEXT: the run card."""
     watched = Watched.of(browser, address)
@@ -101,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_runs(Path(folder), EPOCHS)
         with board(Path(folder)) as address, chromium() as browser:
-            for picture in (curves, images, points, table, card):
+            for picture in (curves, images, points, card):
                 picture(browser, address)
             report(browser, Path(folder) / "many")
 

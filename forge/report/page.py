@@ -160,7 +160,10 @@ def pictures(run: RunFolder) -> tuple[list[images.Picture], str]:
         return [], "To show pictures here, install TensorBoard: pip install tensorboard."
     drawn = images.shown(every)
     more = len(every) - len(drawn)
-    return drawn, f"{wording.counted(more, 'more picture')}: forge board {short_path(run.path)}" if more else ""
+    return (
+        drawn,
+        f"{wording.counted(more, 'more picture')}: tensorboard --logdir {short_path(run.path)}" if more else "",
+    )
 
 
 def texts(run: RunFolder) -> dict[str, list[tuple[str, Markup]]]:

@@ -79,6 +79,6 @@ def folder_lines(run_dir: Path) -> dict[str, str]:
         more = [f"{len(saved) - 3} more", *saved[-3:]] if len(saved) > 3 else saved
         lines["checkpoints"] = ", ".join(more)
     if (run_dir / "tensorboard").is_dir():
-        lines["look"] = f"{forge} board {folder}"
+        lines["look"] = f"{quote(command('tensorboard'))} --logdir {folder}"
     lines["send"] = f"{forge} report {folder}"
     return lines

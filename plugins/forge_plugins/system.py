@@ -28,7 +28,7 @@ GB = 1e9
 class System(forge.Plugin):
     """Log how busy the machine is: GPUs, CPU, memory and disk.
 
-    When to use it: to see on the board whether a GPU waits, runs hot or is throttled, and whether memory or a disk
+    When to use it: to see whether a GPU waits, runs hot or is throttled, and whether memory or a disk
     fills up. A thread reads the figures, so that no update waits for them; an update costs one comparison.
 
     What you see: each log has the mean of what was read since the log before. Of each GPU that the run sees:

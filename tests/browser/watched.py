@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response
 from tests.support.patience import PATIENCE
 
 LOOKING = Path(__file__).with_name("looking.py")
-FORGE = Path(sys.executable).with_name("forge")
+FORGE, TENSORBOARD = (Path(sys.executable).with_name(name) for name in ("forge", "tensorboard"))
 PLUGINS = ("ledger", "throughput", "monitor", "profiler")
 MILLISECONDS = int(1000 * PATIENCE)
 """Milliseconds for a page to show what it has to show."""
@@ -43,7 +42,10 @@ def forge(*words: str, cwd: Path) -> None:
 
 
 def make_runs(folder: Path, epochs: int = 4) -> dict[str, Path]:
-    """Train in `folder`: the quickstart once, and twice a task that logs pictures, texts and points. By their names."""
+    """Train in `folder`: the quickstart once, and twice a task that logs pictures, texts and points.
+
+    Return the run folders by their names in TensorBoard.
+    """
     shutil.copy(LOOKING, folder / "looking.py")
     plugins = [word for name in PLUGINS for word in ("-p", name)]
     common = [
@@ -58,7 +60,10 @@ def make_runs(folder: Path, epochs: int = 4) -> dict[str, Path]:
     for name, hidden in (("small", 32), ("large", 128)):
         own = ["-p", "clip", "-p", "schedule", f"task.hidden={hidden}", "--run-dir", f"runs/looking/{name}"]
         forge("fit", "looking.py:Looking", *common, *own, cwd=folder)
-    return {str(path.parent.relative_to(folder / "runs")): path.parent for path in folder.glob("runs/*/*/card.json")}
+    return {
+        f"{path.parent.relative_to(folder / 'runs')}/tensorboard": path.parent
+        for path in folder.glob("runs/*/*/card.json")
+    }
 
 
 def logged(run: Path) -> dict[str, list[tuple[int, float | None]]]:
@@ -74,15 +79,14 @@ def logged(run: Path) -> dict[str, list[tuple[int, float | None]]]:
 
 @contextmanager
 def board(folder: Path) -> Iterator[str]:
-    """The address of a `forge board` over the runs of a folder."""
-    process = subprocess.Popen([FORGE, "board", "--no-open"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    """The address of a TensorBoard over the runs of a folder."""
+    words = [TENSORBOARD, "--logdir", "runs", "--port", "0", "--samples_per_plugin", "scalars=10000,images=100"]
+    process = subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        address = re.findall(r"http://\S+", process.stdout.readline())[0]
+        assert process.stderr is not None
+        address = next(found[0] for line in process.stderr if (found := re.findall(r"http://\S+", line)))
         _wait_for(address, len(list(folder.glob("runs/*/*/tensorboard"))))
         yield address
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=PATIENCE) == 0
     finally:
         process.kill()
         process.communicate()

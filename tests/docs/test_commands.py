@@ -20,7 +20,6 @@ from tests.conftest import PROFILE, REPO
 from tests.support.docs_pages import Command, blocks, commands, with_blocks
 
 NOT_RUN = {
-    "board": "serves until it is stopped; the browser's tests open it",
     "serve": "serves until it is stopped; tests/forge_ship/test_serving_process.py starts it",
     "gpt2_124m": "124 million parameters, made for a GPU",
     "resnet18": "made for a GPU",

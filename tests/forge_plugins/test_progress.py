@@ -188,7 +188,7 @@ class TestBar:
         folded = end.replace("\n", "")
         assert f"run folder  {tmp_path}/run" in folded
         assert "checkpoints update-00000008, update-00000012 (latest)" in end
-        assert f"forge board {tmp_path}/run" in folded
+        assert f"tensorboard --logdir {tmp_path}/run" in folded
 
     def test_every_line_fits_the_terminal(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         class Talks(Classifier):

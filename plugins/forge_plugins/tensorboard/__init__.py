@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 
 class Tensorboard(Sink):
-    """Write metrics to RUN/tensorboard; view them with `forge board`.
+    """Write metrics to RUN/tensorboard; view them with `tensorboard --logdir RUN`.
 
     Scalars (including learning rates), `forge.Image`, `forge.Text` and `forge.Histogram` are shown over updates. The
     run card is the first entry under TEXT. CUSTOM SCALARS shows training against validation for every metric that both
     have, the learning rate, and the charts declared by plugins. Hyperparameters (the options of the task, of the data,
     of the Trainer and of every plugin that can change the run) are under HPARAMS, with the latest value of every
     metric, and with success if the fit reached its end. The latest `forge.Embedding` of each name is under PROJECTOR.
-    `forge board` also shows a trace in RUN/profile (`*.pt.trace.json`) if torch-tb-profiler is installed.
 
     A resumed or rewound run continues the same curves: points after the checkpoint are removed, because those updates
     run again, and points before it reach the disk before the checkpoint does. TensorBoard keeps the first

@@ -180,7 +180,7 @@ def test_fit_prints_metrics_run_folder_and_what_comes_next(forge):
     (run,) = Path("runs/quickstart").iterdir()
     assert "val/accuracy" in out
     assert str(run) in out
-    assert f"forge board {run}" in out
+    assert f"tensorboard --logdir {run}" in out
     assert f"forge report {run}" in out
     assert f"forge test quickstart task.hidden=16 --weights {run}\n" in out
     assert {"weights.safetensors", "config.yaml", "metrics.jsonl"} <= {path.name for path in run.iterdir()}

@@ -16,7 +16,6 @@ from forge.report import images
 from forge.runs import folder as folders
 from forge.runs.folder import RunFolder, find_runs
 from forge.util.files import read_regular
-from forge_plugins.board.links import runs_below
 from tests.support.patience import PATIENCE
 from tests.support.profiles import some
 from tests.support.tasks import fit
@@ -129,14 +128,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="more than 10 bytes"):
         read_regular(tmp_path / "file", 10)
     assert read_regular(tmp_path / "file", 11) == bytes(11)
-
-
-@pytest.mark.parametrize("kind", ["a link", "a pipe"])
-def test_tensorboard_is_not_given_planted_events(run: Path, tmp_path: Path, kind: str) -> None:
-    (run / "tensorboard" / "events.out.tfevents.1").write_bytes(b"")
-    assert [log for _, log in runs_below(run)] == [run / "tensorboard"]
-    plant(run / "tensorboard" / "events.out.tfevents.2", kind, tmp_path / "precious")
-    assert list(runs_below(run)) == []
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "card.json", "card.md", "end.json"])

@@ -1,1 +1,0 @@
-"""`forge board`: runs in TensorBoard, on this machine."""
