@@ -22,8 +22,7 @@ from forge.cli.plugin_page import parts
 
 PAGE = Path(__file__).parent / "api.md"
 MODULES = [
-    *("forge", "forge.data", "forge.metrics.drawing", "forge.kernels", "forge.tuning", "forge.testing"),
-    "forge.deprecated",
+    *("forge", "forge.data", "forge.metrics.drawing", "forge_kernels", "forge.tuning", "forge.testing"),
     *("forge_doctor", "forge_ship.export_formats.plan", "forge_speed.levers"),
 ]
 FIRST = [

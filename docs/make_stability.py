@@ -10,13 +10,11 @@ code and of the changelog.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forge import deprecated
 from tests.truth import surface
 
 REPO = Path(__file__).resolve().parents[1]
@@ -65,8 +63,7 @@ TEXT = """\
 forge follows [semantic versioning](https://semver.org/spec/v2.0.0.html), from version 1.0 on, for what is listed
 here.
 
-- **Stable**: works until the next major version. A name or option that is renamed before works under its former name
-  for two minor versions, with a warning that names the new one and the version in which it goes (`forge.deprecated`).
+- **Stable**: works until the next major version.
 - **Provisional**: is new since the last recorded version. It may change in a minor version, with a line in [the
   changelog](../CHANGELOG.md).
 - **All else is internal**: modules that are not in [the API reference](api.md), names that begin with `_`, the words
@@ -148,19 +145,12 @@ def page() -> str:
     ]
     rows = ["| format | version | where it says so | a newer one is |", "|---|---|---|---|", *versions]
     parts += ["## File formats", FORMATS_TEXT, "\n".join(rows)]
-    names = [f"| `{old}` | `{new}` | {deprecated.goes(since)} |" for old, new, since in deprecations()]
-    rows = ["| former name | now | goes in |", "|---|---|---|", *names]
-    return "\n\n".join([*parts, "## Former names", FORMER_TEXT, "\n".join(rows)]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 FORMATS_TEXT = """\
 A version grows only where an older forge would misread a file; what is added beside does not count. Files of every
 earlier version are read, also those from before there were versions."""
-FORMER_TEXT = """\
-Beside these, modules and plugin classes that moved into packages work at their former places
-(`forge.shipping.engine`, `from forge_plugins import Zero`), with the same warning. In code of your own,
-`forge.deprecated.warn(old, new, since)` warns of a name, and `field(metadata={"former": {"old": "1.0"}})` in a
-plugin's `Config` of an option."""
 
 
 def shown(rest: str) -> str:
@@ -169,22 +159,6 @@ def shown(rest: str) -> str:
 
 def counted(by_kind: dict[str, dict[str, list[str]]]) -> Iterator[tuple[str, dict[str, list[str]]]]:
     yield from ((text, by_kind[kind]) for kind, text in COUNTED.items())
-
-
-def deprecations() -> Iterator[tuple[str, str, str]]:
-    """Yield (former name, new name, since) of each call of `deprecated.warn` that names them."""
-    for call in calls():
-        match [*call.args, *(word.value for word in call.keywords)]:
-            case [ast.Constant(value=str(old)), ast.Constant(value=str(new)), ast.Constant(value=str(since)), *_]:
-                yield old, new, since
-
-
-def calls() -> list[ast.Call]:
-    """Return every call of `deprecated.warn` in what is shipped."""
-    files = sorted(path for folder in ("forge", "plugins", "recipes") for path in (REPO / folder).rglob("*.py"))
-    trees = (ast.parse(text) for path in files if "deprecated.warn(" in (text := path.read_text(encoding="utf-8")))
-    found = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [call for call in found if ast.unparse(call.func) == "deprecated.warn"]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from forge import data, deprecated, testing, tuning
+    from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
     from forge.contract.frozen import adapter, frozen
@@ -109,7 +109,6 @@ __all__ = [
     "Trainer",
     "adapter",
     "data",
-    "deprecated",
     "frozen",
     "hookimpl",
     "load",
@@ -123,7 +122,7 @@ __all__ = [
     "tuning",
 ]
 """The core's public names; `dir(forge)` has those of installed packages too."""
-_ROOMS = ("data", "deprecated", "kernels", "testing", "tuning")
+_ROOMS = ("data", "testing", "tuning")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge import deprecated
 from forge.errors import ForgeError, RecipeError, TaskError, did_you_mean
 
 REQUIRED: Any = inspect.Parameter.empty
@@ -38,8 +37,6 @@ class Option:
     type: Any
     default: Any
     doc: str = ""
-    former: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    "Its former names, each with the version in which it was renamed: see forge/deprecated.py."
 
     @property
     def required(self) -> bool:
@@ -53,7 +50,6 @@ def of_config(config: type) -> Sequence[Option]:
     return tuple(
         Option(
             *(field.name, hints.get(field.name, Any), _field_default(field), docs.get(field.name, "")),
-            former=field.metadata.get("former", {}),
         )
         for field in dataclasses.fields(config)
         if field.init
@@ -74,7 +70,6 @@ def of_callable(function: Callable[..., Any]) -> list[Option]:
 def check(options: Iterable[Option], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `values` converted to their declared types; raise RecipeError naming `where` and the key."""
     known = {option.name: option for option in options}
-    values = by_current_name(known.values(), values, where)
     for key in values:
         if key not in known:
             raise RecipeError(f"{where} has no option {key!r}.{did_you_mean(key, known)}")
@@ -82,22 +77,6 @@ def check(options: Iterable[Option], values: Mapping[str, Any], where: str) -> d
         if option.required and option.name not in values:
             raise RecipeError(f"{where} needs a value for {option.name!r} ({type_name(option.type)}).")
     return {key: convert(value, known[key].type, f"{where}.{key}") for key, value in values.items()}
-
-
-def by_current_name(options: Iterable[Option], values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return `values` with former names of options replaced by the current ones, with a warning for each."""
-    former = {old: (option.name, since) for option in options for old, since in option.former.items()}
-    if former.keys().isdisjoint(values):
-        return values
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name, since = former.get(key, (key, ""))
-        if since:
-            deprecated.warn(f"{where}.{key}", f"{where}.{name}", since, stacklevel=4)
-        if name in found:
-            raise RecipeError(f"{where} has {name!r} twice, once by its former name. Give it once.")
-        found[name] = value
-    return found
 
 
 def convert(value: Any, kind: Any, where: str) -> Any:

@@ -14,15 +14,12 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
 from typing import Any
 
-from forge import deprecated
 from forge.errors import ForgeError, did_you_mean
 
 GROUPS = {
@@ -188,15 +185,6 @@ def public(name: str) -> Any:
         room, _, last = f"forge.{name}".rpartition(".")
         raise AttributeError(to_install("name", name) or f"module {room!r} has no attribute {last!r}")
     return load("name", name)
-
-
-def moved(old: str, offered: str, part: str) -> ModuleType:
-    """Return a module of the package that offers a public name, for its former place in forge, and warn of the new."""
-    if offered not in installed("name"):
-        raise ModuleNotFoundError(to_install("name", offered))
-    new = f"{installed('name')[offered].module.partition('.')[0]}.{part}"
-    deprecated.warn(old, new, since="1.0", stacklevel=3)
-    return import_module(new)
 
 
 @cache

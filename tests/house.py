@@ -20,7 +20,7 @@ PACKAGES = {"forge": REPO / "forge"} | {
 }
 
 LEVELS = [
-    ["deprecated", "errors", "version"],
+    ["errors", "version"],
     ["registry", "torch_internals"],
     ["rng", "util"],
     ["checkpoint", "env", "options", "progress"],
@@ -33,7 +33,7 @@ LEVELS = [
     ["testing", "tuning"],
     ["planning"],
     ["cli"],
-    ["__init__", "__main__", "kernels", "shipping"],
+    ["__init__", "__main__"],
     ["forge_plugins", "forge_kernels"],
     ["forge_cluster", "forge_doctor", "forge_lightning", "forge_ship", "forge_speed", "forge_sweep"],
 ]

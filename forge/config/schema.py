@@ -97,7 +97,6 @@ def _load(kind: str, name: str, key: str, origin: Origin) -> Any:
 def _converted(known: Sequence[Option], values: Mapping[str, Any], key: str, origin: Origin) -> dict[str, Any]:
     """Convert `values` to their types; an error names the full key, its origin and the fix."""
     by_name = {option.name: option for option in known}
-    values = options.by_current_name(known, values, key)
     for name in values:
         if name not in by_name:
             place = label(f"{key}.{name}", origin)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from forge import deprecated, registry
+from forge import registry
 from forge.contract.frozen import move_frozen
 from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
@@ -76,7 +76,7 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     trainer: Run | None = None
     """The Trainer that runs this task, while one does."""
     __jit_ignored_attributes__ = ("init_args", "trainer")
-    __jit_unused_properties__ = ("is_padding", "borrowed")
+    __jit_unused_properties__ = ("is_padding",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +185,6 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         """
         step = self.trainer.eval_step if self.trainer is not None else None
         return step is not None and step.is_padding
-
-    @property
-    def borrowed(self) -> bool:
-        """The former name of `is_padding`."""
-        deprecated.warn("TaskModule.borrowed", "TaskModule.is_padding", since="1.0")
-        return self.is_padding
 
     def averaged(self, part: Part, plugin: str | None = None) -> Part:
         """Return a part of this task with its averaged weights: a target network, a mean teacher.

@@ -4,9 +4,6 @@
 `plan_memory` does both for a recipe.
 """
 
-from typing import Any
-
-from forge import deprecated
 from forge.planning.advice import Advice, advise
 from forge.planning.dry_run import run_dry
 from forge.planning.footprint import WORKSPACE, Footprint, Moment
@@ -28,10 +25,3 @@ __all__ = [
     "rows",
     "run_dry",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "rehearse":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    deprecated.warn("forge.planning.rehearse", "forge.planning.run_dry", since="1.0")
-    return run_dry

@@ -18,8 +18,7 @@ rule and the fix. For tests of the plugin's own purpose, pytest has the fixtures
     def test_a_rate_of_zero_changes_nothing(forge_run):
         assert_same_weights(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
 
-The kit for kernels is `forge.kernels.testing`. All names load on first use, so that pytest, which loads the fixtures at
-its start, does not import torch.
+All names load on first use, so that pytest, which loads the fixtures at its start, does not import torch.
 """
 
 from __future__ import annotations

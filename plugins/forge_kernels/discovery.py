@@ -29,7 +29,7 @@ def load(name: str) -> Kernel:
         entry = registry.installed("kernel")[name]
         raise KernelError(
             f"The kernel {name!r} of {registry.origin(entry)} is registered as {entry.value}, which is a "
-            f"{type(kernel).__name__}, not a forge.kernels.contract.Kernel. Repair or uninstall that package."
+            f"{type(kernel).__name__}, not a forge_kernels.contract.Kernel. Repair or uninstall that package."
         )
     if kernel.name != name:
         entry = registry.installed("kernel")[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge import deprecated, registry
+from forge import registry
 from forge.contract.plugin import snake_case
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(entry.attr for entry in plugins.values() if entry.module.startswith("forge_plugins."))
     entry = plugins.get(snake_case(name))
-    if entry is None or entry.attr != name:
+    if entry is None or entry.attr != name or not entry.module.startswith("forge_plugins."):
         raise AttributeError(registry.to_install("plugin", snake_case(name)) or f"forge_plugins has no {name!r}")
-    if not entry.module.startswith("forge_plugins."):
-        deprecated.warn(f"forge_plugins.{name}", f"{entry.module}.{name}", since="1.0")
     return registry.load("plugin", snake_case(name))

@@ -44,7 +44,7 @@ from forge import cli, options, registry
 from forge.config import list_recipes
 from forge.contract import hooks
 
-MODULES = ("forge", "forge.data", "forge.deprecated", "forge.kernels", "forge.testing", "forge.tuning")
+MODULES = ("forge", "forge.data", "forge_kernels", "forge.testing", "forge.tuning")
 FIXTURES = ("event_trace", "forge_run", "tiny_task")
 
 REPO = Path(__file__).resolve().parents[2]

@@ -1,15 +1,10 @@
-"""What is written down of the public surface; what goes is announced for two minor versions; newer files."""
+"""What is written down of the public surface; newer files."""
 
 from __future__ import annotations
 
-import ast
-from dataclasses import dataclass, field
-
 import pytest
 
-import forge
-from forge import deprecated
-from forge.version import __version__, newer
+from forge.version import newer
 from tests.support.docs_pages import load_script
 
 stability = load_script("make_stability")
@@ -46,41 +41,6 @@ def test_a_change_needs_a_line_in_the_changelog(tmp_path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit, match=r"- provisional name forge\.Winner"):
         stability.main()
     assert lines.read_text().splitlines()[1:] == ["stable name forge.Trainer", "provisional name forge.Winner"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What goes
-
-
-def test_a_former_name_works_with_a_warning_that_names_the_new_one() -> None:
-    task = forge.testing.TinyTask()
-    words = r"borrowed is deprecated since forge 1\.0: use TaskModule\.is_padding\. It goes in forge 1\.2\."
-    with pytest.warns(FutureWarning, match=words) as seen:
-        assert task.borrowed is False
-    assert seen[0].filename == __file__  # the line of who uses it
-
-
-class Renamed(forge.Plugin):
-    """Has an option with a former name."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config:
-        share: float = field(default=0.5, metadata={"former": {"part": "1.0"}})
-
-
-def test_a_former_option_is_taken_for_the_new_one() -> None:
-    with pytest.warns(FutureWarning, match=r"Renamed\.part is deprecated .* use Renamed\.share"):
-        assert Renamed(part=0.25).config.share == 0.25
-    with pytest.warns(FutureWarning), pytest.raises(forge.RecipeError, match="'share' twice"):
-        Renamed(part=0.25, share=0.5)
-
-
-def test_nothing_outlives_the_version_in_which_it_goes() -> None:
-    now = tuple(map(int, __version__.split(".")[:2]))
-    for call in stability.calls():
-        for word in call.keywords:
-            if word.arg == "since" and isinstance(word.value, ast.Constant):
-                assert now < tuple(map(int, deprecated.goes(str(word.value.value)).split("."))), ast.unparse(call)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,0 @@
-import sys
-
-from forge.registry import moved
-
-sys.modules[__name__] = moved(__name__, "export", "engine")
