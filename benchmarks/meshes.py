@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 import forge
 from benchmarks.ranks import on_ranks
+from forge.optim.sharded import local
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.pipeline import Pipeline
 from forge_plugins import FSDP, Accumulate, Clip, TensorParallel
-from forge_plugins.common.sharded import local
 
 MESHES: tuple[dict[str, int], ...] = (
     {"data": 2, "shard": 2, "tensor": 2},

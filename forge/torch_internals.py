@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -141,6 +142,12 @@ def _broadcast_each(group: Any, tensors: Any, buffer: int, rank: int) -> None:
         import_module("torch.distributed").broadcast(tensor, rank, group)
 
 
+def _mark_each(tensors: Any, flag: Any, one: Any) -> None:
+    """Set `flag` to 1 on the device if an entry is NaN or infinite."""
+    for tensor in tensors:
+        flag.masked_fill_(~tensor.isfinite().all(), 1.0)
+
+
 _NO_PLAN = "`forge plan` cannot tell memory."
 _COUNT = "count the memory of a step that is not run"
 _AUTOCAST = "know what autocast widens on CUDA when a step is planned"
@@ -175,6 +182,12 @@ NAMES = {
         or_else=_batch_norms,
     ),
     "foreach_copy_": foreach("copy_"),
+    "mark_non_finite": Internal(
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+        "look at all gradients in one kernel per dtype",
+        "Each gradient takes kernels of its own.",
+        or_else=lambda: _mark_each,
+    ),
     "profiler_enabled": Internal(
         "torch.autograd._profiler_enabled",
         "know whether a profiler records",
@@ -200,6 +213,24 @@ NAMES = {
     "forget_worker_pids": Internal(f"{_SIGNALS}._remove_worker_pids", _DEATH, _NO_DEATH, or_else=lambda: _nothing),
     "check_worker_pids": Internal(
         f"{_SIGNALS}._error_if_any_worker_fails", _DEATH, _NO_DEATH, or_else=lambda: _nothing
+    ),
+    "dynamo_config": Internal(
+        "torch._dynamo.config",
+        "set options of torch.compile for a run",
+        "torch.compile runs with its own options.",
+        parts="patch",
+        or_else=lambda: SimpleNamespace(patch=lambda *args, **options: nullcontext()),
+    ),
+    "leave_to_others": Internal(
+        "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+        "leave parameters that ranks divide, as experts, out of the average over all ranks",
+        "Experts do not work beside copies of the other layers.",
+    ),
+    "module_states": Internal(
+        "torch.distributed._composable_state._module_state_mapping",
+        "undo fully_shard",
+        "A task that was sharded cannot be sharded again in the same process.",
+        or_else=dict,
     ),
     "StridedShard": Internal(
         "torch.distributed.tensor.placement_types._StridedShard",

@@ -186,9 +186,9 @@ def test_a_built_in_plugin_imports_no_other() -> None:
     assert PLUGINS
     for path in PLUGINS:
         own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        allowed = (f"forge_plugins.{own}", "forge_plugins.common", "forge_plugins.torch_internals")
+        allowed = (f"forge_plugins.{own}", "forge_plugins.torch_internals")
         siblings = {name for name in imported_names(path) if name.startswith("forge_plugins.")}
-        assert own in ("__init__", "common") or all(name.startswith(allowed) for name in siblings), path
+        assert own == "__init__" or all(name.startswith(allowed) for name in siblings), path
 
 
 def test_no_built_in_plugin_names_another() -> None:

@@ -25,3 +25,13 @@ def repeated(task: nn.Module) -> dict[str, nn.Module]:
 def _is_block(module: nn.Module) -> bool:
     has_layers = any(next(child.parameters(), None) is not None for child in module.children())
     return has_layers and type(module).forward is not nn.Module.forward
+
+
+def is_tied(block: nn.Module, task: nn.Module) -> bool:
+    """Whether modules outside of a block have a parameter of it; those without a dimension are not sharded, so that
+    they do not count."""
+    everything = list(task.named_modules(remove_duplicate=False))
+    inside = tuple(f"{name}." for name, module in everything if module is block)
+    outside = [module for name, module in everything if not f"{name}.".startswith(inside)]
+    own = {id(parameter) for parameter in block.parameters() if parameter.ndim}
+    return any(id(parameter) in own for module in outside for parameter in module._parameters.values())

@@ -24,9 +24,9 @@ from forge.errors import DataError, RecipeError, StackError
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState, seed_all, seed_of
 from forge.snapshot.capture import capture
+from forge.snapshot.non_finite import moving_buffers
 from forge.snapshot.restore import restore
 from forge.torch_internals import pytree
-from forge_plugins.common.finite import moving_buffers
 
 if TYPE_CHECKING:
     from torchft.manager import Manager  # pyright: ignore[reportMissingImports]

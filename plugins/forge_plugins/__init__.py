@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from forge_plugins.accumulate import Accumulate as Accumulate
     from forge_plugins.amp import AMP as AMP
     from forge_plugins.anomaly import Anomaly as Anomaly
+    from forge_plugins.averaging.ema import EMA as EMA
+    from forge_plugins.averaging.swa import SWA as SWA
     from forge_plugins.backends import Backends as Backends
     from forge_plugins.channels_last import ChannelsLast as ChannelsLast
     from forge_plugins.checkpoint import Checkpoint as Checkpoint
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from forge_plugins.ddp import DDP as DDP
     from forge_plugins.duration import Duration as Duration
     from forge_plugins.early_stop import EarlyStop as EarlyStop
-    from forge_plugins.ema import EMA as EMA
     from forge_plugins.freeze import Freeze as Freeze
     from forge_plugins.fsdp import FSDP as FSDP
     from forge_plugins.fused_optimizer import FusedOptimizer as FusedOptimizer
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from forge_plugins.remat import Remat as Remat
     from forge_plugins.sam import SAM as SAM
     from forge_plugins.schedule import Schedule as Schedule
-    from forge_plugins.swa import SWA as SWA
     from forge_plugins.system import System as System
     from forge_plugins.tensor_parallel import TensorParallel as TensorParallel
     from forge_plugins.tensorboard import Tensorboard as Tensorboard

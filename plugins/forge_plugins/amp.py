@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 import forge
 from forge.env import Env, pick_device
 from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
-from forge_plugins.common.patterns import listed
+from forge.util.patterns import listed
 
 logger = logging.getLogger("forge")
 

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_value_
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins.common.sharded import clip_norm_, total_norm
+from forge.optim.sharded import clip_norm_, total_norm
 
 
 class Clip(forge.Plugin):

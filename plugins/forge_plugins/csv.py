@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import forge
+from forge.runs.sinks import Sink, appending, last_kept, scalars_of
 from forge.runs.wording import counted
 from forge.util.files import atomic_write, make_folder, regular_only
-from forge_plugins.common.sinks import Sink, appending, last_kept, scalars_of
 
 logger = logging.getLogger("forge")
 

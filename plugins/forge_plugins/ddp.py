@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_plugins.common.replicated import Replicated
+from forge.distributed.replicated import Replicated
 
 
 class DDP(Replicated):
@@ -31,4 +31,8 @@ class DDP(Replicated):
         forge fit quickstart --nproc 2 -p ddp trainer.max_epochs=1
     """
 
-    cures = {"processes": "-p {name}"}
+    cures = {
+        "processes": "-p {name}",
+        "divided_norms": "{name}.sync_batchnorm=true",
+        "sparse": "-p {name}",
+    }

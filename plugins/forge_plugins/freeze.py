@@ -12,10 +12,10 @@ from torch import nn
 
 import forge
 from forge.contract import modes
+from forge.contract.run_lengths import moment, reached
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.runs.wording import counted
-from forge_plugins.common.patterns import as_list, covers, listed, names_of_parameters, parts, unknown
-from forge_plugins.common.run_lengths import moment, reached
+from forge.util.patterns import as_list, covers, listed, names_of_parameters, parts, unknown
 
 logger = logging.getLogger("forge")
 

@@ -14,9 +14,9 @@ import forge
 from forge.errors import RecipeError
 from forge.runs import goodput as records
 from forge.torch_internals import dynamo_is_loaded
+from forge.util import clock
 from forge.util.files import atomic_write
 from forge_plugins import torch_internals as internals
-from forge_plugins.common import clock
 
 logger = logging.getLogger("forge")
 

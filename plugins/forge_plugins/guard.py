@@ -17,9 +17,9 @@ import forge
 from forge.checkpoint import wait_until_written
 from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
+from forge.optim.sharded import is_distributed, local
 from forge.snapshot.finite import HALF, is_half, may_be_infinite
-from forge.torch_internals import foreach_copy_
-from forge_plugins.common.finite import (
+from forge.snapshot.non_finite import (
     FiniteCheck,
     all_finite,
     bad_gradients,
@@ -31,8 +31,8 @@ from forge_plugins.common.finite import (
     moving_buffers,
     trained_weights,
 )
-from forge_plugins.common.patterns import listed
-from forge_plugins.common.sharded import is_distributed, local
+from forge.torch_internals import foreach_copy_
+from forge.util.patterns import listed
 
 logger = logging.getLogger("forge")
 

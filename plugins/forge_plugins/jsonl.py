@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 import forge
+from forge.runs.sinks import Sink, appending, as_json, drop_after, last_kept, of_kind, scalars_of
 from forge.util.files import make_folder
-from forge_plugins.common.sinks import Sink, appending, as_json, drop_after, last_kept, of_kind, scalars_of
 
 METRICS, TEXTS = "metrics.jsonl", "texts.jsonl"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import forge
 from forge.errors import RecipeError
 from forge.metrics import drawing
-from forge_plugins.common.sinks import PASSWORD, Sink, checkpoints, run_id, scalars_of
+from forge.runs.sinks import PASSWORD, Sink, checkpoints, run_id, scalars_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -12,9 +12,9 @@ from torch import nn
 import forge
 from forge.errors import RecipeError, StackError
 from forge.optim.optimizers import drop_gradients
+from forge.optim.sharded import local, total_norm
+from forge.snapshot.non_finite import moving_buffers
 from forge.snapshot.sandbox import Owned, kept
-from forge_plugins.common.finite import moving_buffers
-from forge_plugins.common.sharded import local, total_norm
 from forge_plugins.torch_internals import foreach_abs, foreach_add_, foreach_mul_
 
 TINY = 1e-12

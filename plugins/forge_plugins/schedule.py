@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import forge
+from forge.contract.run_lengths import check_length, updates_of
 from forge.errors import ForgeError, RecipeError
 from forge.optim import schedule_stepping
 from forge.optim.optimizers import Optimizers
-from forge_plugins.common.run_lengths import check_length, updates_of
 
 Factor = Callable[[int], float]
 """Maps the updates done by an optimizer to the factor of its learning rate for the next one."""

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 from forge.torch_internals import Internal, foreach, resolve
-
-
-def _mark_each(tensors: Any, flag: Any, one: Any) -> None:
-    """Set `flag` to 1 on the device if an entry is NaN or infinite."""
-    for tensor in tensors:
-        flag.masked_fill_(~tensor.isfinite().all(), 1.0)
-
 
 _REPORT = "count what torch.compile did"
 _NO_REPORT = "The report of compiled graphs is shorter."
@@ -29,12 +21,6 @@ NAMES = {
     "foreach_mul_": foreach("mul_"),
     "foreach_norm": foreach("norm"),
     "foreach_sub_": foreach("sub_"),
-    "mark_non_finite": Internal(
-        "torch._amp_foreach_non_finite_check_and_unscale_",
-        "look at all gradients in one kernel per dtype",
-        "Each gradient takes kernels of its own.",
-        or_else=lambda: _mark_each,
-    ),
     "current_autograd_node": Internal(
         "torch._C._current_autograd_node",
         "tell a backward from a forward",
@@ -47,11 +33,6 @@ NAMES = {
         "`anomaly` names no line for a backward.",
         or_else=lambda: lambda: 0,
     ),
-    "leave_to_others": Internal(
-        "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-        "leave parameters that ranks divide, as experts, out of the average over all ranks",
-        "The plugin expert_parallel does not work beside ddp.",
-    ),
     "is_functorch_wrapped": Internal(
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "leave out tensors inside torch.func, which must not outlive it",
@@ -63,12 +44,6 @@ NAMES = {
         "step aside where a model forbids hooks on saved tensors",
         "`throughput` cannot measure such a model's activations.",
         or_else=lambda: lambda ignore: None,
-    ),
-    "module_states": Internal(
-        "torch.distributed._composable_state._module_state_mapping",
-        "undo fully_shard",
-        "A task that was sharded cannot be sharded again in the same process.",
-        or_else=dict,
     ),
     "cuda_sleep": Internal(
         "torch.cuda._sleep",
@@ -85,13 +60,6 @@ NAMES = {
     ),
     "record_memory_history": Internal("torch.cuda.memory._record_memory_history", _HISTORY, _NO_HISTORY),
     "dump_memory_snapshot": Internal("torch.cuda.memory._dump_snapshot", _HISTORY, _NO_HISTORY),
-    "dynamo_config": Internal(
-        "torch._dynamo.config",
-        "set options of torch.compile for a run",
-        "torch.compile runs with its own options.",
-        parts="patch",
-        or_else=lambda: SimpleNamespace(patch=lambda *args, **options: nullcontext()),
-    ),
     "compile_counters": Internal("torch._dynamo.utils.counters", _REPORT, _NO_REPORT, or_else=lambda: None),
     "graph_break_reasons": Internal(
         "torch._dynamo.utils.graph_break_reasons", _REPORT, _NO_REPORT, or_else=list, changes=True

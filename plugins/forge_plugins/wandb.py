@@ -18,9 +18,9 @@ import forge
 from forge.errors import StackError
 from forge.metrics import drawing
 from forge.report.markdown import as_html
+from forge.runs import sinks
+from forge.runs.sinks import Sink, checkpoints
 from forge.util.files import atomic_write, make_folder, regular_only
-from forge_plugins.common import sinks
-from forge_plugins.common.sinks import Sink, checkpoints
 
 if TYPE_CHECKING:
     import wandb

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
+from forge.contract.run_lengths import check_length, updates_of
 from forge.errors import CheckpointError, RecipeError, TaskError
 from forge.torch_internals import foreach_copy_
-from forge_plugins.common.patterns import as_list, covers, listed
-from forge_plugins.common.run_lengths import check_length, updates_of
+from forge.util.patterns import as_list, covers, listed
 from forge_ship.int8 import LARGEST, STEPS, activation_grid, weight_scale
 
 logger = logging.getLogger("forge")

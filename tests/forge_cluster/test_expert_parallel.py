@@ -17,13 +17,13 @@ from torch import Tensor, nn
 import forge
 from forge.contract.stack import Stack
 from forge.errors import RecipeError, StackError, TaskError
+from forge.optim.sharded import local, whole
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.expert_parallel.routing import Ranks, route
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import AMP, DDP, EMA, SAM, Accumulate, Checkpoint, Clip, Compile, Freeze, Guard, Remat, Schedule
-from forge_plugins.common.sharded import local, whole
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support import expert_kit as kit
 from tests.support import strangers_kit as strangers

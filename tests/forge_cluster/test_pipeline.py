@@ -18,13 +18,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
+from forge.optim.sharded import local
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.pipeline.cutting import blocks_of, bounds_of
 from forge_cluster.pipeline.last_metrics import LastMetrics
 from forge_cluster.pipeline.scheduling import SCHEDULES
 from forge_cluster.pipeline.split_backward import SPLITTING
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Schedule
-from forge_plugins.common.sharded import local
 from tests.support.fsdp_kit import Block, Deep, Tied, close, deep, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 import forge
 from forge.data import TensorLoader
 from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Guard, Prefetch
-from forge_plugins.common.average import Average
+from forge_plugins.averaging.average import Average
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu

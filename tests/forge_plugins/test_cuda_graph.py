@@ -11,10 +11,10 @@ from torch.optim import SGD, AdamW
 
 import forge
 from forge.contract.step import Step
+from forge.diagnose.syncs import own_line
 from forge.errors import StackError
 from forge.testing import assert_same_weights
 from forge_plugins import DDP, SAM, Compile, CudaGraph
-from forge_plugins.common.syncs import own_line
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
 from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable

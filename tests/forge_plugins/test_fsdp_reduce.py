@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 import forge
+from forge.optim.sharded import local
 from forge_plugins import EMA, Accumulate, Clip
-from forge_plugins.common.sharded import local
 from forge_plugins.fsdp import FSDP
 from tests.support.fsdp_kit import close, deep, train, wide
 from tests.support.lasting_ranks import ranks

@@ -18,8 +18,8 @@ import forge
 from forge.testing import tiny_batches
 from forge_cluster.pipeline import Pipeline
 from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Guard, Remat, Schedule, TensorParallel
-from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
+from forge_plugins.fsdp.blocks import sharded_blocks
 from tests.support.fsdp_kit import Block, Deep, close, deep, peep, train, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some

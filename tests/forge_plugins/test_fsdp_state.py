@@ -17,8 +17,8 @@ import forge
 from forge.errors import PeerFailed, RecipeError, StackError, TaskError
 from forge.optim import state as optimizer_state
 from forge_plugins import AMP, EMA, Clip
-from forge_plugins.common.blocks import sharded_blocks
 from forge_plugins.fsdp import FSDP
+from forge_plugins.fsdp.blocks import sharded_blocks
 from tests.support.fsdp_kit import EXACT, Deep, Tied, close, deep, guarded, train, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some

@@ -19,8 +19,8 @@ import forge
 from forge.cli import main
 from forge.runs import goodput as records
 from forge.testing import TinyTask, check_plugin, tiny_batches
+from forge.util import clock
 from forge_plugins import Checkpoint, Goodput, goodput
-from forge_plugins.common import clock
 from tests.support import forked
 from tests.support.patience import PATIENCE
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import forge
 from forge.errors import NonFiniteError, RecipeError
 from forge.metrics.means import Means
+from forge.snapshot.non_finite import all_finite
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
-from forge_plugins.common.finite import all_finite
 from forge_plugins.guard import DeviceFlag
 
 POLICIES = ["stop", "skip", "rewind"]

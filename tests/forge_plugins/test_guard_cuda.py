@@ -12,8 +12,8 @@ import torch
 import forge
 from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError
+from forge.snapshot.non_finite import all_finite
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Clip, Guard
-from forge_plugins.common.finite import all_finite
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu

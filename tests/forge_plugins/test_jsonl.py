@@ -14,8 +14,8 @@ import forge
 from forge.env import Env
 from forge.metrics.means import PendingMeans
 from forge.runs.folder import RunFolder
+from forge.runs.sinks import appending
 from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
-from forge_plugins.common.sinks import appending
 from tests.support.profiles import some
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 

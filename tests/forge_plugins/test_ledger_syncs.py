@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import forge
-from forge_plugins.common.syncs import SYNC
+from forge.diagnose.syncs import SYNC
 from forge_plugins.ledger.audit import Audit
 from tests.support.tasks import Classifier, make_batches
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import forge
 from forge.data import Loader
+from forge.distributed.loss_over_ranks import _kind_of
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP
-from forge_plugins.common.loss_over_ranks import _kind_of
 from tests.support.lasting_ranks import ranks
 
 LENGTH, CLASSES = 6, 5

@@ -59,4 +59,6 @@ def test_sparse_gradients_are_averaged(name: str) -> None:
 def test_sparse_gradients_are_refused_with_the_cure(name: str) -> None:
     errors = ranks(2).errors(fit, name)
     assert all(errors)
-    assert any("those of table of Looked are sparse. Set sparse=False there, or use ddp." in error for error in errors)
+    assert any(
+        "those of table of Looked are sparse. Set sparse=False there. Or use -p ddp." in error for error in errors
+    )

@@ -149,7 +149,7 @@ class Drawing(TinyTask):
 
 
 def count_estimates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    import forge_plugins.swa as module
+    import forge_plugins.averaging.swa as module
 
     calls: list[int] = []
     estimate = module.estimate

@@ -13,8 +13,8 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
+from forge.util.clock import StepClock, TimedStep
 from forge_plugins import Accumulate, Throughput
-from forge_plugins.common.clock import StepClock, TimedStep
 from forge_plugins.throughput.memory_use import Saved
 from tests.support import throughput_kit
 from tests.support.tasks import Classifier, make_batches

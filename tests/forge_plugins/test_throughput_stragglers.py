@@ -15,11 +15,11 @@ import pytest
 import forge
 from forge.env import Env
 from forge.testing import TinyTask, tiny_batches
+from forge.util.clock import Totals
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Accumulate, Throughput
-from forge_plugins.common.clock import Totals
 from forge_plugins.tensor_parallel import TensorParallel
 from forge_plugins.throughput import RATES, stragglers
 from forge_plugins.throughput.stragglers import LASTING, SLOW, Pace, Stragglers

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
+from forge.distributed.agreed_use import AgreedUse
 from forge.errors import RecipeError, TaskError
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Accumulate
-from forge_plugins.common.use import AgreedUse
 from forge_plugins.fsdp import COUNTS_UNUSED
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
+from forge.optim.sharded import local
 from forge_cluster.expert_parallel import ExpertParallel
 from forge_plugins import DDP, FSDP
-from forge_plugins.common.sharded import local
 
 WORDS, WIDTH, HIDDEN, LENGTH, EXPERTS = 12, 8, 6, 5, 4
 

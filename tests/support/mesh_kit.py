@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
+from forge.optim.sharded import local
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.pipeline import Pipeline
 from forge_plugins import EMA, FSDP, Accumulate, Clip, Schedule
-from forge_plugins.common.sharded import local
 from forge_plugins.tensor_parallel import TensorParallel
 
 WORDS, WIDTH, HEADS, HIDDEN, LENGTH = 12, 8, 4, 16, 8

@@ -31,7 +31,7 @@ class Clock:
 def set_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let throughput and the Trainer measure by a clock of their own."""
     clock = Clock()
-    monkeypatch.setattr("forge_plugins.common.clock.clock", clock)
+    monkeypatch.setattr("forge.util.clock.clock", clock)
     monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=clock))
     return clock
 

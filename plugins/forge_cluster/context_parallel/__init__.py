@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import forge
 from forge.contract.task import Build, defines
+from forge.distributed.replicated import check_positive
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
+from forge.optim.sharded import is_distributed
 from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
 from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
 from forge_cluster.context_parallel.ring import Method, Ring, safe_method
 from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins import DDP
-from forge_plugins.common.replicated import check_positive
-from forge_plugins.common.sharded import is_distributed
 
 logger = logging.getLogger("forge")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_plugins.common.sharded import is_distributed, local
+from forge.optim.sharded import is_distributed, local
 
 Outcome = tuple[dict[str, Tensor], list[Tensor]]
 """Metrics, and the gradient of each parameter."""

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 import forge
 from forge.contract.task import Build
+from forge.distributed.shards import Place, places_of
 from forge.errors import RecipeError, TaskError
 from forge.optim.optimizers import Optimizers
+from forge.optim.sharded import is_distributed, local, sum_gradients, whole
+from forge.util.patterns import MANY, as_list, chosen, listed
 from forge_cluster.expert_parallel.calls import ExpertCalls
 from forge_cluster.expert_parallel.routing import Ranks
-from forge_plugins.common.patterns import MANY, as_list, chosen, listed
-from forge_plugins.common.sharded import is_distributed, local, sum_gradients, whole
-from forge_plugins.common.shards import Place, places_of
 
 logger = logging.getLogger("forge")
 

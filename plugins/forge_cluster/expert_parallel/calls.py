@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import TaskError
+from forge.optim.sharded import is_distributed, whole
 from forge.snapshot.sandbox import without_side_effects
 from forge_cluster.expert_parallel.routing import Loads, Ranks, route
-from forge_plugins.common.sharded import is_distributed, whole
 
 FEW = 64
 """Tokens that are compared."""

@@ -17,23 +17,23 @@ import forge
 from forge.contract.task import Build
 from forge.data.accumulation_windows import exact, weigh_loss
 from forge.distributed import DistributedEnv
+from forge.distributed.agreed_use import AgreedUse
+from forge.distributed.replicated import check_positive
+from forge.distributed.same_samples import refuse_different_samples, tell_different_weights
+from forge.distributed.shards import Place, Shards, places_of, refuse_unshardable
+from forge.distributed.sparse import refuse_sparse
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.metrics.torchmetrics import restored_after
+from forge.optim.sharded import settle_gradients, sum_gradients
 from forge.rng import RNGState, combine_seeds
+from forge.util.blocks import is_tied
+from forge.util.patterns import MANY, listed
 from forge_cluster.pipeline.cutting import Cutting, blocks_of, bounds_of
 from forge_cluster.pipeline.last_metrics import LastMetrics
 from forge_cluster.pipeline.microbatches import cut_batch
 from forge_cluster.pipeline.running import BlockCalls, StageEnded
 from forge_cluster.pipeline.scheduling import Schedule, Schedules, ranks_of
 from forge_cluster.pipeline.staging import StagedEnv, StagedModel, with_metrics, with_names
-from forge_plugins.common.blocks import is_tied
-from forge_plugins.common.patterns import MANY, listed
-from forge_plugins.common.replicated import check_positive
-from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
-from forge_plugins.common.sharded import settle_gradients, sum_gradients
-from forge_plugins.common.shards import Place, Shards, places_of, refuse_unshardable
-from forge_plugins.common.sparse import refuse_sparse
-from forge_plugins.common.use import AgreedUse
 
 logger = logging.getLogger("forge")
 

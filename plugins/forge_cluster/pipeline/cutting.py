@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge.errors import RecipeError, TaskError
-from forge_plugins.common.blocks import repeated
-from forge_plugins.common.sharded import is_distributed, whole
+from forge.optim.sharded import is_distributed, whole
+from forge.util.blocks import repeated
 
 
 def blocks_of(task: nn.Module, split: Sequence[str]) -> dict[str, nn.Module]:

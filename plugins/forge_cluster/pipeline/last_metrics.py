@@ -10,8 +10,8 @@ from torch import Tensor
 
 import forge
 from forge.errors import TaskError
+from forge.util.patterns import MANY, listed
 from forge_cluster.pipeline.staging import MetricName, StagedEnv, with_metrics
-from forge_plugins.common.patterns import MANY, listed
 
 
 class LastMetrics:

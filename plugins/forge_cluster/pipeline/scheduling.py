@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import forge
+from forge.distributed.divided_norms import dividing_norms
 from forge.errors import RecipeError, TaskError
 from forge.snapshot.sandbox import without_side_effects
+from forge.util.patterns import listed
 from forge_cluster.pipeline.microbatches import shapes_of
 from forge_cluster.pipeline.running import BlockCalls
 from forge_cluster.pipeline.split_backward import SPLITTING, can_split
 from forge_cluster.pipeline.staging import Stage, StagedEnv, StagePart
-from forge_plugins.common.batch_statistics import dividing_norms
-from forge_plugins.common.patterns import listed
 
 Schedule = Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 SCHEDULES: dict[str, tuple[str, int, bool]] = {

@@ -10,9 +10,9 @@ import math
 from typing import NamedTuple
 
 from forge.planning.footprint import WORKSPACE
+from forge.planning.strategy_memory import PREFETCHED
 from forge_cluster.planning.layouts import Layout
 from forge_cluster.planning.workload import Workload
-from forge_plugins.common.memory import PREFETCHED
 
 DIVIDED = 24 / 34
 """Share of a transformer block's activations that tensor parallelism divides (Korthikanti et al., 2022); with norms by

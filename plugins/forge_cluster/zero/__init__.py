@@ -13,11 +13,11 @@ from torch import nn
 import forge
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
+from forge.distributed.replicated import Replicated
+from forge.distributed.sparse import refuse_sparse
 from forge.errors import RecipeError, StackError
 from forge_cluster.zero.division import owners_of
 from forge_cluster.zero.gradients import OwnedGradients
-from forge_plugins.common.replicated import Replicated
-from forge_plugins.common.sparse import refuse_sparse
 
 logger = logging.getLogger("forge")
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import forge
 from forge.errors import NonFiniteError, RecipeError
+from forge.snapshot.non_finite import all_finite, gradients, gradients_are_scaled
 from forge_plugins.anomaly import bundle
 from forge_plugins.anomaly.analysis import Analysis, Before
 from forge_plugins.anomaly.report import headline, report
-from forge_plugins.common.finite import all_finite, gradients, gradients_are_scaled
 
 logger = logging.getLogger("forge.anomaly")
 

@@ -14,12 +14,12 @@ from torch import Tensor
 import forge
 from forge.data.accumulation_windows import Feed, batch_size
 from forge.rng import RNGState
+from forge.snapshot.non_finite import bad_gradients, moving_buffers, not_finite
 from forge.snapshot.sandbox import Owned, uncompiled, without_side_effects
 from forge.torch_internals import foreach_copy_, writes
+from forge.util.tensors import tensors_in
 from forge_plugins.anomaly.origin import find
 from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe
-from forge_plugins.common.finite import bad_gradients, moving_buffers, not_finite
-from forge_plugins.common.tensors import tensors_in
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from forge.util.patterns import listed
 from forge.util.text import few, short_path
-from forge_plugins.common.patterns import listed
 
 ROWS = 8
 """Number of samples that are listed one by one."""

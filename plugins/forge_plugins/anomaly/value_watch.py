@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 import forge
+from forge.snapshot.non_finite import values_of
 from forge.torch_internals import TorchDispatchMode
 from forge.util.frames import is_library
-from forge_plugins.common.finite import values_of
-from forge_plugins.common.tensors import storage_key, tensors_in
+from forge.util.tensors import storage_key, tensors_in
 from forge_plugins.torch_internals import current_autograd_node, sequence_nr
 
 STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep

@@ -16,6 +16,7 @@ import forge
 from forge import registry
 from forge.checkpoint import BackgroundWriter, Checkpoints, Writers, write_checkpoint, write_sharded
 from forge.checkpoint import StoredCheckpoint as SavedState
+from forge.diagnose.validations import warn_of_none_planned, warn_of_nothing_compared
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
 from forge.runs.card import amend_card
@@ -36,7 +37,6 @@ from forge_plugins.checkpoint.rehearsal import (
     why_not,
     why_not_now,
 )
-from forge_plugins.common.validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
 

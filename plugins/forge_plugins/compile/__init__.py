@@ -15,7 +15,7 @@ from torch import nn
 import forge
 from forge.contract.task import Build
 from forge.errors import RecipeError
-from forge_plugins.common.patterns import MANY, as_list, chosen, listed
+from forge.util.patterns import MANY, as_list, chosen, listed
 from forge_plugins.compile import compiler, messages
 from forge_plugins.compile.comparison import comparable, compare
 from forge_plugins.compile.compile_watch import CompileWatch

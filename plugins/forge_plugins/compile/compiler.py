@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from forge import torch_internals as torchs
 from forge.errors import RecipeError, StackError, did_you_mean
 from forge_plugins import torch_internals as internals
 
@@ -50,9 +51,9 @@ def checking_parameters() -> AbstractContextManager[Any]:
     """
     numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
     flag = "skip_tensor_guards_with_matching_dict_tags"
-    if numbers >= LOOKS or not hasattr(internals.dynamo_config, flag):
+    if numbers >= LOOKS or not hasattr(torchs.dynamo_config, flag):
         return nullcontext()
-    return internals.dynamo_config.patch({flag: False})
+    return torchs.dynamo_config.patch({flag: False})
 
 
 @contextmanager
@@ -79,10 +80,10 @@ def without_breaks_for_messages() -> Iterator[None]:
 
     Compiled code does not show such a warning.
     """
-    ignored: Any = getattr(internals.dynamo_config, "ignore_logging_functions", None)
+    ignored: Any = getattr(torchs.dynamo_config, "ignore_logging_functions", None)
     once: Any = getattr(sys.modules.get("transformers.utils.logging"), "warning_once", None)
     if isinstance(ignored, set) and once is not None:
-        with internals.dynamo_config.patch(ignore_logging_functions=_Ignored((*ignored, once))):
+        with torchs.dynamo_config.patch(ignore_logging_functions=_Ignored((*ignored, once))):
             yield
     else:
         yield

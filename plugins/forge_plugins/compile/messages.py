@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from forge.runs.wording import counted
-from forge_plugins.common.patterns import MANY, listed
+from forge.util.patterns import MANY, listed
 from forge_plugins.compile.compile_watch import CompileWatch, Recompile, why_disabled
 
 MOST = 5

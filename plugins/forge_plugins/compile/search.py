@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import forge
 from forge.snapshot.sandbox import without_side_effects
 from forge.torch_internals import pytree
-from forge_plugins.common.patterns import parents
+from forge.util.patterns import parents
 from forge_plugins.compile.regions import Regions
 
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -10,10 +10,10 @@ from typing import Any
 from torch.backends import cudnn
 
 import forge
+from forge.diagnose.syncs import reads_of_the_device
 from forge.errors import RecipeError, StackError
 from forge.metrics.means import Means
 from forge.optim.optimizers import Optimizers
-from forge_plugins.common.syncs import reads_of_the_device
 from forge_plugins.cuda_graph import fitness
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
 from forge_plugins.cuda_graph.extent import Extent, step_optimizer

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import forge
+from forge.diagnose.syncs import own_line
 from forge.metrics.means import Means
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
 from forge.util.frozen import every_module
-from forge_plugins.common.syncs import own_line
 from forge_plugins.cuda_graph.extent import Extent
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs

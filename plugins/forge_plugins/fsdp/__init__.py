@@ -16,19 +16,19 @@ import forge
 from forge.contract.axes import DATA
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
+from forge.distributed.agreed_use import AgreedUse
+from forge.distributed.divided_norms import warn_of_divided_batches
+from forge.distributed.loss_over_ranks import tell_of_other_means
+from forge.distributed.replicated import check_positive
+from forge.distributed.same_samples import refuse_different_samples, tell_different_weights
+from forge.distributed.shards import Shards, refuse_unshardable
+from forge.distributed.sparse import refuse_sparse
 from forge.env import pick_device
 from forge.errors import RecipeError, StackError, TaskError
+from forge.optim.sharded import divided_along, sum_gradients
 from forge.rng import RNGState, seed_all
-from forge_plugins.common.batch_statistics import warn_of_divided_batches
-from forge_plugins.common.blocks import sharded_blocks
-from forge_plugins.common.loss_over_ranks import tell_of_other_means
-from forge_plugins.common.patterns import MANY, as_list, listed
-from forge_plugins.common.replicated import check_positive
-from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
-from forge_plugins.common.sharded import divided_along, sum_gradients
-from forge_plugins.common.shards import Shards, refuse_unshardable
-from forge_plugins.common.sparse import refuse_sparse
-from forge_plugins.common.use import AgreedUse
+from forge.util.patterns import MANY, as_list, listed
+from forge_plugins.fsdp.blocks import sharded_blocks
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
 
 logger = logging.getLogger("forge")

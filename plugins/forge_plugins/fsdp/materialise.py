@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from forge.errors import TaskError
-from forge_plugins.common.patterns import MANY, listed
-from forge_plugins.common.sharded import is_distributed
+from forge.optim.sharded import is_distributed
+from forge.util.patterns import MANY, listed
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """Names of the method that initialises a module; the second is that of torch's MultiheadAttention."""

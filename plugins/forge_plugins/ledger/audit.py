@@ -20,7 +20,9 @@ import forge
 from forge.contract.plugin import Callback
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import TaskModule
+from forge.diagnose import syncs as _syncs
 from forge.diagnose.explain import NAMED_METHODS
+from forge.diagnose.syncs import Listener
 from forge.metrics.means import Means, PendingMeans
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.capture import capture
@@ -28,8 +30,6 @@ from forge.snapshot.finite import note_start
 from forge.snapshot.restore import load_for, restore
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
-from forge_plugins.common import syncs as _syncs
-from forge_plugins.common.syncs import Listener
 
 EXPECTED_HOOKS = {
     "forge_evaluate": "validating",

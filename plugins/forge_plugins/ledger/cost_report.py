@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_plugins.common.tables import aligned
+from forge.util.tables import aligned
 
 Report = dict[str, Any]
 COLUMNS = ("plugin", "hook", "calls", "µs/update", "share", "worst µs")

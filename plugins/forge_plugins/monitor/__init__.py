@@ -11,7 +11,7 @@ from torch import nn
 
 import forge
 from forge.errors import ForgeError, RecipeError
-from forge_plugins.common.patterns import MANY, listed
+from forge.util.patterns import MANY, listed
 from forge_plugins.monitor import shapes
 from forge_plugins.monitor.alarms import LIMITS, Judge
 from forge_plugins.monitor.modules import watchable

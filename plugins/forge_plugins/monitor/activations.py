@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import forge
-from forge_plugins.common.tensors import tensors_in
+from forge.util.tensors import tensors_in
 from forge_plugins.monitor.gradients import spread, widened
 from forge_plugins.monitor.packing import Contents, histogram, stacked
 from forge_plugins.torch_internals import current_autograd_node, is_functorch_wrapped

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from forge_plugins.common.patterns import listed
+from forge.util.patterns import listed
 from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import forge
-from forge_plugins.common.finite import values_of
+from forge.snapshot.non_finite import values_of
 from forge_plugins.monitor.modules import layer_of
 from forge_plugins.monitor.packing import Contents, histogram, stacked
 from forge_plugins.torch_internals import foreach_norm, foreach_sub_

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 import forge
+from forge.util.tables import aligned, piped
+from forge.util.tensors import tensors_in
 from forge.util.text import format_bytes
-from forge_plugins.common.tables import aligned, piped
-from forge_plugins.common.tensors import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
 LONGEST = 8

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from forge.util.clock import duration
+from forge.util.tables import Rows, aligned, piped
 from forge.util.text import format_bytes
-from forge_plugins.common.clock import duration
-from forge_plugins.common.tables import Rows, aligned, piped
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
 from forge_plugins.profiler.verdict import Measured, Verdict
 

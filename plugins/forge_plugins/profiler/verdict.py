@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import forge
-from forge_plugins.common.clock import duration
+from forge.util.clock import duration
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, STEP, Trace
 
 Kind = Literal["data-bound", "transfer-bound", "communication-bound", "host-bound", "compute-bound"]

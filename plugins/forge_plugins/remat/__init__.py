@@ -13,8 +13,8 @@ import forge
 from forge.errors import RecipeError
 from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge.util.blocks import repeated
+from forge.util.patterns import MANY, as_list, chosen, listed
 from forge.util.text import format_bytes
-from forge_plugins.common.patterns import MANY, as_list, chosen, listed
 from forge_plugins.remat.block import install, remove
 from forge_plugins.remat.budget import Meter, size_in_bytes
 

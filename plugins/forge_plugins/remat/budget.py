@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.optim.sharded import local
 from forge.torch_internals import pytree
-from forge_plugins.common.sharded import local
-from forge_plugins.common.tensors import storage_key
+from forge.util.tensors import storage_key
 
 UNITS = {unit: 10 ** (3 * i) for i, unit in enumerate(("b", "kb", "mb", "gb", "tb"))} | {
     unit: 2 ** (10 * i) for i, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import forge
 from forge.errors import RecipeError
 from forge.runs.card import card_as_markdown, make_card
-from forge_plugins.common.sinks import Sink, scalars_of, writes
+from forge.runs.sinks import Sink, scalars_of, writes
 from forge_plugins.tensorboard import layout, projector
 from forge_plugins.tensorboard.events import (
     add_end_of_session,

@@ -12,7 +12,7 @@ import torch
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins.common.clock import StepClock, TimedStep, Totals, percentile
+from forge.util.clock import StepClock, TimedStep, Totals, percentile
 from forge_plugins.throughput import memory_use, summary
 from forge_plugins.throughput.inspection import StepInspection
 from forge_plugins.throughput.items import Items

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import forge
-from forge_plugins.common.tensors import tensors_in
+from forge.util.tensors import tensors_in
 
 logger = logging.getLogger("forge")
 

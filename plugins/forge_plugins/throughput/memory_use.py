@@ -13,9 +13,9 @@ from torch.autograd import graph
 
 import forge
 from forge.torch_internals import pytree
+from forge.util.tables import piped
+from forge.util.tensors import storage_key
 from forge.util.text import format_bytes
-from forge_plugins.common.tables import piped
-from forge_plugins.common.tensors import storage_key
 from forge_plugins.torch_internals import saved_tensors_hooks
 
 

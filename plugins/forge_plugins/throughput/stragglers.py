@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.env import Env
-from forge_plugins.common.clock import Totals, duration
+from forge.util.clock import Totals, duration
 
 logger = logging.getLogger("forge")
 

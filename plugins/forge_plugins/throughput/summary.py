@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from forge.runs.wording import rate
+from forge.util.clock import Totals, duration, percentile
 from forge.util.text import format_bytes
-from forge_plugins.common.clock import Totals, duration, percentile
 from forge_plugins.throughput.flops import Count
 from forge_plugins.throughput.memory_use import Breakdown
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError, TaskError
-from forge_plugins.common.patterns import MANY, as_list, covers, listed
+from forge.util.patterns import MANY, as_list, covers, listed
 from forge_speed.fp8.linear import TILE, install, remove
 
 logger = logging.getLogger("forge")

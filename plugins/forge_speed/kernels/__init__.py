@@ -13,11 +13,11 @@ import torch
 import forge
 from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
+from forge.util.patterns import as_list
 from forge_kernels import discovery, patch
 from forge_kernels.contract import INTERPRETED, Functional, Kernel, Subgraph
 from forge_kernels.graph_rewriting import GraphRewriting
 from forge_kernels.torch_internals import build_dynamo_table, rewriting_graphs, without_counting
-from forge_plugins.common.patterns import as_list
 from forge_speed.json_cache import JsonCache, cache_folder
 from forge_speed.kernels.judgement import StepTrial, StepVerdict, judge
 from forge_speed.kernels.observation import Candidate, ObservedCalls, observe_calls

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import forge
 from forge.snapshot.sandbox import without_side_effects
-from forge_plugins.common.patterns import listed
+from forge.util.patterns import listed
 
 logger = logging.getLogger("forge")
 

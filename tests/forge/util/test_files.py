@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import forge
+from forge.runs.sinks import drop_after
 from forge.util.files import atomic_write
 from forge_plugins import JSONL
-from forge_plugins.common.sinks import drop_after
 from forge_plugins.tensorboard import projector
 from tests.support.tasks import fit
 
@@ -40,7 +40,7 @@ def test_an_error_of_the_disk_names_a_file(tmp_path: Path) -> None:
 
 def metrics_lines(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"update": 1}\n{"update": 2}\n')
-    drop_after(folder / "metrics.jsonl", 1)
+    drop_after(folder / "metrics.jsonl", 1, "a logger")
 
 
 def points(folder: Path) -> None:

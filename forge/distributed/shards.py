@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from forge import registry
 from forge.errors import TaskError
-from forge_plugins.common.blocks import is_tied
-from forge_plugins.common.patterns import listed
-from forge_plugins.common.sharded import is_distributed, whole
-from forge_plugins.torch_internals import module_states
+from forge.optim.sharded import is_distributed, whole
+from forge.torch_internals import module_states
+from forge.util.blocks import is_tied
+from forge.util.patterns import listed
 
 HOOKS = (
     "_forward_hooks",
@@ -170,11 +171,14 @@ def refuse_unshardable(task: nn.Module, who: str) -> None:
     for names, why in (
         (
             scalars,
-            "has no dimension, and is in a layer that is divided. Leave that layer out of tensor_parallel.plan: every "
-            "rank then computes it whole.",
+            "has no dimension, and is in a layer that is divided."
+            + registry.advice("divided", " Leave that layer out of {}: every rank then computes it whole."),
         ),
         (empty, "has no elements, and torch's FSDP takes no such parameter. Remove it, or make it a buffer."),
-        (odd, "is not contiguous in memory (channels_last, or a transposed view). Call .contiguous() on its data."),
+        (
+            odd,
+            "is not contiguous in memory (a transposed view, or channels last). Call .contiguous() on its data.",
+        ),
     ):
         if names:
             raise TaskError(f"{who}: {listed(names)} of {type(task).__name__} {why}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from forge import registry
 from forge.errors import TaskError
-from forge_plugins.common.patterns import listed
+from forge.util.patterns import listed
 
 
 def refuse_sparse(task: nn.Module, who: str) -> None:
@@ -18,5 +19,5 @@ def refuse_sparse(task: nn.Module, who: str) -> None:
     if names:
         raise TaskError(
             f"{who} sums the gradients of many parameters as one tensor, and those of {listed(names)} of "
-            f"{type(task).__name__} are sparse. Set sparse=False there, or use ddp."
+            f"{type(task).__name__} are sparse. Set sparse=False there." + registry.advice("sparse", " Or use {}.")
         )

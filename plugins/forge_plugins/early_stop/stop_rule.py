@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import forge
+from forge.contract.run_lengths import moment, reached
 from forge.errors import NegativeVerdict, RecipeError
-from forge_plugins.common.run_lengths import moment, reached
 
 logger = logging.getLogger("forge")
 

@@ -1,6 +1,6 @@
-"""Memory of a step under `ddp`, `fsdp` and `tensor_parallel`, for `forge plan --devices`.
+"""Memory of a step whose model is copied, sharded or split over devices, for `forge plan --devices`.
 
-DDP adds its buckets, which is exact; sharding is a formula, and its rows are estimates.
+A copy adds its buckets, which is exact; sharding is a formula, and its rows are estimates.
 """
 
 from __future__ import annotations

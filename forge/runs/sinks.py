@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import forge
 from forge.checkpoint import wait_until_written
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.run import Run
 from forge.errors import StackError
 from forge.runs.wording import counted
 from forge.util.files import atomic_write, make_folder, regular_only
@@ -29,7 +31,7 @@ PASSWORD = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 Value = TypeVar("Value")
 
 
-class Sink(forge.Plugin):
+class Sink(Plugin):
     """A logger of the main process of a run with a folder: opened by its first log, and again after a rewind.
 
     The first failure is logged, and the logger is used no more: logs are not worth a run.
@@ -58,25 +60,25 @@ class Sink(forge.Plugin):
 
     # -- what a logger says -------------------------------------------------------------------------------------------
 
-    def open(self, trainer: forge.Run) -> Any:
+    def open(self, trainer: Run) -> Any:
         """Return a writer. After a rewind or a resume it goes on at `trainer.resumed_from`."""
         raise NotImplementedError
 
-    def reopen(self, trainer: forge.Run) -> Any:
+    def reopen(self, trainer: Run) -> Any:
         """Return the writer to use after a rewind."""
         self.close(trainer)
         return self.open(trainer)
 
-    def log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: Run, update: int, metrics: dict[str, Any]) -> None:
         """Log metrics to `self.ready(trainer)`."""
         raise NotImplementedError
 
-    def close(self, trainer: forge.Run) -> None:
+    def close(self, trainer: Run) -> None:
         self.opened.close()
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
-    @forge.hookimpl
+    @hookimpl
     def forge_configure(self) -> None:
         if self.package is not None:
             try:
@@ -85,23 +87,23 @@ class Sink(forge.Plugin):
                 missing = without_passwords(error.name)
                 raise StackError(f"{self.name} needs {missing}: pip install 'forge-trainer[{self.package}]'") from error
 
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Run) -> None:
+    @hookimpl
+    def forge_start(self, trainer: Run) -> None:
         self.begin()
 
-    @forge.hookimpl
-    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
+    @hookimpl
+    def forge_log(self, trainer: Run, update: int, metrics: dict[str, Any]) -> None:
         if trainer.run_dir is not None and trainer.env.is_main and not self.given_up:
             self.folder = trainer.run_dir
             with self.surviving():
                 self.log(trainer, update, metrics)
 
-    @forge.hookimpl
+    @hookimpl
     def forge_exception(self, error: BaseException) -> None:
         self.error = error
 
-    @forge.hookimpl
-    def forge_end(self, trainer: forge.Run) -> None:
+    @hookimpl
+    def forge_end(self, trainer: Run) -> None:
         try:
             if self.opened is not None:
                 with self.surviving():
@@ -109,7 +111,7 @@ class Sink(forge.Plugin):
         finally:
             self.opened = None
 
-    def ready(self, trainer: forge.Run) -> Any:
+    def ready(self, trainer: Run) -> Any:
         """Return the writer, without what was logged after the update that the run was restored to."""
         if self.opened is None or self._restores != trainer.restores:
             self._restores = trainer.restores
@@ -127,13 +129,13 @@ class Sink(forge.Plugin):
                 logger.error("%s: nothing more is logged there: %s. The run continues without it.", self.name, what)
             self.given_up = True
 
-    def position(self, trainer: forge.Run, update: int) -> dict[str, Any]:
+    def position(self, trainer: Run, update: int) -> dict[str, Any]:
         """Return where the run was after `update`, and the seconds since this process started it."""
         epoch, sample = counters_after(trainer, update)
         return {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
 
 
-def writes(trainer: forge.Run) -> bool:
+def writes(trainer: Run) -> bool:
     """Whether this process writes logs: the main one, and only with a run folder."""
     return trainer.run_dir is not None and trainer.env.is_main
 
@@ -153,12 +155,12 @@ def without_passwords(text: object) -> str:
     return PASSWORD.sub("***", str(text))
 
 
-def last_kept(trainer: forge.Run) -> int | None:
+def last_kept(trainer: Run) -> int | None:
     """Return the last update whose logs stand: of a resumed fit its checkpoint's; None: all logs stand."""
     return trainer.resumed_from if trainer.verb == "fit" else None
 
 
-def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
+def counters_after(trainer: Run, update: int) -> tuple[int, int]:
     """Return (epochs, samples) done after `update`. A log can arrive one update late, within the step or after it."""
     progress, step = trainer.progress, trainer.step
     if step is None:
@@ -172,7 +174,7 @@ def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
 # Loggers of a service: its id of the run, the checkpoints
 
 
-def run_id(trainer: forge.Run, path: Path, key: str, make: Callable[[], str]) -> str:
+def run_id(trainer: Run, path: Path, key: str, make: Callable[[], str]) -> str:
     """Return a service's id of this run, from a file of the run folder; a new run gets one, which is written there."""
     if path.exists() and not (trainer.verb == "fit" and trainer.resumed_from is None):
         return json.loads(path.read_text(encoding="utf-8"))[key]
@@ -199,7 +201,7 @@ def appending(path: Path) -> TextIO:
     return open(path, "a", buffering=1, encoding="utf-8", newline="", opener=regular_only)
 
 
-def drop_after(path: Path, update: int, by: str = "jsonl") -> None:
+def drop_after(path: Path, update: int, by: str) -> None:
     """Remove the lines of later updates from a file, and a last line that a kill has cut short.
 
     Other lines that cannot be read are moved to a file beside it, with one warning.

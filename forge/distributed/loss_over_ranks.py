@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import forge
+from forge.contract.step import Step
 from forge.data.accumulation_windows import batch_size
 from forge.data.sample_rng import seeded
 from forge.data.sharding import Cut, part_of
@@ -38,7 +38,7 @@ Losses = dict[tuple[int, ...], float]
 """The loss of each union of parts."""
 
 
-def tell_of_other_means(step: forge.Step, model: Callable[..., Any], who: str) -> None:
+def tell_of_other_means(step: Step, model: Callable[..., Any], who: str) -> None:
     """Warn if the update of several ranks is not that of the whole batch, with the cure. All ranks must call it."""
     trainer = step.trainer
     env = trainer.env
@@ -69,7 +69,7 @@ def _part(raw: Any, begin: int, count: int, size: int) -> Any:
         return None
 
 
-def _losses(step: forge.Step, model: Callable[..., Any], parts: Sequence[Any]) -> Losses | None:
+def _losses(step: Step, model: Callable[..., Any], parts: Sequence[Any]) -> Losses | None:
     """Return the loss of every union of parts of a batch; None where it is not a function of the samples."""
     trainer = step.trainer
     name, device = next(iter(trainer.optimizers)), trainer.env.device
@@ -147,7 +147,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def _without_a_trace(step: forge.Step) -> Iterator[None]:
+def _without_a_trace(step: Step) -> Iterator[None]:
     """Evaluate without dropout and batch statistics, and leave everything as it was."""
     trainer = step.trainer
     modes = [(module, module.training) for module in trainer.task.modules()]

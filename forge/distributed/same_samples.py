@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-import forge
+from forge.contract.run import Run
 from forge.data.accumulation_windows import length_of
 from forge.data.iterable import digest
 from forge.data.own_generators import data_roots
@@ -47,7 +47,7 @@ MAX_TEXT = 1000
 CLOSE = 1e-4
 
 
-def refuse_different_samples(trainer: forge.Run) -> None:
+def refuse_different_samples(trainer: Run) -> None:
     """Compare some samples of every loader that can be indexed with those of rank 0. All ranks must call this."""
     env = trainer.env
     if env.world == 1:
@@ -73,7 +73,7 @@ def refuse_different_samples(trainer: forge.Run) -> None:
                 )
 
 
-def tell_different_weights(trainer: forge.Run) -> None:
+def tell_different_weights(trainer: Run) -> None:
     """Before a strategy makes them equal, say if ranks begin with other weights: they were not seeded alike."""
     if trainer.verb != "fit" or trainer.env.world == 1:
         return

@@ -1,4 +1,4 @@
-"""Data parallel training with a copy of the model on every rank: what `ddp` and `zero` share."""
+"""Data parallel training with a copy of the model on every rank, for the strategies that hold one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import forge
+from forge import torch_internals as internals
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.run import Run
+from forge.contract.step import Step
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
+from forge.distributed.divided_norms import warn_of_divided_batches
+from forge.distributed.loss_over_ranks import tell_of_other_means
+from forge.distributed.same_samples import refuse_different_samples, tell_different_weights
 from forge.errors import RecipeError, StackError, TaskError
-from forge_plugins import torch_internals as internals
-from forge_plugins.common.batch_statistics import warn_of_divided_batches
-from forge_plugins.common.loss_over_ranks import tell_of_other_means
-from forge_plugins.common.patterns import listed
-from forge_plugins.common.same_samples import refuse_different_samples, tell_different_weights
-from forge_plugins.common.sharded import divided_along
+from forge.optim.sharded import divided_along
+from forge.util.patterns import listed
 
 logger = logging.getLogger("forge")
 
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
-def check_positive(plugin: forge.Plugin, *names: str) -> None:
+def check_positive(plugin: Plugin, *names: str) -> None:
     """Refuse options that are not above 0."""
     for name in names:
         value = getattr(plugin.config, name)
@@ -38,7 +41,7 @@ def check_positive(plugin: forge.Plugin, *names: str) -> None:
             raise RecipeError(f"{plugin.name}.{name} is {value:g}; it must be above 0.")
 
 
-class Replicated(forge.Plugin):
+class Replicated(Plugin):
     """Training on several processes that each hold a copy of the model, with torch's DistributedDataParallel."""
 
     @dataclass(kw_only=True, slots=True)
@@ -89,20 +92,20 @@ class Replicated(forge.Plugin):
 
     # -- build --------------------------------------------------------------------------------------------------------
 
-    @forge.hookimpl
-    def forge_configure(self, trainer: forge.Run) -> None:
+    @hookimpl
+    def forge_configure(self, trainer: Run) -> None:
         trainer.mesh_axes["data"] = 0
 
-    @forge.hookimpl
-    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
+    @hookimpl
+    def forge_setup_env(self, trainer: Run) -> DistributedEnv:
         self._reset()
         self._env = self.make_env(trainer)
         split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
         self._cleanup.enter_context(internals.dynamo_config.patch(optimize_ddp=split))
         return self._env
 
-    @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
+    @hookimpl
+    def forge_build_model(self, trainer: Run, build: Build, phase: str) -> None:
         if phase == "surgery" and self.config.sync_batchnorm:
             if trainer.env.device.type == "cpu":
                 why = "torch's SyncBatchNorm does not run on the CPU"
@@ -115,8 +118,8 @@ class Replicated(forge.Plugin):
             if trainer.verb == "fit":
                 build.model = self.wrapped(build.task)
 
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Run) -> None:
+    @hookimpl
+    def forge_start(self, trainer: Run) -> None:
         """Compare the data of all ranks. Rebuild the wrapper for several optimizers, which are known only now."""
         refuse_different_samples(trainer)
         warn_of_divided_batches(trainer, self.name)
@@ -125,15 +128,15 @@ class Replicated(forge.Plugin):
             self._finds_unused = True
             trainer.replace_model(self.wrapped(trainer.task))
 
-    def make_env(self, trainer: forge.Run) -> DistributedEnv:
+    def make_env(self, trainer: Run) -> DistributedEnv:
         """Return the environment of this process."""
         config = self.config
         return DistributedEnv(trainer.device, trainer=trainer, backend=config.backend, watchdog=config.watchdog)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    @forge.hookimpl(wrapper=True)
-    def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Step) -> Generator[None, Any, Any]:
         model, trainer = self._model, step.trainer
         if model is not None and trainer.env.world > 1:
             # gradients are sent with the window's last micro-batch; a forward outside of the step has none
@@ -142,8 +145,8 @@ class Replicated(forge.Plugin):
                 model.require_backward_grad_sync = sync
         return (yield)
 
-    @forge.hookimpl
-    def forge_finalize_grads(self, step: forge.Step) -> None:
+    @hookimpl
+    def forge_finalize_grads(self, step: Step) -> None:
         """Refuse gradients that torch has not averaged, before they reach the weights; torch tells in the next step."""
         if self._model is None or step.trainer.env.world == 1:
             return
@@ -155,12 +158,11 @@ class Replicated(forge.Plugin):
             missing = [trained[int(number)] for number in numbers[1:] if int(number) < len(trained)]
             raise TaskError(
                 f"{self.name}: {listed(missing) if missing else 'some parameters'} got no gradient on rank "
-                f"{step.trainer.env.rank}, so torch averaged none. Set {self.name}.find_unused=true, or freeze them "
-                "(-p freeze)."
+                f"{step.trainer.env.rank}, so torch averaged none. Set {self.name}.find_unused=true, or freeze them."
             ) from error
 
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
+    @hookimpl
+    def forge_step_end(self, step: Step) -> None:
         """Compare the loss of the first update with its mean over ranks. Rebuild the wrapper if parameters were frozen
         or thawed: it would not average new ones."""
         if not self._compared and self._inner is not None and step.trainer.env.data_world > 1:
@@ -172,11 +174,11 @@ class Replicated(forge.Plugin):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    @forge.hookimpl
+    @hookimpl
     def forge_exception(self) -> None:
         self._failed = True
 
-    @forge.hookimpl
+    @hookimpl
     def forge_end(self) -> None:
         env, failed = self._env, self._failed
         self._reset()
@@ -229,7 +231,7 @@ class Replicated(forge.Plugin):
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
             raise StackError(
                 f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel over gloo, which {self.name} "
-                "uses. Set TORCH_DISTRIBUTED_DEBUG=INFO, or look with -p fsdp."
+                "uses. Set TORCH_DISTRIBUTED_DEBUG=INFO."
             )
 
 

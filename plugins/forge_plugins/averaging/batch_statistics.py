@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,30 +16,11 @@ from forge.data.sample_rng import seeded
 from forge.data.sharding import Portion
 from forge.snapshot.sandbox import kept_buffers, uncompiled
 from forge.torch_internals import BatchNorm
-from forge_plugins.common.patterns import listed
-
-logger = logging.getLogger("forge")
 
 
 def batch_norms(task: torch.nn.Module) -> list[Any]:
     """Return the BatchNorm modules whose statistics training updates; frozen ones are in evaluation mode."""
     return [m for m in task.modules() if isinstance(m, BatchNorm) and m.training and m.running_mean is not None]
-
-
-def dividing_norms(task: nn.Module) -> list[str]:
-    """Return the names of BatchNorm modules in training that take statistics of less than a batch where it is
-    divided."""
-    norms = [(name, module) for name, module in task.named_modules() if isinstance(module, BatchNorm)]
-    return [name for name, module in norms if module.training and not isinstance(module, nn.SyncBatchNorm)]
-
-
-def warn_of_divided_batches(trainer: forge.Run, who: str) -> None:
-    """Warn that BatchNorm takes statistics of one rank's samples, so that the run differs from one process."""
-    names = dividing_norms(trainer.task)
-    if names and trainer.verb == "fit" and trainer.env.data_world > 1 and trainer.env.is_main:
-        text = "%s: BatchNorm (%s) takes statistics of the samples of one rank, so the run differs from that of one "
-        text += "process. On GPUs, ddp.sync_batchnorm=true takes them of the whole batch; GroupNorm and LayerNorm need "
-        logger.warning(text + "none.", who, listed(names))
 
 
 def unreadable(trainer: forge.Run, over: bool) -> str | None:

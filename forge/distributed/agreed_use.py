@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from forge.errors import TaskError
-from forge_plugins.common.patterns import listed
+from forge.util.patterns import listed
 
 
 class AgreedUse:

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import forge
 from forge.checkpoint.weights import noted_as_average
+from forge.contract.run_lengths import check_length, updates_of
 from forge.errors import ForgeError, StackError, TaskError
+from forge.optim.sharded import is_distributed, local, whole
 from forge.snapshot.copies import without_hooks
 from forge.torch_internals import foreach_copy_
-from forge_plugins.common.run_lengths import check_length, updates_of
-from forge_plugins.common.sharded import is_distributed, local, whole
-from forge_plugins.common.target import ShardedTarget, Target
+from forge_plugins.averaging.target import ShardedTarget, Target
 from forge_plugins.torch_internals import foreach_lerp_
 
 logger = logging.getLogger("forge")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from forge.util.blocks import repeated
-from forge_plugins.common.patterns import chosen
+from forge.util.blocks import is_tied, repeated
+from forge.util.patterns import chosen
 
 
 def sharded_blocks(task: nn.Module, patterns: list[str], min_size: int) -> dict[str, nn.Module]:
@@ -17,13 +17,3 @@ def sharded_blocks(task: nn.Module, patterns: list[str], min_size: int) -> dict[
     found = chosen(task, patterns, "fsdp.blocks") if patterns else repeated(task)
     sizes = {name: sum(parameter.numel() for parameter in block.parameters()) for name, block in found.items()}
     return {name: b for name, b in found.items() if sizes[name] >= max(1, min_size) and not is_tied(b, task)}
-
-
-def is_tied(block: nn.Module, task: nn.Module) -> bool:
-    """Whether modules outside of a block have a parameter of it; those without a dimension are not sharded, so that
-    they do not count."""
-    everything = list(task.named_modules(remove_duplicate=False))
-    inside = tuple(f"{name}." for name, module in everything if module is block)
-    outside = [module for name, module in everything if not f"{name}.".startswith(inside)]
-    own = {id(parameter) for parameter in block.parameters() if parameter.ndim}
-    return any(id(parameter) in own for module in outside for parameter in module._parameters.values())

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import forge
+from forge.contract.run_lengths import check_length, updates_of
 from forge.data.accumulation_windows import length_of
 from forge.errors import ForgeError, RecipeError, StackError
 from forge.optim import schedule_stepping
 from forge.rng import combine_seeds
 from forge.snapshot.finite import not_finite
 from forge.snapshot.sandbox import kept_buffers
-from forge_plugins.common.average import Averaging
-from forge_plugins.common.batch_statistics import batch_norms, estimate, unreadable
-from forge_plugins.common.run_lengths import check_length, updates_of
+from forge_plugins.averaging.average import Averaging
+from forge_plugins.averaging.batch_statistics import batch_norms, estimate, unreadable
 
 logger = logging.getLogger("forge")
 

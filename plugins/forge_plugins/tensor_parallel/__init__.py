@@ -15,10 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 import forge
 from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, TaskError
+from forge.optim.sharded import is_distributed, whole
 from forge.rng import seed_all
-from forge_plugins.common.patterns import MANY, chosen, listed
-from forge_plugins.common.sharded import is_distributed, whole
-from forge_plugins.common.whole_shapes import fails_divided
+from forge.util.patterns import MANY, chosen, listed
+from forge_plugins.tensor_parallel.whole_shapes import fails_divided
 
 logger = logging.getLogger("forge")
 
@@ -72,6 +72,7 @@ class TensorParallel(forge.Plugin):
 
     config: Config
     provides = ("tensor_parallel", "split_layers")
+    cures = {"divided": "{name}.plan"}
     axes = {"tensor": "matrices"}
     before = ("strategy",)
 

@@ -1,4 +1,4 @@
-"""Find where the host waits for the CUDA device; shared by `ledger` and `cuda_graph`."""
+"""Find where the host waits for the CUDA device."""
 
 from __future__ import annotations
 

@@ -1,19 +1,20 @@
 """Options that name a length of a run, or a moment in it.
 
-`schedule`, `ema` and `swa` take lengths: updates, a share of the run, or an interval. `early_stop` and `freeze` take
-moments: updates, epochs or samples since the start.
+A length is a number of updates, a share of the run, or an interval. A moment is in updates, epochs or samples since the
+start.
 """
 
 from __future__ import annotations
 
-import forge
+from forge.contract.run import Run
 from forge.errors import ForgeError, RecipeError
+from forge.progress import Interval
 
 
 def check_length(length: int | float | str, option: str) -> None:
     """Raise a RecipeError unless it is a number of updates, a share of the run, or an interval in updates or epochs."""
     if isinstance(length, str):
-        if forge.Interval(length).unit not in ("update", "epoch"):
+        if Interval(length).unit not in ("update", "epoch"):
             raise RecipeError(f"{option} is {length!r}; write it in updates or epochs.")
     elif length < 0 or (isinstance(length, float) and length >= 1):
         raise RecipeError(
@@ -22,7 +23,7 @@ def check_length(length: int | float | str, option: str) -> None:
         )
 
 
-def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> int:
+def updates_of(length: int | float | str, trainer: Run, option: str) -> int:
     """Return a length in updates of this run; raise a ForgeError if the run's own length is needed and unknown."""
     if isinstance(length, float):
         if trainer.planned_updates is None and length:
@@ -33,7 +34,7 @@ def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> in
         return round(length * (trainer.planned_updates or 0))
     if isinstance(length, int):
         return length
-    interval = forge.Interval(length)
+    interval = Interval(length)
     if interval.unit == "update":
         return int(interval.count)
     if trainer.updates_per_epoch is None:
@@ -44,10 +45,10 @@ def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> in
     return int(interval.count) * trainer.updates_per_epoch
 
 
-def moment(text: str, option: str) -> forge.Interval:
+def moment(text: str, option: str) -> Interval:
     """Parse a moment. Wall-clock time is refused: a resumed run would reach it at another update."""
     try:
-        interval = forge.Interval(text)
+        interval = Interval(text)
     except ForgeError as error:
         raise RecipeError(f"{option}: {error}") from error
     if interval.unit == "second":
@@ -58,6 +59,6 @@ def moment(text: str, option: str) -> forge.Interval:
     return interval
 
 
-def reached(at: forge.Interval, *, updates: int, epochs: int, samples: int) -> bool:
+def reached(at: Interval, *, updates: int, epochs: int, samples: int) -> bool:
     """Whether a run with these counts has reached the moment or is past it."""
     return {"update": updates, "epoch": epochs, "sample": samples}[at.unit] >= at.count

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-import forge
 from forge.checkpoint import Checkpoints
+from forge.contract.run import Run
+from forge.contract.step import Step
+from forge.optim.sharded import local
 from forge.snapshot.finite import may_be_infinite, not_finite, values_of
 from forge.snapshot.sandbox import Owned
-from forge_plugins.common.sharded import local
-from forge_plugins.torch_internals import mark_non_finite
+from forge.torch_internals import mark_non_finite
 
 PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 """Dtypes that torch's kernel looks at as they are."""
@@ -65,13 +66,13 @@ def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
         mark_non_finite(alike, flag, one)
 
 
-def gradients(step: forge.Step) -> list[Tensor]:
+def gradients(step: Step) -> list[Tensor]:
     """Return the gradients of the current optimizer's parameters."""
     groups = step.optimizer.param_groups
     return [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
 
 
-def trained_weights(step: forge.Step, left_out: Collection[int] = ()) -> list[Tensor]:
+def trained_weights(step: Step, left_out: Collection[int] = ()) -> list[Tensor]:
     """Return the current optimizer's parameters that have a gradient, less those `left_out` by id."""
     groups = step.optimizer.param_groups
     return [p.data for group in groups for p in group["params"] if p.grad is not None and id(p) not in left_out]
@@ -86,12 +87,12 @@ def bad_weights(task: torch.nn.Module) -> list[str]:
     return [name for name in found if not may_be_infinite(task, name) or bool(values_of(named[name]).isnan().any())]
 
 
-def gradients_are_scaled(trainer: forge.Run) -> bool:
+def gradients_are_scaled(trainer: Run) -> bool:
     """Whether a plugin owns the backward pass, as a loss scaler does: it then handles gradients that overflow."""
     return any(call.role == "own" for call in trainer.stack.calls()["forge_backward"])
 
 
-def bad_gradients(step: forge.Step) -> list[str]:
+def bad_gradients(step: Step) -> list[str]:
     """Return the names of the current optimizer's parameters whose gradients are not finite."""
     own = {id(parameter) for parameter in step.parameters()}
     return not_finite((name, p.grad) for name, p in step.trainer.task.named_parameters() if id(p) in own)
@@ -107,7 +108,7 @@ def moving_buffers(task: torch.nn.Module) -> list[Owned]:
     ]
 
 
-def last_checkpoint(trainer: forge.Run) -> Path | None:
+def last_checkpoint(trainer: Run) -> Path | None:
     """Return the newest checkpoint of the run, if any."""
     if trainer.run_dir is None:
         return None

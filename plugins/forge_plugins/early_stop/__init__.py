@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import forge
 from forge import options
+from forge.diagnose.validations import warn_of_none_planned, warn_of_nothing_compared
 from forge.errors import NegativeVerdict, StackError
-from forge_plugins.common.stop_rule import StopRule
-from forge_plugins.common.validations import warn_of_none_planned, warn_of_nothing_compared
+from forge_plugins.early_stop.stop_rule import StopRule
 
 
 class EarlyStop(forge.Plugin):

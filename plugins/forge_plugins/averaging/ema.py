@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins.common.average import Averaging
+from forge_plugins.averaging.average import Averaging
 
 logger = logging.getLogger("forge")
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from forge.distributed.shards import COMPOSED, Place
+from forge.optim.sharded import whole
 from forge.snapshot.copies import without_hooks
-from forge_plugins.common.sharded import whole
-from forge_plugins.common.shards import COMPOSED, Place
 
 if TYPE_CHECKING:
-    from forge_plugins.common.average import Average
+    from forge_plugins.averaging.average import Average
 
 
 class Target:

@@ -1,0 +1,1 @@
+"""Plugins that average weights over a run."""

@@ -1,1 +1,0 @@
-"""What several built-in plugins share; other packages may use it too."""
