@@ -1,4 +1,4 @@
-"""compile: compared with eager, module by module; its small parts; generated code."""
+"""compile: compared with eager; its small parts; generated code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from forge.testing import TinyGAN, TinyTask, assert_same_weights
 from forge_plugins import Compile
+from forge_plugins.compile.comparison import furthest
 from forge_plugins.compile.compile_watch import Recompile
-from forge_plugins.compile.search import furthest
 from tests.support import compile_kit
 from tests.support.compile_kit import Plain, counts, fit
 
@@ -56,13 +56,11 @@ def test_comparing_leaves_no_trace_in_the_run(make: Any, blocks: str | None, cap
     assert " ms compiled, " in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.slow), "net.*"])
-def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    fit(Compile(backend="eager", blocks=blocks, compare=True), odd(), max_updates=1)
+def test_a_difference_that_is_too_large_names_torchs_minifier(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Compile(backend="eager", compare=True), odd(), max_updates=1)
     assert "compiled and eager disagree on the first batch: they differ by" in caplog.text
     assert "0.001 is allowed for float32" in caplog.text
-    assert "The first module that differs when compiled by itself is net.2.1 (Odd): " in caplog.text
+    assert "TORCHDYNAMO_REPRO_AFTER=aot" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ class Compile(forge.Plugin):
     numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,
     unless an operation is decomposed. `compare` runs the first batch compiled and uncompiled before training, in
     training mode, with the same random numbers, and reports the largest difference of loss and gradients, and both
-    times. If the difference is too large, the first module that differs is named. Too large means more than 0.001 of a
-    tensor's largest entry in float32, 0.01 with float16 or TF32, 0.05 with bfloat16. `compare` does not affect the
-    run, and costs one more compilation.
+    times. If the difference is too large, the message names torch's own minifier, which finds the operations. Too large
+    means more than 0.001 of a tensor's largest entry in float32, 0.01 with float16 or TF32, 0.05 with bfloat16.
+    `compare` does not affect the run, and costs one more compilation.
 
     Together with: for `cuda_graph` keep `mode=default`. For `fsdp` name the same blocks in both. PyTorch hooks on a
     compiled module run outside its graph; hooks on modules inside become part of the graph, and torch may not notice
