@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import NonFiniteError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Clip, Guard
@@ -328,31 +326,3 @@ class Skips(forge.Plugin):
     @forge.hookimpl
     def forge_edit_grads(self, step: forge.Step) -> None:
         self.seen += [float(p.grad.sum()) if p.grad is not None else 0.0 for p in step.parameters()]
-
-
-# -- the bundle -------------------------------------------------------------------------------------------------------
-
-
-def test_the_bundle_holds_the_window_and_the_state_before_it(tmp_path: Path) -> None:
-    train = with_bad(math.nan)
-    finding, text = found(Net(), train, run_dir=tmp_path)
-    tree = SavedState(tmp_path / "anomaly" / "update-00000002").load()
-    before, _ = fit([], train, max_epochs=None, max_updates=2)
-    assert_same_weights(tree["model"], before)  # buffers too: the bad forward ruined them since
-    torch.testing.assert_close(tree["window"], [train[2]], rtol=0, atol=0, equal_nan=True)
-    assert tree["progress"]["update"] == 2
-    assert tree["finding"]["name"] == finding["name"]
-    assert [entry["name"] for entry in tree["stack"]] == ["anomaly"]
-    assert "forge replay " in text
-    assert f"--task {__file__}:Net" in text
-
-
-class Pair(tuple):
-    """A batch of a class of its own, which no file could give back."""
-
-
-def test_an_unwritable_bundle_does_not_hide_the_finding(tmp_path: Path) -> None:
-    (tmp_path / "anomaly").write_text("in the way")
-    _, text = found(Net(), with_bad(math.nan), run_dir=tmp_path)
-    assert "batch[0], as the loader gave it" in text
-    assert "forge replay" not in text

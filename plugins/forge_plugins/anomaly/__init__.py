@@ -12,7 +12,6 @@ from torch import Tensor
 import forge
 from forge.errors import NonFiniteError, RecipeError
 from forge.snapshot.non_finite import all_finite, gradients, gradients_are_scaled
-from forge_plugins.anomaly import bundle
 from forge_plugins.anomaly.analysis import Analysis, Before
 from forge_plugins.anomaly.report import headline, report
 
@@ -30,8 +29,8 @@ class Anomaly(forge.Plugin):
 
     What you see: a report that names the first non-finite value: an operation, or a parameter, buffer or batch that was
     already bad. It is logged, or added to the error that ends the run. If no other plugin skips the bad update, anomaly
-    raises a NonFiniteError before the weights change. RUN/anomaly/update-XXXXXXXX contains weights, random number
-    states and batches; `forge replay` runs the window from it again.
+    raises a NonFiniteError before the weights change. Since a resume is exact, a run resumed with a breakpoint in the
+    step stops in the same window.
 
     ::
 
@@ -46,7 +45,6 @@ class Anomaly(forge.Plugin):
     config: Config
     provides = ("anomaly",)
     observer = True
-    effects = ("files",)
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)
@@ -58,13 +56,7 @@ class Anomaly(forge.Plugin):
         self._analysis: Analysis | None = None
         self._losses: list[Tensor] = []
         self._bad = self._only_loss = False
-        self._replay = ""
         self._fresh = False
-
-    @staticmethod
-    def as_text(finding: dict[str, Any], title: str = "") -> str:
-        """Return a finding as text."""
-        return report(finding, title=title)
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -135,14 +127,12 @@ class Anomaly(forge.Plugin):
         finally:
             self._analysis = None
         self.findings.append(finding)
-        path = bundle.write(step, self._before, finding)
-        self._replay = bundle.command(path, step.trainer) if path is not None else ""
 
     def _log(self) -> None:
         if self._fresh:
-            logger.warning("%s", report(self.findings[-1], self._replay))
+            logger.warning("%s", report(self.findings[-1]))
 
     def _note(self, error: NonFiniteError) -> None:
         error.__forge_analysed__ = True  # pyright: ignore[reportAttributeAccessIssue]
         if self._fresh:
-            error.add_note(report(self.findings[-1], self._replay, title="Where it came from:"))
+            error.add_note(report(self.findings[-1], title="Where it came from:"))

@@ -26,11 +26,9 @@ def headline(finding: dict[str, Any]) -> str:
     return f"{where}: the loss or a gradient was not finite, but in a second run everything is finite."
 
 
-def report(finding: dict[str, Any], replay: str = "", title: str = "") -> str:
+def report(finding: dict[str, Any], title: str = "") -> str:
     """Return the full report, under its headline or another title."""
     lines = [title or headline(finding), *(f"  {label:<9} {text}" for label, text in _lines(finding) if text)]
-    if replay:
-        lines.append(f"  {'replay':<9} {replay}")
     return "\n".join(lines)
 
 
