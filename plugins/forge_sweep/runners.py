@@ -1,13 +1,13 @@
-"""Run one trial: in a process of its own, or in this one."""
+"""Run one trial: in a process of its own, or in this one. What it gave is in its run folder."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,8 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.run import Run
 from forge.engine.trainer import Trainer
-from forge.errors import ForgeError, Interrupted
-from forge.util.children import OUTPUT, Children, cause_of_death, die_with_parent
+from forge.errors import Interrupted
+from forge.util.children import OUTPUT, Children, cause_of_death
 from forge.util.files import make_folder
 
 CHANNEL = "FORGE_SWEEP_CHANNEL"
@@ -28,24 +28,13 @@ Report = Callable[[int, float], str]
 """Takes an update and the metric's value; returns why the trial is to stop, else an empty text."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrialResult:
-    """How a trial ended."""
-
-    value: float | None = None
-    "The last value of the metric."
-    reason: str = ""
-    "Why it failed."
-    interrupted: bool = False
-    "Whether a signal ended it, so that it is to be resumed."
-    known: tuple[str, ...] = ()
-    "The metrics that it logged, if the one in question is not among them."
-
-
 class TrialRunner(Protocol):
-    """Runs a trial in its folder with these overrides; a trial that is there already is resumed."""
+    """Runs a trial in its folder with these overrides; a trial that is there already is resumed.
 
-    def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> TrialResult: ...
+    Returns why it failed, else an empty text. Raises Interrupted if a signal ended it, so that it is to be resumed.
+    """
+
+    def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> str: ...
 
     def stop(self) -> None:
         """End what runs, after saving it; called from another thread, or a signal handler."""
@@ -71,17 +60,11 @@ class TrialReporter(Plugin):
                 trainer.request_stop(stop, by="sweep")
 
 
-def train(build: Callable[[], tuple[Any, Any, Any]], metric: str, report: Report) -> TrialResult:
-    """Fit a trial in this process. `build` returns Trainer, task and data, in the run folder of the trial."""
-    trainer, task, data = build()
+def train(trainer: Trainer, task: Any, data: Any, metric: str, report: Report) -> None:
+    """Fit a trial in this process, or go on with it."""
     trainer.resume = "auto"
     trainer.stack.add(TrialReporter(metric, report))
-    found = trainer.fit(task, data.train, data.val).metrics
-    value = found.get(metric)
-    if isinstance(value, (int, float)):
-        return TrialResult(float(value))
-    numbers = (name for name, other in found.items() if isinstance(other, (int, float)))
-    return TrialResult(known=tuple(sorted(numbers)))
+    trainer.fit(task, data.train, data.val)
 
 
 class InProcess:
@@ -90,20 +73,17 @@ class InProcess:
     def __init__(self, load: Callable[[Sequence[str]], Recipe], metric: str):
         self._load, self._metric = load, metric
 
-    def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> TrialResult:
-        def build() -> tuple[Any, Any, Any]:
-            trainer = Trainer(recipe=recipe, run_dir=folder)
-            task = recipe.make_task()
-            return trainer, task, recipe.make_data(task)
-
+    def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> str:
         try:
             recipe = self._load(overrides)
-            return train(build, self._metric, report)
+            trainer, task = Trainer(recipe=recipe, run_dir=folder), recipe.make_task()
+            train(trainer, task, recipe.make_data(task), self._metric, report)
         except Exception as error:
             make_folder(folder)
             with (folder / OUTPUT).open("a", encoding="utf-8") as output:
                 output.writelines(traceback.format_exception(error))
-            return TrialResult(reason=f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def stop(self) -> None:
         """Do nothing: the signal reaches the Trainer itself."""
@@ -117,71 +97,55 @@ class OwnProcess:
         "`words` returns the arguments of `forge fit` with some overrides."
         self._children = Children()
 
-    def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> TrialResult:
+    def __call__(self, folder: Path, overrides: Sequence[str], report: Report, device: str | None) -> str:
         make_folder(folder)
-        here, there = socket.socketpair()
+        words = [*self._words(overrides), "--run-dir", str(folder), "--resume"]
+        here, there = Pipe()
         with here, (folder / OUTPUT).open("ab") as output:
             channel = {CHANNEL: str(there.fileno())}
             options: dict[str, Any] = {"stdout": output, "stderr": output, "pass_fds": [there.fileno()]}
             with self._children.start(["-m", MODULE], device, channel, **options) as child:
                 there.close()
                 try:
-                    words = [*self._words(overrides), "--run-dir", str(folder), "--resume"]
-                    result = converse(here, {"words": words, "metric": self._metric}, report)
+                    converse(TrialChannel(here), [words, self._metric], report)
                 finally:
                     here.close()  # a trial that still waits for an answer ends
-            code = child.returncode
-        if code == Interrupted.EXIT_CODE or (result is None and self._children.stopped):
-            return TrialResult(interrupted=True)
-        return result or TrialResult(reason=cause_of_death(code, folder / OUTPUT))
+        if child.returncode == Interrupted.EXIT_CODE or (child.returncode and self._children.stopped):
+            raise Interrupted("A trial was interrupted.")
+        return cause_of_death(child.returncode, folder / OUTPUT) if child.returncode else ""
 
     def stop(self) -> None:
         """Ask every trial to save and end."""
         self._children.stop()
 
 
-def converse(channel: socket.socket, request: dict[str, Any], report: Report) -> TrialResult | None:
-    """Give a trial its work, answer its reports, and return its result; None if it died."""
-    try:
-        channel.sendall(json.dumps(request).encode() + b"\n")
-        with channel.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if "update" not in message:
-                    return TrialResult(message["value"], message["reason"], known=tuple(message["known"]))
-                answer = report(message["update"], message["value"])
-                channel.sendall(json.dumps({"stop": answer}).encode() + b"\n")
-    except (OSError, ValueError):  # it died in the middle of a word
-        return None
-    return None
+class TrialChannel:
+    """Either end of the channel between a sweep and a trial in another process: JSON, message by message."""
 
+    def __init__(self, connection: Connection):
+        self._connection = connection
 
-# -- in the process of a trial ----------------------------------------------------------------------------------------
+    @classmethod
+    def of_trial(cls) -> TrialChannel:
+        return cls(Connection(int(os.environ.pop(CHANNEL))))
 
+    def say(self, what: Any) -> None:
+        self._connection.send_bytes(json.dumps(what).encode())
 
-class SweepChannel:
-    """The trial's end of the channel."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
-        self._lines = self._socket.makefile("rb")
-        request = self._read()
-        self.words: list[str] = request["words"]
-        self.metric: str = request["metric"]
-        die_with_parent()
+    def hear(self) -> Any:
+        return json.loads(self._connection.recv_bytes())
 
     def report(self, update: int, value: float) -> str:
-        self._write({"update": update, "value": value})
-        return self._read()["stop"]
+        """Report a value from within the trial; the sweep says whether it is to stop."""
+        self.say([update, value])
+        return self.hear()
 
-    def finish(self, result: TrialResult) -> None:
-        self._write({"value": result.value, "reason": result.reason, "known": result.known})
 
-    def _read(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        if not line:
-            raise ForgeError("The sweep of this trial has ended.")
-        return json.loads(line)
-
-    def _write(self, message: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+def converse(trial: TrialChannel, work: list[Any], report: Report) -> None:
+    """Give a trial its work, and answer its reports until it ends."""
+    try:
+        trial.say(work)
+        while True:
+            trial.say(report(*trial.hear()))
+    except (OSError, EOFError):
+        return

@@ -110,19 +110,15 @@ def parse_space(text: str) -> Space:
             raise RecipeError(f"{text}: choice takes two different values or more.")
         return Space(key, kind, texts=tuple(arguments))
     try:
-        numbers = [float(word) for word in arguments]
+        numbers = [(int if "int" in kind else float)(word) for word in arguments]
     except ValueError:
-        raise RecipeError(f"{text}: {kind} takes numbers; for words write choice({','.join(arguments)}).") from None
-    most = 3 if kind == "int" else 2
-    if not 2 <= len(numbers) <= most or not numbers[0] < numbers[1]:
+        whole = "whole numbers" if "int" in kind else "numbers"
+        raise RecipeError(f"{text}: {kind} takes {whole}; for words write choice({','.join(arguments)}).") from None
+    low, high, step = (*numbers, 1, 0, 0)[:3]
+    if not 2 <= len(numbers) <= (3 if kind == "int" else 2) or not low < high or step < 1:
         raise RecipeError(f"{text}: write the lowest and then the highest value, as in {kind}(1,10).")
-    low, high, step = (*numbers, 1.0)[:3]
     if "log" in kind and low <= 0:
         raise RecipeError(f"{text}: a logarithmic range is above 0; it begins at {low:g}.")
-    if "int" in kind and not (low.is_integer() and high.is_integer() and step.is_integer() and step >= 1):
-        raise RecipeError(f"{text}: {kind} takes whole numbers; for others write uniform({low:g},{high:g}).")
-    if kind == "int":
-        high = low + (high - low) // step * step
     return Space(key, kind, low, high, int(step))
 
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from forge.rng import combine_seeds
 from forge.runs.lock import RunLock
 from forge.runs.wording import number as number_text
 from forge.util.files import make_folder
+from forge.util.text import short_path
 from forge_sweep.space import ParameterValue, Space, combinations
 
 if TYPE_CHECKING:
@@ -66,25 +67,16 @@ class SweepPlan:
         if self.sampler == "grid":
             combinations(self.spaces)
 
+    def described(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        plain = {name: getattr(self, name) for name in ("metric", "mode", "sampler", "prune", "seed")}
+        return {"space": {space.key: str(space) for space in self.spaces}, **plain, "seeds": list(self.seeds)}
+
     def limit(self, trials: int) -> int:
         """Return the number of trials: at most as many as the grid has."""
         if trials < 1:
             raise ForgeError(f"--trials is {trials}; it must be at least 1.")
         return min(trials, len(combinations(self.spaces))) if self.sampler == "grid" else trials
-
-
-@dataclass(slots=True)
-class TrialRow:
-    """One trial, as reports show it."""
-
-    number: int
-    state: str
-    "complete, pruned, failed or running."
-    params: dict[str, ParameterValue]
-    value: float | None = None
-    reason: str = ""
-    "Why it failed, or was pruned."
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -107,11 +99,10 @@ class TrialClaim:
 class SweepStudy:
     """The trials of one sweep; used by all threads of a process, and beside other processes."""
 
-    def __init__(self, folder: Path, plan: SweepPlan, storage: str | None = None):
+    def __init__(self, folder: Path, plan: SweepPlan, storage: str | None = None, identity: Sequence[str] = ()):
         self.folder, self.plan, self.is_shared = folder, plan, storage is not None
         self._optuna = optuna = import_optuna()
         self._mutex = threading.RLock()
-        self._given = given_sampler(optuna)
         options = {"min_resource": 1, "reduction_factor": REDUCTION, "min_early_stopping_rate": 0}
         pruner = optuna.pruners.SuccessiveHalvingPruner(**options) if plan.prune else optuna.pruners.NopPruner()
         with self._alone():
@@ -119,10 +110,22 @@ class SweepStudy:
                 study_name=folder.name,
                 storage=storage or journal(optuna, folder / JOURNAL),
                 direction="maximize" if plan.mode == "max" else "minimize",
-                sampler=self._given,
                 pruner=pruner,
                 load_if_exists=True,
             )
+            self._refuse_another({"target": list(identity), **plan.described()})
+
+    def _refuse_another(self, described: dict[str, Any]) -> None:
+        """Keep what the sweep is for beside its trials; refuse the trials of another sweep."""
+        if not self._study.user_attrs:
+            self._study.set_user_attr("plan", described)
+        then = self._study.user_attrs.get("plan", {})
+        for name, value in described.items():
+            if then.get(name) != value:
+                raise ForgeError(
+                    f"{short_path(self.folder)} holds another sweep: its {name} is {then.get(name)!r}, not {value!r}. "
+                    "Name another folder."
+                )
 
     # -- hand out -----------------------------------------------------------------------------------------------------
 
@@ -135,52 +138,34 @@ class SweepStudy:
                 lock = self._lock_if_left(frozen.number)
                 if lock is not None:
                     now = self._study.get_trials(deepcopy=False)[frozen.number]
-                    if now.state != running:  # its process has just recorded its end
-                        lock.release()
-                        continue
-                    self._given.values = self._suggestion(frozen.number)  # before Trial() asks the sampler
-                    return self._claimed(self._optuna.trial.Trial(self._study, frozen._trial_id), lock)
+                    if now.state == running:
+                        return self._claimed(self._optuna.trial.Trial(self._study, frozen._trial_id), lock)
+                    lock.release()  # its process has just recorded its end
             if len(known) >= limit:
                 return None
             trial = self._study.ask()
             lock = self._claim_lock(trial.number)
             lock.acquire()
-            self._given.values = self._suggestion(trial.number)
             return self._claimed(trial, lock)
 
     def _claimed(self, trial: optuna.Trial, lock: RunLock) -> TrialClaim:
-        spaces = self.plan.spaces
-        values = {space.key: space.suggest(trial) for space in spaces}
-        updates, pruned = trial.user_attrs.get("updates", []), "pruned_at" in trial.user_attrs
-        overrides = [space.override(values[space.key]) for space in spaces]
+        values: dict[str, ParameterValue] = {}
+        for place, space in enumerate(self.plan.spaces):  # what a killed process had chosen already stays
+            self._study.sampler = self._sampler(trial.number, place)
+            values[space.key] = space.suggest(trial)
+        updates, pruned = trial.user_attrs.get("updates", []), "pruned" in trial.user_attrs
+        overrides = [space.override(values[space.key]) for space in self.plan.spaces]
         return TrialClaim(trial, lock, values, overrides, list(updates), pruned)
 
-    def _suggestion(self, number: int) -> dict[str, ParameterValue]:
-        """Return the values of a trial, from the seed, its number and the trials before it."""
-        optuna, plan, samplers = self._optuna, self.plan, self._optuna.samplers
+    def _sampler(self, number: int, place: int) -> optuna.samplers.BaseSampler:
+        """Return what chooses one value of a trial: its generator begins anew there, so that a kill changes nothing."""
+        samplers, plan = self._optuna.samplers, self.plan
+        seed = combine_seeds(plan.seed, number, place) % 2**32
         if plan.sampler == "grid":
-            return combinations(plan.spaces)[number]
-        seed = combine_seeds(plan.seed, number) % 2**32
-        sampler = (
-            samplers.RandomSampler(seed)
-            if plan.sampler == "random"
-            else samplers.TPESampler(seed=seed, constant_liar=True)
-        )
-        scratch = optuna.create_study(direction=self._study.direction, sampler=sampler)
-        before = [trial for trial in self._study.get_trials(deepcopy=False) if trial.number < number and trial.params]
-        scratch.add_trials([self._plain(trial) for trial in before])
-        trial = scratch.ask()
-        return {space.key: space.suggest(trial) for space in plan.spaces}
-
-    def _plain(self, trial: Any) -> Any:
-        """Return a copy of a trial for another study: values and results alone."""
-        known = {"params": trial.params, "distributions": trial.distributions}
-        is_over = trial.state.is_finished() and trial.value is not None
-        value = trial.value if is_over else None
-        intermediate = {step: value for step, value in trial.intermediate_values.items() if not math.isnan(value)}
-        return self._optuna.trial.create_trial(
-            state=trial.state, value=value, intermediate_values=intermediate, **known
-        )
+            return samplers.PartialFixedSampler(combinations(plan.spaces)[number], samplers.RandomSampler(seed))
+        if plan.sampler == "random":
+            return samplers.RandomSampler(seed)
+        return samplers.TPESampler(seed=seed, constant_liar=True)
 
     def _claim_lock(self, number: int) -> RunLock:
         return RunLock(self.folder / CLAIMS / f"{number:04d}")
@@ -212,12 +197,12 @@ class SweepStudy:
                 warnings.simplefilter("ignore")  # a value that is there already
                 claim.trial.report(value, place)
             if self.plan.prune and not claim.pruned and claim.trial.should_prune():
-                claim.trial.set_user_attr("pruned_at", update)
+                claim.trial.set_user_attr("pruned", f"{self.plan.metric} is {number_text(value)} at update {update}")
                 claim.pruned = True
-            return f"pruned: {self.plan.metric} is {number_text(value)} at validation {place}" if claim.pruned else ""
+            return f"pruned: {claim.trial.user_attrs['pruned']}" if claim.pruned else ""
 
-    def finish(self, claim: TrialClaim, value: float | None, reason: str = "") -> str:
-        """Record the end of a trial: with a value, pruned, or failed for a reason. Return its state."""
+    def finish(self, claim: TrialClaim, value: float | None, reason: str = "") -> optuna.trial.FrozenTrial:
+        """Record the end of a trial: with a value, pruned, or failed for a reason."""
         states = self._optuna.trial.TrialState
         if not reason and value is not None and not math.isfinite(value) and not claim.pruned:
             reason = f"{self.plan.metric} is {value}"
@@ -225,13 +210,10 @@ class SweepStudy:
             try:
                 if reason:
                     claim.trial.set_user_attr("reason", reason)
-                    self._study.tell(claim.trial, state=states.FAIL)
-                    return "failed"
+                    return self._study.tell(claim.trial, state=states.FAIL)
                 if claim.pruned:
-                    self._study.tell(claim.trial, state=states.PRUNED)
-                    return "pruned"
-                self._study.tell(claim.trial, value)
-                return "complete"
+                    return self._study.tell(claim.trial, state=states.PRUNED)
+                return self._study.tell(claim.trial, value)
             finally:
                 claim.lock.release()
 
@@ -241,39 +223,16 @@ class SweepStudy:
 
     # -- read ---------------------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[TrialRow]:
+    def trials(self) -> list[optuna.trial.FrozenTrial]:
         """Return all trials, in order."""
-        words = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
         with self._mutex:
-            known = self._study.get_trials(deepcopy=False)
-        return [
-            TrialRow(
-                trial.number,
-                words.get(trial.state.name, "running"),
-                dict(trial.params),
-                trial.value if trial.state.name != "FAIL" else None,
-                _reason(trial),
-                trial.duration.total_seconds() if trial.duration is not None else 0.0,
-            )
-            for trial in known
-        ]
+            return self._study.get_trials()
 
-    def best(self) -> TrialRow | None:
+    def best(self) -> optuna.trial.FrozenTrial | None:
         """Return the best complete trial; of equal ones the earliest."""
-        complete = [row for row in self.rows() if row.state == "complete" and row.value is not None]
+        complete = [trial for trial in self.trials() if trial.state == self._optuna.trial.TrialState.COMPLETE]
         sign = -1.0 if self.plan.mode == "max" else 1.0
-        return min(complete, key=lambda row: (sign * (row.value or 0.0), row.number), default=None)
-
-    def importance(self) -> dict[str, float]:
-        """Return how much each option matters for the metric, as shares; empty where there are too few trials."""
-        evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
-        with self._mutex, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                found = self._optuna.importance.get_param_importances(self._study, evaluator=evaluator)
-            except (RuntimeError, ValueError):
-                return {}
-        return {key: share for key, share in found.items() if math.isfinite(share)}
+        return min(complete, key=lambda trial: (sign * (trial.value or 0.0), trial.number), default=None)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -292,12 +251,6 @@ class SweepStudy:
                 lock.release()
 
 
-def _reason(trial: Any) -> str:
-    if trial.state.name == "PRUNED":
-        return f"pruned at update {trial.user_attrs.get('pruned_at')}"
-    return str(trial.user_attrs.get("reason", ""))
-
-
 def journal(optuna: Any, file: Path) -> Any:
     """Return a storage in a file, which several machines may share; a line that a kill has cut short is removed."""
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
@@ -313,21 +266,3 @@ def journal(optuna: Any, file: Path) -> Any:
         finally:
             lock.release()
     return optuna.storages.JournalStorage(JournalFileBackend(str(file), lock_obj=lock))
-
-
-def given_sampler(optuna: Any) -> Any:
-    """Return a sampler that answers with `values`, which were worked out before."""
-
-    class Given(optuna.samplers.BaseSampler):
-        values: dict[str, ParameterValue] = {}
-
-        def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
-            return {}
-
-        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
-            return {}
-
-        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
-            return self.values[param_name]
-
-    return Given()

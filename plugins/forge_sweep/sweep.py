@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge.config import Recipe, load_recipe
 from forge.engine.repeat import as_overrides, check_jobs, check_members
@@ -22,17 +21,16 @@ from forge.runs.group import members, open_group
 from forge.runs.wording import counted
 from forge.runs.wording import number as number_text
 from forge.util.children import in_jobs, signals_to
-from forge.util.files import atomic_write, make_folder
-from forge.util.text import short_path
-from forge_sweep.runners import InProcess, OwnProcess, TrialResult, TrialRunner
+from forge.util.files import atomic_write
+from forge_sweep.runners import InProcess, OwnProcess, TrialRunner
 from forge_sweep.space import parse_spaces
-from forge_sweep.study import SweepPlan, SweepStudy, TrialClaim, TrialRow
-from forge_sweep.sweep_page import SweepSummary, TrialLine, sweep_page
+from forge_sweep.study import JOURNAL, SweepPlan, SweepStudy, TrialClaim
 
-logger = logging.getLogger("forge")
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 FOLDER = Path("runs/sweeps")
-BEST, REPORT, PLAN = "best.yaml", "report.html", "sweep.json"
+BEST = "best.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,9 @@ class SweepResult:
     """What a sweep has found so far."""
 
     folder: Path
-    trials: list[TrialRow]
-    best: TrialRow | None
+    trials: list[FrozenTrial]
+    best: FrozenTrial | None
     "The best complete trial; None if there is none yet."
-    importance: dict[str, float] = field(default_factory=dict)
-    "How much each option matters for the metric, as shares."
 
     @property
     def best_run(self) -> Path | None:
@@ -55,6 +51,11 @@ class SweepResult:
     def recipe(self) -> Path:
         """The best recipe, for `forge fit`."""
         return self.folder / BEST
+
+    @property
+    def journal(self) -> Path:
+        """The file with all trials, which `optuna-dashboard` shows; there is none where they are in a database."""
+        return self.folder / JOURNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,6 @@ def sweep(
     remove: Sequence[str] = (),
     task: type | None = None,
     data: Callable[..., Any] | None = None,
-    isolated: bool | None = None,
 ) -> SweepResult:
     """Train a recipe many times with values from `space`, and report which are best for `metric`.
 
@@ -98,12 +98,8 @@ def sweep(
     interrupted, and with more `trials` one that was complete; with one job the trials are the same as without the
     interruption. `jobs` trials run at a time; the same call on other machines takes part, if `folder` is shared, or
     `storage` is the URL of a database (it is written nowhere). `overrides`, `add` and `remove` change the recipe as in
-    `load_recipe`. With `isolated` each trial has a process of its own; a `task` or `data` given in code runs in this
-    one.
+    `load_recipe`. Each trial has a process of its own; a `task` or `data` given in code runs in this one.
     """
-    in_code = task is not None or data is not None
-    if in_code and isolated:
-        raise ForgeError("isolated=True needs a recipe by name; a task or data given in code runs in this process.")
 
     def load(more: Sequence[str]) -> Recipe:
         return load_recipe(recipe, [*overrides, *more], add, remove, task=task, data=data)
@@ -114,8 +110,7 @@ def sweep(
 
     names = [maker.__qualname__ for maker in (task, data) if maker is not None]
     plan = SweepPlan(parse_spaces(space), metric, mode, sampler, prune, seed, tuple(seeds))
-    own = not in_code if isolated is None else isolated
-    runner = OwnProcess(words, metric) if own else InProcess(load, metric)
+    runner = InProcess(load, metric) if names else OwnProcess(words, metric)
     target = SweepTarget(Path(str(recipe)).stem, load, runner, [*words(()), *names])
     return run_sweep(target, plan, trials, jobs, folder, storage)
 
@@ -127,7 +122,7 @@ def run_sweep(
     jobs: int = 1,
     folder: str | Path | None = None,
     storage: str | None = None,
-    tell: Callable[[TrialRow], None] = lambda row: None,
+    tell: Callable[[FrozenTrial], None] = lambda trial: None,
 ) -> SweepResult:
     """Run a sweep, or continue it. `tell` is called with each trial that ended."""
     check_jobs(jobs)
@@ -138,8 +133,8 @@ def run_sweep(
     if plan.seeds:
         check_members(recipe, members(plan.seeds))
     seeded = [] if plan.seeds or recipe.trainer.get("seed") is not None else [f"trainer.seed={plan.seed}"]
-    home = open_folder(folder, target, plan)
-    study = SweepStudy(home, plan, storage)
+    home = Path(folder if folder is not None else default_folder(target, plan)).absolute()
+    study = SweepStudy(home, plan, storage, target.identity)
     crew = Crew(study, target, home, limit, seeded, tell)
     # in this process the Trainer handles signals itself
     with nullcontext() if isinstance(target.runner, InProcess) else signals_to(crew.stop):
@@ -148,35 +143,26 @@ def run_sweep(
     if crew.problem is not None:
         raise crew.problem
     if crew.stopped:
-        ended = counted(sum(row.state != "running" for row in result.trials), "trial")
+        ended = counted(sum(trial.state.is_finished() for trial in result.trials), "trial")
         raise Interrupted(f"The sweep was interrupted after {ended}. The same command continues it.")
     return result
 
 
+@dataclass(eq=False, slots=True)
 class Crew:
     """The threads of one process that run trials, each one at a time."""
 
-    def __init__(
-        self,
-        study: SweepStudy,
-        target: SweepTarget,
-        home: Path,
-        limit: int,
-        seeded: list[str],
-        tell: Callable[[TrialRow], None],
-    ):
-        self.study, self.target, self.home, self.limit, self.seeded, self.tell = (
-            study,
-            target,
-            home,
-            limit,
-            seeded,
-            tell,
-        )
-        self.stopped = False
-        self.problem: BaseException | None = None
-        "An error that would end every trial, or one of the sweep itself."
-        self._mutex = threading.Lock()
+    study: SweepStudy
+    target: SweepTarget
+    home: Path
+    limit: int
+    seeded: list[str]
+    "Overrides that give every trial the seed."
+    tell: Callable[[FrozenTrial], None]
+    stopped: bool = False
+    problem: BaseException | None = None
+    "An error that would end every trial, or one of the sweep itself."
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def stop(self, *_: Any) -> None:
         """End after the trials that run, which save and end now."""
@@ -192,119 +178,71 @@ class Crew:
                 if claim is None:
                     return
                 self._try(claim, device)
+        except Interrupted:
+            self.stopped = True
         except BaseException as error:
             self.problem = self.problem or error
 
     def _try(self, claim: TrialClaim, device: str | None) -> None:
         """Run a trial to its end, and record it; a trial that was interrupted stays for later."""
-        if claim.pruned:  # an earlier attempt was killed before this was recorded
-            result = TrialResult()
-        else:
-            try:
-                result = self._train(claim, device)
-            except BaseException:
-                self.study.leave(claim)
-                raise
-        if result.interrupted:
+        try:
+            # an earlier attempt may have been killed after it was pruned, before this was recorded
+            value, reason = (None, "") if claim.pruned else self._train(claim, device)
+        except BaseException:
             self.study.leave(claim)
-            self.stopped = True
-            return
-        reason = result.reason
-        if not reason and result.value is None and not claim.pruned:
-            metric = self.study.plan.metric
-            reason = f"The trial logged no metric {metric!r}.{did_you_mean(metric, result.known)}"
-            self.problem = ForgeError(f"{reason} Name it with --metric.")
-        self.study.finish(claim, result.value, reason)
+            raise
+        ended = self.study.finish(claim, value, reason)
         with self._mutex:
-            self.tell(next(row for row in self.study.rows() if row.number == claim.number))
+            self.tell(ended)
             self.publish()
 
-    def _train(self, claim: TrialClaim, device: str | None) -> TrialResult:
-        """Run a trial; with several seeds, a run for each, in a group. Runs that are finished are not made again."""
+    def _train(self, claim: TrialClaim, device: str | None) -> tuple[float | None, str]:
+        """Return a trial's value, else why it has none: the mean over its runs, one for each seed, in a group.
+
+        Runs that are finished are not made again.
+        """
         folder, plan = trial_folder(self.home, claim.number), self.study.plan
-        overrides = [*self.seeded, *claim.overrides]
-
-        def report(update: int, value: float) -> str:
-            return self.study.report(claim, update, value)
-
-        if not plan.seeds:
-            return self.target.runner(folder, overrides, report, device)
-        runs, values = members(plan.seeds), []
-        open_group(folder, shlex.join(overrides), [*self.target.identity, *overrides], runs)
+        overrides, values = [*self.seeded, *claim.overrides], []
+        runs = members(plan.seeds) if plan.seeds else {"": {}}
+        if plan.seeds:
+            open_group(folder, shlex.join(overrides), [*self.target.identity, *overrides], runs)
         for name, options in runs.items():
-            done = RunFolder(folder / name)
-            if done.status == "finished" and plan.metric in done.final:
-                values.append(done.final[plan.metric])
-                continue
-            words = [*overrides, *as_overrides(options)]
-            result = self.target.runner(folder / name, words, report if not values else lambda *_: "", device)
-            if result.value is None or claim.pruned:
-                return replace(result, reason=f"{name}: {result.reason}" if result.reason else "")
-            values.append(result.value)
-        return TrialResult(fmean(values))
+
+            def report(update: int, value: float, is_first: bool = not values) -> str:
+                return self.study.report(claim, update, value) if is_first else ""
+
+            if RunFolder(folder / name).status != "finished":
+                reason = self.target.runner(folder / name, [*overrides, *as_overrides(options)], report, device)
+                if reason or claim.pruned:
+                    return None, f"{name}: {reason}" if name and reason else reason
+            final = RunFolder(folder / name).final
+            if plan.metric not in final:
+                reason = f"The trial logged no metric {plan.metric!r}.{did_you_mean(plan.metric, sorted(final))}"
+                self.problem = ForgeError(f"{reason} Name it with --metric.")
+                return None, reason
+            values.append(final[plan.metric])
+        return fmean(values), ""
 
     def publish(self) -> SweepResult:
-        """Write the best recipe and the report as of now."""
+        """Write the best recipe as of now."""
         best, plan = self.study.best(), self.study.plan
-        result = SweepResult(self.home, self.study.rows(), best, self.study.importance())
-        recipe = ""
+        result = SweepResult(self.home, self.study.trials(), best)
         if best is not None:
             spaces = {space.key: space for space in plan.spaces}
             overrides = [spaces[key].override(value) for key, value in best.params.items()]
             header = f"# The best of {len(result.trials)} trials: {plan.metric} {number_text(best.value)} "
             header += f"in trial {best.number} ({', '.join(overrides)}).\n"
-            recipe = header + self.target.load([*self.seeded, *overrides]).to_yaml()
             with atomic_write(result.recipe) as path:
-                path.write_text(recipe, encoding="utf-8")
-        page = sweep_page(summary(result, plan, self.target.name, recipe))
-        with atomic_write(self.home / REPORT) as path:
-            path.write_text(page, encoding="utf-8", errors="replace")
+                recipe = self.target.load([*self.seeded, *overrides])
+                path.write_text(header + recipe.to_yaml(), encoding="utf-8")
         return result
-
-
-def summary(result: SweepResult, plan: SweepPlan, name: str, recipe: str) -> SweepSummary:
-    """Return what the page shows."""
-    lines = [
-        TrialLine(row.number, row.state, row.params, row.value, row.reason, row.seconds, f"trial-{row.number:04d}")
-        for row in result.trials
-    ]
-    options = {space.key: str(space) for space in plan.spaces}
-    logs = frozenset(space.key for space in plan.spaces if space.is_log)
-    best = None if result.best is None else result.best.number
-    how = f"{plan.sampler}{', with pruning' if plan.prune else ''}, seed {plan.seed}"
-    how += f", each trial with the seeds {', '.join(map(str, plan.seeds))}" if plan.seeds else ""
-    return SweepSummary(name, plan.metric, plan.mode, how, options, logs, lines, best, result.importance, recipe)
 
 
 def trial_folder(home: Path, number: int) -> Path:
     return home / f"trial-{number:04d}"
 
 
-def open_folder(folder: str | Path | None, target: SweepTarget, plan: SweepPlan) -> Path:
-    """Return the folder of a sweep, which has its plan; refuse a folder of another sweep."""
-    described = {
-        "target": target.identity,
-        "space": {space.key: str(space) for space in plan.spaces},
-        **{name: getattr(plan, name) for name in ("metric", "mode", "sampler", "prune", "seed")},
-        **({"seeds": list(plan.seeds)} if plan.seeds else {}),
-    }
-    text = json.dumps(described, indent=2) + "\n"
-    home = Path(folder) if folder is not None else FOLDER / f"{target.name}-{_short_hash(text)}"
-    make_folder(home)
-    file = home / PLAN
-    if file.exists():
-        then = json.loads(file.read_text(encoding="utf-8"))
-        for name in {**described, **then}:
-            if then.get(name) != described.get(name):
-                raise ForgeError(
-                    f"{short_path(home)} holds another sweep: its {name} is {then.get(name)!r}, not "
-                    f"{described.get(name)!r}. Name another folder."
-                )
-    else:
-        with atomic_write(file) as path:
-            path.write_text(text, encoding="utf-8")
-    return home.absolute()
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def default_folder(target: SweepTarget, plan: SweepPlan) -> Path:
+    """Return the folder of a sweep, which its plan names."""
+    text = json.dumps([target.identity, plan.described()])
+    return FOLDER / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -46,7 +46,7 @@ def test_a_value_is_no_range() -> None:
         ("task.lr=log(1)", "the lowest and then the highest"),
         ("task.lr=uniform(a,b)", r"choice\(a,b\)"),
         ("task.n=int(1.5,3)", "whole numbers"),
-        ("task.n=int(1,9,0)", "whole numbers"),
+        ("task.n=int(1,9,0)", "the lowest and then the highest"),
         ("task.n=choice(1)", "two different values"),
         ("task.n=choice(1,1)", "two different values"),
         ("=log(1,2)", "is no range"),

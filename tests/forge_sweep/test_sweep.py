@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import pytest
 
@@ -63,7 +64,11 @@ def sweep(folder: Path, space: Any = None, **options: Any) -> SweepResult:
 
 
 def table(result: SweepResult) -> list[tuple[Any, ...]]:
-    return [(row.number, row.state, row.params, row.value, row.reason) for row in result.trials]
+    return [(row.number, row.state, row.params, row.value, row.user_attrs) for row in result.trials]
+
+
+def states(trials: list[Any]) -> str:
+    return " ".join(trial.state.name for trial in trials)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -102,7 +107,7 @@ def test_the_best_recipe_repeats_the_best_trial(tmp_path: Path) -> None:
 def test_a_killed_sweep_goes_on_with_the_same_trials(tmp_path: Path, empty_folder: Path, prune: bool) -> None:
     options: dict[str, Any] = {"trials": 13, "prune": prune}
     straight = sweep(tmp_path / "straight", **options)
-    complete = [row.number for row in straight.trials if row.state == "complete"]
+    complete = [row.number for row in straight.trials if row.state.name == "COMPLETE"]
     assert (len(complete) < 13) is prune
     assert complete[-1] >= 10, "beyond the first ten, which are random"
     for order in ((2, 3), (complete[-1], 5)):
@@ -128,22 +133,22 @@ def test_a_trial_killed_while_it_is_pruned_stays_pruned(tmp_path: Path) -> None:
         study.finish(claim, value)
     claim = study.claim(4)
     assert claim is not None
-    assert study.report(claim, 4, 5.0) == "pruned: val/loss is 5 at validation 1"
+    assert study.report(claim, 4, 5.0) == "pruned: val/loss is 5 at update 4"
     study.leave(claim)
     again = SweepStudy(tmp_path, plan).claim(4)
     assert again is not None
     assert (again.number, again.params, again.pruned) == (3, claim.params, True)
-    assert study.finish(again, None) == "pruned"
-    assert [(row.state, row.value) for row in study.rows()] == [("complete", 1.0)] * 3 + [("pruned", 5.0)]
+    study.finish(again, None)
+    assert states(study.trials()) == "COMPLETE COMPLETE COMPLETE PRUNED"
+    assert [trial.value for trial in study.trials()] == [1.0, 1.0, 1.0, 5.0]
 
 
 @pytest.mark.slow
 def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) -> None:
     space = {"task.lr": "choice(0.1,0.95)", "task.hidden": "choice(4,8)"}
     found = sweep(tmp_path, space, trials=9, sampler="grid", overrides=[*OVERRIDES, "task.fails=true"])
-    assert [row.state for row in found.trials] == ["complete", "complete", "failed", "failed"]
-    assert {row.reason for row in found.trials[2:]} == {"RuntimeError: the rate is too high"}
-    assert "RuntimeError: the rate is too high" in (tmp_path / "report.html").read_text()
+    assert states(found.trials) == "COMPLETE COMPLETE FAIL FAIL"
+    assert {row.user_attrs["reason"] for row in found.trials[2:]} == {"RuntimeError: the rate is too high"}
     assert 'raise RuntimeError("the rate' in (tmp_path / "trial-0002" / "output.txt").read_text()
 
 
@@ -179,8 +184,9 @@ def test_a_value_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
     study = SweepStudy(tmp_path, plan)
     claim = study.claim(1)
     assert claim is not None
-    assert study.finish(claim, float("nan")) == "failed"
-    assert [row.reason for row in study.rows()] == ["val/loss is nan"]
+    study.finish(claim, float("nan"))
+    assert states(study.trials()) == "FAIL"
+    assert study.trials()[0].user_attrs["reason"] == "val/loss is nan"
     assert study.best() is None
 
 
@@ -208,7 +214,7 @@ def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder:
     both = [forked.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}) for _ in range(2)]
     assert [process.wait(PATIENCE) for process in both] == [0, 0]
     found = sweep(tmp_path, trials=10)
-    assert [(row.number, row.state) for row in found.trials] == [(n, "complete") for n in range(10)]
+    assert [(row.number, row.state.name) for row in found.trials] == [(n, "COMPLETE") for n in range(10)]
     holders = {run.path.name: len(run.attempts) for run in runs_in(tmp_path)}
     assert holders == {f"trial-{n:04d}": 0 for n in range(10)}, "no trial ran twice"
 
@@ -217,9 +223,33 @@ def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder:
 def test_a_database_takes_the_trials_and_its_address_stays_out(tmp_path: Path, empty_folder: Path) -> None:
     url = f"sqlite:///{empty_folder / 'verysecret.db'}"
     found = sweep(tmp_path / "sweep", trials=2, storage=url)
-    assert [row.state for row in found.trials] == ["complete", "complete"]
+    assert states(found.trials) == "COMPLETE COMPLETE"
     assert len(optuna.load_study(study_name="sweep", storage=url).trials) == 2
     assert b"verysecret" not in bytes_below(tmp_path / "sweep")
+
+
+def test_the_dashboard_reads_a_sweep_as_it_is(tmp_path: Path) -> None:
+    dashboard = pytest.importorskip("optuna_dashboard")
+    found = sweep(tmp_path, {"task.lr": "choice(0.1,0.95)"}, sampler="grid", overrides=[*OVERRIDES, "task.fails=true"])
+    before = found.journal.read_bytes()
+    backend = optuna.storages.journal.JournalFileBackend(str(found.journal))
+    app = dashboard.wsgi(optuna.storages.JournalStorage(backend))
+
+    def get(path: str) -> Any:
+        said: list[str] = []
+        asked = {"PATH_INFO": path}
+        setup_testing_defaults(asked)
+        body = b"".join(app(asked, lambda status, *_: said.append(status)))
+        assert said[0].startswith("200"), (path, said)
+        return json.loads(body)
+
+    (listed,) = get("/api/studies")["study_summaries"]
+    trials = get(f"/api/studies/{listed['study_id']}")["trials"]
+    assert [(trial["state"], trial.get("values")) for trial in trials] == [
+        ("Complete", [found.trials[0].value]),
+        ("Fail", None),
+    ]
+    assert found.journal.read_bytes() == before
 
 
 def test_without_optuna_the_line_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_trial_that_is_killed_is_a_failure_of_it_alone(capsys: pytest.CaptureF
     assert cli.main([*WORDS, "task.dies=0.3", "--dir", "s", "--jobs", "2"]) == 0
     said = capsys.readouterr()
     assert "killed by SIGKILL" in said.err
-    assert "1 complete, 1 failed" in said.out
+    assert "1 complete, 1 fail" in said.out
 
 
 def start(*words: str) -> subprocess.Popen[str]:

@@ -18,7 +18,10 @@ from forge.runs import wording
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge_sweep import SweepPlan, SweepResult, TrialRow
+    from optuna.trial import FrozenTrial
+
+    from forge_sweep.study import SweepPlan
+    from forge_sweep.sweep import SweepResult
 
 STORAGE = "FORGE_SWEEP_STORAGE"
 """The environment variable with the URL of a database, which may have a password in it."""
@@ -33,8 +36,8 @@ examples:
   forge sweep quickstart 'task.lr=log(1e-4,1e-1)' --metric val/loss --mode min --trials 50 --jobs 4 --prune
   forge sweep my_task.py:MyTask 'task.depth=int(2,8)' --metric val/accuracy --sampler grid
 """
-MOST_ROWS = 10
-STYLES = {"complete": "green", "pruned": "yellow", "failed": "red", "running": "cyan"}
+STYLES = {"COMPLETE": "green", "PRUNED": "yellow", "FAIL": "red", "RUNNING": "cyan"}
+"""By the name of a state of Optuna's."""
 
 
 def parser() -> ArgumentParser:
@@ -65,10 +68,10 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    from forge_sweep import SweepPlan, SweepTarget, parse_spaces, run_sweep
     from forge_sweep.runners import OwnProcess
-    from forge_sweep.space import is_space
-    from forge_sweep.study import import_optuna
+    from forge_sweep.space import is_space, parse_spaces
+    from forge_sweep.study import SweepPlan, import_optuna
+    from forge_sweep.sweep import SweepTarget, run_sweep
 
     import_optuna()
     ranges = [text for text in args.overrides if is_space(text)]
@@ -109,47 +112,32 @@ def _name(args: Namespace) -> str:
 def _tell(plan: SweepPlan):
     """Return what prints a line for each trial that ended."""
 
-    def tell(row: TrialRow) -> None:
-        value = f"{plan.metric} {wording.number(row.value)}" if row.value is not None else ""
-        words = [f"trial {row.number:<4}", row.state, value, _params(row), row.reason]
-        show.message("  ".join(word for word in words if word), STYLES.get(row.state, ""))
+    def tell(trial: FrozenTrial) -> None:
+        why = trial.user_attrs.get("reason") or trial.user_attrs.get("pruned", "")
+        words = [f"trial {trial.number:<4}", trial.state.name.lower(), _found(trial, plan), why]
+        show.message("  ".join(word for word in words if word), STYLES.get(trial.state.name, ""))
 
     return tell
 
 
-def _params(row: TrialRow) -> str:
-    return " ".join(f"{key}={wording.value_text(_short(value))}" for key, value in row.params.items())
-
-
-def _short(value: object) -> object:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def _found(trial: FrozenTrial, plan: SweepPlan) -> str:
+    """Return a trial's value and what it tried."""
+    value = [f"{plan.metric} {wording.number(trial.value)}"] if trial.value is not None else []
+    short = {key: float(f"{each:.4g}") if isinstance(each, float) else each for key, each in trial.params.items()}
+    return "  ".join([*value, *(f"{key}={wording.value_text(each)}" for key, each in short.items())])
 
 
 def _print(result: SweepResult, plan: SweepPlan, args: Namespace, recipe: Recipe) -> None:
-    console = show.console()
-    sign = -1.0 if plan.mode == "max" else 1.0
-    ranked = sorted(
-        (row for row in result.trials if row.state == "complete"), key=lambda row: (sign * (row.value or 0), row.number)
-    )
-    grid = show.table("trial", plan.metric, *(space.key for space in plan.spaces))
-    for row in ranked[:MOST_ROWS]:
-        style = "bold" if row is ranked[0] else ""
-        cells = [wording.value_text(_short(row.params.get(space.key))) for space in plan.spaces]
-        grid.add_row(*(Text(cell, style) for cell in (str(row.number), wording.number(row.value), *cells)))
-    console.print()
-    console.print(grid)
-    console.print()
-    states = [row.state for row in result.trials]
-    counts = [f"{states.count(state)} {state}" for state in STYLES if state in states]
-    lines = {"trials": ", ".join(counts)}
-    if result.importance:
-        lines["importance"] = ", ".join(f"{key} {share:.0%}" for key, share in result.importance.items())
-    lines["report"] = str(show.near(result.folder / "report.html"))
+    states = [trial.state.name for trial in result.trials]
+    lines = {"trials": ", ".join(f"{states.count(name)} {name.lower()}" for name in STYLES if name in states)}
     if result.best is not None:
+        lines["best"] = f"trial {result.best.number}  {_found(result.best, plan)}"
         lines["best run"] = str(show.near(result.best_run or result.folder))
         data = ["--data", args.data] if args.data else []
         best = str(show.near(result.recipe))
         words = [args.target, "--recipe", best, *data] if "task" in recipe.local else [best, *data]
         lines["use it"] = shlex.join([show.command("forge"), "fit", *words])
+    named = f'"${STORAGE}"' if os.environ.get(STORAGE) else shlex.quote(str(show.near(result.journal)))
+    lines["look at it"] = f"optuna-dashboard {args.storage or named}"
     for label, text in lines.items():
-        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+        show.console().print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import sys
-import traceback
 
 from forge.cli import fit, target
-from forge.errors import ForgeError, Interrupted
-from forge_sweep.runners import SweepChannel, TrialResult, train
+from forge.util.children import die_with_parent
+from forge_sweep.runners import TrialChannel, train
 
 
-def main() -> int:
-    """Train as the channel says; the result, or why there is none, goes back through it."""
-    channel = SweepChannel()
-    sys.argv = ["forge", "fit", *channel.words]  # the command that repeats this trial, for its run card
-    try:
-        args = fit.parser().parse_intermixed_args(channel.words)
-        recipe = target.load(args, to_train=True)
-        result = train(lambda: target.build(recipe, args.run_dir), channel.metric, channel.report)
-    except Interrupted as leaving:
-        return leaving.EXIT_CODE
-    except Exception as error:
-        if isinstance(error, ForgeError):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        result = TrialResult(reason=f"{type(error).__name__}: {error}")
-    channel.finish(result)
-    return 1 if result.reason else 0
+def main() -> None:
+    """Train as the channel says."""
+    channel = TrialChannel.of_trial()
+    die_with_parent()
+    words, metric = channel.hear()
+    sys.argv = ["forge", "fit", *words]  # the command that repeats this trial, for its run card
+    args = fit.parser().parse_intermixed_args(words)
+    recipe = target.load(args, to_train=True)
+    train(*target.build(recipe, args.run_dir), metric, channel.report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
