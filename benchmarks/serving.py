@@ -36,7 +36,6 @@ from statistics import median, quantiles
 
 import torch
 from rich.table import Table
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from benchmarks import machine
@@ -44,7 +43,7 @@ from forge_ship.allocator import keep_freed_memory
 from forge_ship.engine import Engine, Port
 from forge_ship.serving.batcher import Batcher
 from forge_ship.serving.limits import ServeLimits
-from forge_ship.serving.protocol import JSON, RAW, dtype_of
+from forge_ship.serving.protocol import JSON
 
 ARMS = {"micro-batching": 32, "one by one": 1}
 """Name → --max-batch; the last is the base."""
@@ -122,8 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows = _batcher_rows_elsewhere(options)
-    for kind in (JSON, RAW):
-        rows += http_rows(options.model, kind, options.clients, options.requests, options.rounds)
+    rows += http_rows(options.model, options.clients, options.requests, options.rounds)
     machine.show(rows, lambda rows: table(rows, options), options.json, width=130)
     return 1 if any(row.errors for row in rows) else 0
 
@@ -175,7 +173,7 @@ async def _submit_all(engine: Engine, rows: int, sample: dict[str, Tensor], coun
 # Server and clients
 
 
-def http_rows(model: str | None, kind: str, clients: int, requests: int, rounds: int) -> list[ServingRow]:
+def http_rows(model: str | None, clients: int, requests: int, rounds: int) -> list[ServingRow]:
     loads = {arm: Load() for arm in ARMS}
     with ExitStack() as stack:
         ports = {arm: stack.enter_context(_server(model, rows)) for arm, rows in ARMS.items()}
@@ -183,13 +181,12 @@ def http_rows(model: str | None, kind: str, clients: int, requests: int, rounds:
             for arm, port in ports.items():
                 load = loads[arm] if turn >= 0 else Load()
                 before = metrics_of(port)
-                _load_from_another_process(port, kind, clients, max(1, requests // rounds), load)
+                _load_from_another_process(port, clients, max(1, requests // rounds), load)
                 after = metrics_of(port)
                 load.rows += int(after["forge_batch_rows_sum"] - before["forge_batch_rows_sum"])
                 load.batches += int(after["forge_batch_rows_count"] - before["forge_batch_rows_count"])
                 load.memory.append(round(after["process_resident_memory_bytes"] / 2**20, 1))
-    name = "http, JSON" if kind == JSON else "http, raw"
-    return [load.row(name, arm, loads["one by one"]) for arm, load in loads.items()]
+    return [load.row("http", arm, loads["one by one"]) for arm, load in loads.items()]
 
 
 @contextmanager
@@ -223,22 +220,19 @@ def serve_builtin(rows: int, threads: int) -> None:
     serve(app, bound, lambda: print(f"Serving at {address_of(bound)}: batches of up to {rows}", flush=True))
 
 
-def _load_from_another_process(port: int, kind: str, clients: int, count: int, load: Load) -> None:
+def _load_from_another_process(port: int, clients: int, count: int, load: Load) -> None:
     """Send requests from a process of its own, which does not take the time of the server's or of this one."""
     described = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/model"))
     ports = [Port(one["name"], one["dtype"], tuple(one["shape"]), one["seen"]) for one in described["inputs"]]
-    tensors = sample_of(ports)
-    body = (
-        save(tensors) if kind == RAW else json.dumps({"inputs": {n: t.tolist() for n, t in tensors.items()}}).encode()
-    )
+    body = json.dumps({"inputs": {name: tensor.tolist() for name, tensor in sample_of(ports).items()}}).encode()
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        seconds, latencies, errors = pool.apply(send_load, (port, kind, body, clients, count))
+        seconds, latencies, errors = pool.apply(send_load, (port, body, clients, count))
     load.seconds.append(seconds)
     load.latencies += latencies
     load.errors += errors
 
 
-def send_load(port: int, kind: str, body: bytes, clients: int, count: int) -> tuple[float, list[float], int]:
+def send_load(port: int, body: bytes, clients: int, count: int) -> tuple[float, list[float], int]:
     """Send `count` requests from `clients` threads; return the seconds, the latencies and the number of errors."""
     latencies: list[float] = []
     errors: list[int] = []
@@ -257,7 +251,7 @@ def send_load(port: int, kind: str, body: bytes, clients: int, count: int) -> tu
                     break
             begin = time.perf_counter()
             try:
-                connection.request("POST", "/predict", body, {"Content-Type": kind})
+                connection.request("POST", "/predict", body, {"Content-Type": JSON})
                 answer = connection.getresponse()
                 answer.read()
                 errors.extend([1] * (answer.status != 200))
@@ -295,7 +289,7 @@ def sample_of(ports: Sequence[Port]) -> dict[str, Tensor]:
             1 if size == "batch" else seen.get(size, (1, 1))[1] if isinstance(size, str) else size
             for size in port.shape
         ]
-        dtype = dtype_of(port)
+        dtype = getattr(torch, port.dtype)
         made[port.name] = torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
     return made
 

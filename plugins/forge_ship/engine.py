@@ -64,15 +64,15 @@ def check_inputs(given: Mapping[str, Tensor], ports: Sequence[Port]) -> int | No
         tensor = given[port.name]
         if str(tensor.dtype) != f"torch.{port.dtype}":
             raise ExportError(f"{port.name} must be {port.dtype}; it is {str(tensor.dtype).removeprefix('torch.')}.")
-        if tensor.dim() != len(port.shape):
-            raise ExportError(
-                f"{port.name} must have the shape {shape_text(port.shape)}; it has {shape_text(tensor.shape)}."
-            )
-        for size, wanted in zip(tensor.shape, port.shape, strict=True):
-            if size != (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted):
-                raise ExportError(
-                    f"{port.name} must have the shape {shape_text(port.shape)}; it has {shape_text(tensor.shape)}."
-                )
+        fits = tensor.dim() == len(port.shape) and all(
+            size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
+            for size, wanted in zip(tensor.shape, port.shape, strict=True)
+        )
+        if not fits:
+            is_sample = tensor.dim() == len(port.shape) - 1 and port.shape[0] == "batch"
+            hint = " Put a single sample into a list of one." if is_sample else ""
+            shown = shape_text(tensor.shape) if tensor.dim() <= 16 else f"{tensor.dim()} axes"
+            raise ExportError(f"{port.name} must have the shape {shape_text(port.shape)}; it has {shown}.{hint}")
     return sizes.get("batch")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge_ship.engine import Engine, Port
-from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, QueuedRequest, WaitingRequests, can_batch
+from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, QueuedRequest, can_batch, next_batch
 from tests.support.small_engines import GatedEngine, LinearEngine, MeanEngine, PickyEngine, TokensEngine
 
 
@@ -48,47 +48,35 @@ async def begun(engine: GatedEngine) -> None:
 # The queue, with a clock that the test sets
 
 
-def queued(arrived: float, count: int = 1) -> QueuedRequest:
-    return QueuedRequest({}, count, arrived, None)  # pyright: ignore[reportArgumentType]
+def queued(arrived: float, count: int = 1, key: str = "a") -> QueuedRequest:
+    return QueuedRequest({}, count, arrived, key, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_request_is_due_after_the_longest_wait() -> None:
-    waiting = WaitingRequests(max_batch=4, max_wait=0.5)
-    first, second = queued(10.0), queued(10.25)
-    waiting.add("a", first)
-    waiting.add("a", second)
-    assert waiting.due_in(10.25) == 0.25  # of the first: a later one does not prolong its wait
-    assert waiting.due_in(10.5) == 0.0
-    assert waiting.take(10.5) == [first, second]
-    assert len(waiting) == 0
+    waiting = [queued(10.0), queued(10.25)]
+    assert next_batch(waiting, 4, 0.5, 10.25) == ([], 0.25)  # of the first: a later one does not prolong its wait
+    assert next_batch(waiting, 4, 0.5, 10.5) == (waiting, 0.0)
+    assert next_batch([], 4, 0.5, 10.5) == ([], None)
 
 
 def test_a_full_batch_is_due_at_once() -> None:
-    waiting = WaitingRequests(max_batch=4, max_wait=0.5)
-    requests = [queued(10.0, 3), queued(10.0, 1), queued(10.0, 1)]
-    for request in requests:
-        waiting.add("a", request)
-    assert waiting.due_in(10.0) == 0.0
-    assert waiting.take(10.0) == requests[:2]
-    assert waiting.due_in(10.0) == 0.5
+    waiting = [queued(10.0, 3), queued(10.0, 1), queued(10.0, 1)]
+    assert next_batch(waiting, 4, 0.5, 10.0) == (waiting[:2], 0.0)
+    assert next_batch(waiting[2:], 4, 0.5, 10.0) == ([], 0.5)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=30))
 def test_every_request_is_taken_once_and_in_order(arrivals: list[tuple[str, int]]) -> None:
-    waiting = WaitingRequests(max_batch=4, max_wait=1.0)
-    requests = [(key, queued(float(at), count)) for at, (key, count) in enumerate(arrivals)]
-    for key, request in requests:
-        waiting.add(key, request)
-    taken: list[QueuedRequest] = []
-    while len(waiting):
-        batch = waiting.take(1e9)
+    requests = [queued(float(at), count, key) for at, (key, count) in enumerate(arrivals)]
+    waiting, taken = [*requests], []
+    while waiting:
+        batch, _ = next_batch(waiting, 4, 1.0, 1e9)
         assert 1 <= sum(request.rows for request in batch) <= 4
-        assert len({key for key, request in requests if request in batch}) == 1
+        assert len({request.key for request in batch}) == 1
+        waiting = [request for request in waiting if request not in batch]
         taken += batch
-    assert len(taken) == len(requests)
     for wanted in "ab":
-        own = [request for key, request in requests if key == wanted]
-        assert [request for request in taken if request in own] == own
+        assert [r for r in taken if r.key == wanted] == [r for r in requests if r.key == wanted]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

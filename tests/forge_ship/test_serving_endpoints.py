@@ -6,30 +6,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from forge_ship.serving.http_answers import make_app
 from tests.support import serving_kit
-from tests.support.patience import PATIENCE
-from tests.support.serving_kit import FAST, X, check_refusal, client_of, post, service_of
-from tests.support.small_engines import GatedEngine, LinearEngine
+from tests.support.serving_kit import X, check_refusal, client_of, post, service_of
+from tests.support.small_engines import LinearEngine
 
 linear = serving_kit.linear
 tokens = serving_kit.tokens
 
 
 def test_health_and_readiness() -> None:
-    engine = GatedEngine()
-    app = make_app(engine, FAST)
-    with TestClient(app) as client:
-        assert engine.begun.wait(PATIENCE)  # the model warms up
+    engine = LinearEngine()
+    with client_of(engine) as client:
+        assert engine.sizes == [1, 4]  # it is warm before the first request
         assert client.get("/health").json() == {"status": "up"}
-        assert client.get("/ready").status_code == 503
-        early = post(client, {"x": X})
-        assert early.status_code == 503
-        assert early.headers["retry-after"] == "1"
-        engine.gate.set()
-        while (answer := client.get("/ready")).status_code != 200:
-            assert answer.json() == {"error": "The model is warming up."}
-        assert engine.sizes == [1, 4]
+        assert client.get("/ready").json() == {"status": "ready"}
         service_of(client).stopping = True
         assert client.get("/ready").json() == {"error": "The server is stopping."}
         assert client.get("/health").status_code == 200
@@ -47,8 +37,7 @@ def test_the_model_is_described(tokens: TestClient) -> None:
     assert [port["name"] for port in described["outputs"]] == ["count", "twice"]
     assert described["batching"] is True
     assert described["limits"]["max_batch"] == 4
-    assert described["limits"]["max_wait_ms"] == 0
-    assert described["limits"]["max_body_bytes"] == 4096
+    assert described["limits"]["max_body"] == 4096
 
 
 def test_metrics_are_what_prometheus_reads() -> None:
@@ -70,7 +59,6 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert samples["forge_batch_requests_sum",] == 1
     assert samples["forge_queue_requests",] == 0
     assert samples["forge_ready",] == 1
-    assert samples["forge_max_wait_seconds",] == 0
     assert samples["process_resident_memory_bytes",] > 0
 
 

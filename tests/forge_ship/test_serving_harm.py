@@ -28,6 +28,7 @@ from uvicorn.server import ServerState
 from forge import cli
 from forge_ship import card
 from forge_ship.serving.http_answers import make_app
+from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.server_process import bounded_protocol
 from tests.conftest import PLAIN
 from tests.forge_ship.test_serving_process import PROGRAM, request
@@ -69,7 +70,7 @@ async def waits(scope: Any, receive: Any, send: Any) -> None:
 def connected(app: Any) -> tuple[Any, Wire]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
     config.load()
-    protocol = bounded_protocol(8, 10.0)(config, ServerState(), {}, asyncio.get_running_loop())
+    protocol = bounded_protocol(ServeLimits())(config, ServerState(), {}, asyncio.get_running_loop())
     wire = Wire()
     protocol.connection_made(wire)
     return protocol, wire
@@ -152,7 +153,7 @@ def serving(*words: str) -> Iterator[int]:
 
 
 def test_places_that_are_held_are_given_back() -> None:
-    with serving("--max-connections", "2", "--header-timeout", "0.2") as port:
+    with serving("--max-connections", "2", "--timeout", "0.2") as port:
         held = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
         for connection in held:
             connection.sendall(b"GET /health HTTP/1.1\r\nX-A:")

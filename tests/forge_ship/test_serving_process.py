@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,19 +101,15 @@ def test_sigterm_answers_what_is_in_flight_and_exits_with_0(tmp_path: Path, monk
             request(port, "GET", "/health")
 
 
-def test_a_connection_too_many_is_refused_and_closed() -> None:
-    with serving("--max-connections", "2") as (_, port):
-        idle = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
-        with socket.create_connection(("127.0.0.1", port), 30) as one_too_many:
-            answer = one_too_many.makefile("rb").read().decode()  # to the end: the server closes it
-        assert answer.startswith("HTTP/1.1 503 Service Unavailable")
-        assert json.loads(answer.partition("\r\n\r\n")[2])["error"].startswith("The server has 2 connections open")
-        for connection in idle:
-            connection.close()
-        status = 0
-        while status != 200:  # until the server has seen that they are closed
-            with suppress(OSError):
-                status = request(port, "GET", "/health")[0]
+def test_those_who_send_slowly_or_nothing_make_room_for_others() -> None:
+    with serving("--max-connections", "3") as (_, port):
+        held = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(3)]
+        held[1].sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\n")
+        held[2].sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+        for _ in range(3):
+            assert request(port, "GET", "/health")[0] == 200
+        answers = [connection.makefile("rb").read() for connection in held]  # to the end: the server closes them
+        assert [answer[:12] for answer in answers] == [b"", b"HTTP/1.1 408", b"HTTP/1.1 415"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

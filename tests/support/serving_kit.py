@@ -27,8 +27,6 @@ Body = bytes | str | dict[str, Any] | list[Any]
 def client_of(engine: Engine, limits: ServeLimits = FAST, **options: Any) -> Iterator[TestClient]:
     app = make_app(engine, limits, **options)
     with TestClient(app) as client:
-        while not service_of(client).warm.is_set():
-            client.get("/health")
         yield client
 
 

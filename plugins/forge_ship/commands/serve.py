@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -44,10 +43,9 @@ LIMITS: tuple[tuple[str, str, Callable[[str], Any], float, str], ...] = (
     ("--max-batch", "ROWS", _number(int, 1), 32, "rows of a batch, and of one request"),
     ("--max-wait", "MS", _number(float, 0), 2.0, "longest wait for a batch to fill, in milliseconds"),
     ("--max-body", "MIB", _number(float, 0), 16.0, "size of a request, in MiB"),
-    ("--queue", "N", _number(int, 1), 256, "requests that may wait; more get a 429"),
-    ("--max-connections", "N", _number(int, 1), 512, "connections that may be open; more get a 503"),
+    ("--queue", "N", _number(int, 1), 256, "requests that may wait for the model; more get a 429"),
+    ("--max-connections", "N", _number(int, 1), 512, "connections that may be open"),
     ("--timeout", "S", _number(float, 0.001), 20.0, "seconds for a request, and for the end after a signal"),
-    ("--header-timeout", "S", _number(float, 0.001), 10.0, "seconds in which the headers of a request must come"),
 )
 """Options that are numbers: what they count in, how they are read, the default, and what they limit."""
 
@@ -69,7 +67,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--host-header",
         metavar="NAME",
-        type=_names,
+        type=lambda text: text.split(","),
         action="extend",
         help="names that requests may call the server by: example.com, *.example.com or *, several with commas "
         "(default: those of this machine, with --host: *)",
@@ -85,7 +83,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--threads", metavar="N", type=_number(int, 1), help="threads of torch's operators (default: torch's choice)"
     )
-    parser.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and infinity in raw tensors")
     parser.add_argument("--no-warmup", action="store_true", help="compute no zeros before the first request")
     return parser
 
@@ -110,9 +107,7 @@ def run(args: Namespace) -> int:
         queue=args.queue,
         max_connections=args.max_connections,
         timeout=args.timeout,
-        header_timeout=args.header_timeout,
         max_axes=dict(args.max_axis),
-        allow_nonfinite=args.allow_nonfinite,
     )
     bound = listen(args.host, args.port)
     if args.threads is not None:
@@ -151,14 +146,6 @@ def _missing(error: ModuleNotFoundError) -> ForgeError:
     from forge_ship.engine import ExportError
 
     return ExportError(f"forge serve needs {error.name}: pip install 'forge-trainer[serve]'")
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[?[0-9a-fA-F:.]+\]?", name):
-            raise ArgumentTypeError(f"{name!r} must be a name without a port, as in example.com or *.example.com, or *")
-    return names
 
 
 def _axis(text: str) -> tuple[str, int]:

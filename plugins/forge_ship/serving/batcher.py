@@ -11,16 +11,15 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forge_ship.engine import Engine, ExportError, Port
-from forge_ship.serving.rejected_inputs import reason_to_reject
+from forge.util.oom import is_out_of_memory
+from forge_ship.engine import Engine, ExportError, Port, shape_text
 
 logger = logging.getLogger("forge")
 
@@ -39,66 +38,36 @@ class QueuedRequest:
     inputs: Mapping[str, Tensor]
     rows: int
     arrived: float
+    key: Any
+    "Requests with the same can be computed together."
     answer: asyncio.Future[Outputs]
 
 
-@dataclass(slots=True)
-class WaitingGroup:
-    """Requests that fit into one batch: the axes beside the batch are equal."""
+def next_batch(
+    waiting: Sequence[QueuedRequest], max_batch: int, max_wait: float, now: float
+) -> tuple[list[QueuedRequest], float | None]:
+    """Return the batch to compute now; where none is due, an empty one and the seconds until one is.
 
-    requests: deque[QueuedRequest] = field(default_factory=deque)
-    rows: int = 0
-
-
-class WaitingRequests:
-    """Requests in order of arrival, grouped by what can be computed together. It has no clock: `now` is given."""
-
-    def __init__(self, max_batch: int, max_wait: float):
-        self.max_batch, self.max_wait = max_batch, max_wait
-        self._groups: dict[Any, WaitingGroup] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, key: Any, request: QueuedRequest) -> None:
-        group = self._groups.setdefault(key, WaitingGroup())
-        group.requests.append(request)
-        group.rows += request.rows
-        self._count += 1
-
-    def remove(self, key: Any, request: QueuedRequest) -> None:
-        """Remove a request whose caller has gone; do nothing if a batch has taken it."""
-        group = self._groups.get(key)
-        if group is not None and request in group.requests:
-            group.requests.remove(request)
-            self._forget(key, group, request)
-
-    def due_in(self, now: float) -> float | None:
-        """Return the seconds until a batch is due, 0 if one is; None if no request waits."""
-        return min((max(0.0, self._due(group) - now) for group in self._groups.values()), default=None)
-
-    def take(self, now: float) -> list[QueuedRequest]:
-        """Remove and return the next batch: of the groups that are due, the one whose first request is the oldest."""
-        due = [(group.requests[0].arrived, key) for key, group in self._groups.items() if self._due(group) <= now]
-        key = min(due, key=lambda pair: pair[0])[1]
-        group, batch, rows = self._groups[key], [], 0
-        while group.requests and rows + group.requests[0].rows <= self.max_batch:
-            request = group.requests.popleft()
-            batch.append(request)
-            rows += request.rows
-            self._forget(key, group, request)
-        return batch
-
-    def _due(self, group: WaitingGroup) -> float:
-        """Return when a group is due: at once if it fills a batch."""
-        return 0.0 if group.rows >= self.max_batch else group.requests[0].arrived + self.max_wait
-
-    def _forget(self, key: Any, group: WaitingGroup, request: QueuedRequest) -> None:
-        group.rows -= request.rows
-        self._count -= 1
-        if not group.requests:
-            del self._groups[key]
+    Requests are in order of arrival. They are due once they fill a batch, or the first has waited `max_wait` seconds.
+    Of several batches that are due, the one whose first request is the oldest goes first.
+    """
+    groups: dict[Any, list[QueuedRequest]] = {}
+    for request in waiting:
+        groups.setdefault(request.key, []).append(request)
+    wait: float | None = None
+    for group in groups.values():
+        is_full = sum(request.rows for request in group) >= max_batch
+        left = 0.0 if is_full else group[0].arrived + max_wait - now
+        if left <= 0:
+            rows, batch = 0, []
+            for request in group:
+                rows += request.rows
+                if rows > max_batch:
+                    break
+                batch.append(request)
+            return batch, 0.0
+        wait = left if wait is None else min(wait, left)
+    return [], wait
 
 
 class Batcher:
@@ -113,7 +82,8 @@ class Batcher:
         self._engine = engine
         self._inputs = [(port.name, _batch_axis(port)) for port in engine.inputs]
         self._outputs = [(port.name, _batch_axis(port)) for port in engine.outputs]
-        self._waiting = WaitingRequests(max_batch, max_wait if self.batches else 0.0)
+        self._max_batch, self._max_wait = max_batch, max_wait if self.batches else 0.0
+        self._waiting: list[QueuedRequest] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -131,10 +101,10 @@ class Batcher:
         """Queue a request, whose inputs are valid; the future gets its outputs. Cancel it to withdraw the request."""
         if self._closed:
             raise ExportError("The server is stopping.")
-        request = QueuedRequest(inputs, rows, self._loop.time(), self._loop.create_future())
         key = self._key(inputs) if self.batches else object()
-        self._waiting.add(key, request)
-        request.answer.add_done_callback(lambda answer: answer.cancelled() and self._waiting.remove(key, request))
+        request = QueuedRequest(inputs, rows, self._loop.time(), key, self._loop.create_future())
+        self._waiting.append(request)
+        request.answer.add_done_callback(lambda answer: answer.cancelled() and self._withdraw(request))
         self._pump()
         return request.answer
 
@@ -150,25 +120,26 @@ class Batcher:
         """Return what must be equal in a batch: every size but that of the batch."""
         return tuple((*inputs[name].shape[:axis], *inputs[name].shape[axis + 1 :]) for name, axis in self._inputs)
 
+    def _withdraw(self, request: QueuedRequest) -> None:
+        if request in self._waiting:  # else a batch has taken it
+            self._waiting.remove(request)
+
     def _pump(self) -> None:
         """Start the next batch if the engine is idle and one is due, else set the timer."""
-        now = self._loop.time()
-        due = self._waiting.due_in(now) if self.busy_since is None and not self._closed else None
-        if due is None:
-            return
-        if due > 0:
-            if self._timer is None:
-                self._timer = self._loop.call_later(due, self._wake)
-            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.busy_since = now
-        self._jobs.put(self._waiting.take(now))
-
-    def _wake(self) -> None:
-        self._timer = None
-        self._pump()
+        if self.busy_since is not None or self._closed:
+            return
+        now = self._loop.time()
+        batch, wait = next_batch(self._waiting, self._max_batch, self._max_wait, now)
+        if batch:
+            taken = set(batch)
+            self._waiting = [request for request in self._waiting if request not in taken]
+            self.busy_since = now
+            self._jobs.put(batch)
+        elif wait is not None:
+            self._timer = self._loop.call_later(wait, self._pump)
 
     def _work(self) -> None:
         """Run the engine; the body of the thread."""
@@ -192,13 +163,28 @@ class Batcher:
         return [self._compute([request])[0] for request in batch]
 
     def _explained(self, request: QueuedRequest, error: BaseException) -> BaseException:
-        """Log an engine's error, and return it, or that the request is to blame."""
+        """Log an engine's error. It is the request's fault where the model computes zeros of the sizes it knows."""
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in request.inputs.items())
         text = " ".join(str(error).split())[:MAX_LOG]
-        reason = reason_to_reject(error, request.inputs, request.rows, self._engine.inputs, self._run)
-        level = logging.ERROR if reason is None else logging.WARNING
+        zeros = {port.name: zeros_of(port, 1) for port in self._engine.inputs}
+        is_known = not isinstance(error, Exception) or isinstance(error, ExportError) or is_out_of_memory(error)
+        is_rejected = not is_known and self._computes(zeros)
+        level = logging.WARNING if is_rejected else logging.ERROR
         logger.log(level, "The model failed on %s: %s: %s", shapes, type(error).__name__, text)
-        return error if reason is None else InputRejected(reason, error)
+        if not is_rejected:
+            return EngineFailure(f"{type(error).__name__}: {text}")
+        known = ", ".join(f"{name} of {shape_text(tensor.shape)}" for name, tensor in zeros.items())
+        return InputRejected(
+            f"The model fails on the values or the sizes of this request; it computes zeros, {known}. Send values that "
+            "it knows."
+        )
+
+    def _computes(self, inputs: Mapping[str, Tensor]) -> bool:
+        try:
+            self._run(inputs, 1)
+        except BaseException:  # this runs in the engine's thread, which must not end
+            return False
+        return True
 
     def _together(self, batch: list[QueuedRequest]) -> list[Outputs]:
         if len(batch) == 1:
@@ -223,8 +209,7 @@ class Batcher:
             if request.answer.done():  # its caller has gone
                 continue
             if isinstance(outcome, BaseException):
-                known = isinstance(outcome, InputRejected)
-                request.answer.set_exception(outcome if known else EngineFailure(outcome))
+                request.answer.set_exception(outcome)
             else:
                 request.answer.set_result(outcome)
         if self.observe is not None:
@@ -232,24 +217,26 @@ class Batcher:
 
 
 class EngineFailure(Exception):
-    """What an engine raised; it may be anything, so it is carried, not raised again."""
-
-    def __init__(self, cause: BaseException):
-        super().__init__(f"{type(cause).__name__}: {cause}")
+    """An engine failed, on any request or by its own fault; it may have raised anything, so it is told, not raised."""
 
 
 class InputRejected(Exception):
-    """A request that the engine cannot compute, though it computes others; the message says what is wrong with it."""
-
-    def __init__(self, reason: str, cause: BaseException):
-        super().__init__(reason)
-        self.failure = EngineFailure(cause)
+    """A request that the engine cannot compute, though it computes others; the message says so."""
 
 
 def can_batch(engine: Engine) -> bool:
     """Return whether requests can be computed together: every input and output has the axis "batch" once. An output
     without it may depend on all rows, and an input without it belongs to one request."""
     return all(_batch_axis(port) >= 0 for port in (*engine.inputs, *engine.outputs))
+
+
+def zeros_of(port: Port, rows: int) -> Tensor:
+    """Return zeros of an input's shape; a dynamic axis has the least size that the data had."""
+    seen = port.seen or {}
+    sizes = [
+        rows if size == "batch" else seen.get(size, (1, 1))[0] if isinstance(size, str) else size for size in port.shape
+    ]
+    return torch.zeros(sizes, dtype=getattr(torch, port.dtype))
 
 
 def _batch_axis(port: Port) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,14 +23,13 @@ from torch import Tensor
 from forge.util.text import format_bytes
 from forge_ship.engine import Engine, ExportError, row_bytes
 from forge_ship.serving import protocol
-from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, Outputs
+from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, Outputs, zeros_of
 from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.metrics import ServerMetrics
 from forge_ship.serving.protocol import JSON, Refused
-from forge_ship.serving.rejected_inputs import zeros_of
 
-logger = logging.getLogger("forge")
-
+BODIES = 16
+"""So many times the bytes of the largest body may be held of all bodies that are being read."""
 LARGE = 256 * 1024
 """Bytes of a body from which on it is read in another thread, so that the server answers others meanwhile."""
 LOOK = 0.25
@@ -50,8 +48,9 @@ def make_app(
     warmup: bool = True,
     hosts: Sequence[str] = ("*",),
 ) -> Starlette:
-    """Return the ASGI application that serves an engine; `kind` is the model's format. `app.state.service` has its
-    state. `hosts` are the names that requests may call the server by, as in starlette's TrustedHostMiddleware."""
+    """Return the ASGI application that serves an engine; `kind` is the model's format. It starts once the model is
+    warm. `app.state.service` has its state. `hosts` are the names that requests may call the server by, as in
+    starlette's TrustedHostMiddleware."""
     limits = limits or ServeLimits()
     row = row_bytes(engine.inputs)
     if row > limits.max_body:
@@ -59,6 +58,9 @@ def make_app(
             f"One row of the model's inputs takes {format_bytes(row)}, and a request may have "
             f"{format_bytes(limits.max_body)}. If the model is right about its inputs, raise --max-body."
         )
+    for port in (*engine.inputs, *engine.outputs):
+        if port.dtype.startswith("complex"):
+            raise ExportError(f"{port.name} is {port.dtype}, which JSON cannot hold: give the real parts as float32.")
     service = ModelService(engine, limits, name, kind, warmup)
     routes = [
         Route("/predict", service.predict, methods=["POST"]),
@@ -74,6 +76,46 @@ def make_app(
     return app
 
 
+class Bodies:
+    """The bodies that are being read. Together they may hold so many bytes: beyond it the oldest one has to end.
+
+    So one who sends slowly takes the place of nobody: he keeps his own until it is needed.
+    """
+
+    def __init__(self, limits: ServeLimits):
+        self._limits = limits
+        self._held: dict[asyncio.Timeout, int] = {}
+
+    async def read(self, request: Request, deadline: float) -> bytes:
+        """Return a body, and read no more of it than is allowed."""
+        most, length = self._limits.max_body, request.headers.get("content-length", "")
+        # the rest of the body is not read, so that the connection cannot be used again
+        large = Refused(413, f"The body has more than {most:,} bytes: send fewer rows.", {"Connection": "close"})
+        if length.isdecimal() and int(length[:20]) > most:
+            raise large
+        body, clock = bytearray(), asyncio.timeout_at(deadline)
+        try:
+            async with clock:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise large
+                    self._hold(clock, len(body))
+        except TimeoutError as error:
+            text = f"The body did not arrive within {self._limits.timeout:g} seconds, or others needed its place."
+            raise Refused(408, text, {"Connection": "close"}) from error
+        finally:
+            self._held.pop(clock, None)
+        return bytes(body)
+
+    def _hold(self, clock: asyncio.Timeout, size: int) -> None:
+        self._held[clock] = size
+        while sum(self._held.values()) > BODIES * self._limits.max_body:
+            oldest = next(iter(self._held))
+            del self._held[oldest]
+            oldest.reschedule(0.0)
+
+
 class ModelService:
     """A model, its batcher and the handlers of requests."""
 
@@ -81,59 +123,53 @@ class ModelService:
         self.engine, self.limits, self.name, self.kind = engine, limits, name, kind
         self.failure: BaseException | None = None
         "Why the model could not compute its first batch."
-        self.warm = asyncio.Event()
-        "Set once the model is warm, or has failed."
         self.stopping = False
         self.cancelled = 0
         "Requests that were dropped at the end."
         self._warmup = warmup
-        self._reading = 0
+        self._bodies = Bodies(limits)
+        self._decoding = 0
         self._large = asyncio.Semaphore(1)
-        self._metrics = ServerMetrics(limits, lambda: self.waiting, lambda: not self._not_ready())
+        self._metrics = ServerMetrics(lambda: self.waiting, lambda: not self._not_ready())
 
     @property
     def waiting(self) -> int:
-        """Requests that are read, or wait for the engine."""
-        return self._reading + (self._batcher.waiting if hasattr(self, "_batcher") else 0)
+        """Requests that are complete, and wait for the engine."""
+        return self._decoding + (self._batcher.waiting if hasattr(self, "_batcher") else 0)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._batcher = Batcher(self.engine, self.limits.max_batch, self.limits.max_wait)
-        warming = asyncio.create_task(self._warm_up())
         try:
+            await self._warm_up()
             yield
         finally:
             self.stopping = True
-            warming.cancel()
             self._batcher.close()
 
     async def _warm_up(self) -> None:
         """Compute zeros: one row, then a full batch. First calls compile, allocate and load libraries."""
-        try:
-            for rows in dict.fromkeys((1, self.limits.max_batch)) if self._warmup else ():
-                await self._batcher.submit({port.name: zeros_of(port, rows) for port in self.engine.inputs}, rows)
-            self._batcher.observe = self._metrics.batch
-        except EngineFailure as error:
-            self.failure = error
-        except InputRejected as error:  # it can compute one row of zeros, but not a full batch
-            self.failure = error.failure
-        self.warm.set()
+        for rows in dict.fromkeys((1, self.limits.max_batch)) if self._warmup else ():
+            answer = self._batcher.submit({port.name: zeros_of(port, rows) for port in self.engine.inputs}, rows)
+            while not answer.done() and not self.stopping:
+                await asyncio.wait((answer,), timeout=LOOK)
+            if self.stopping:
+                return
+            self.failure = answer.exception()
+            if self.failure is not None:
+                return
+        self._batcher.observe = self._metrics.batch
 
     def _not_ready(self) -> str:
         """Return why no requests should come; empty if they may."""
         if self.stopping:
             return "The server is stopping."
-        if self.failure is not None:
-            return "The model failed on its first batch; see the server's log."
-        if not self.warm.is_set():
-            return "The model is warming up."
         since = self._batcher.busy_since
         if since is not None and asyncio.get_running_loop().time() - since > self.limits.timeout:
             return "The model has computed one batch for longer than the time limit."
         return ""
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Handlers
+    # -- handlers -----------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "up"})
@@ -146,25 +182,10 @@ class ModelService:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def model(self, request: Request) -> Response:
-        return _json(
-            {
-                "model": self.name,
-                "format": self.kind,
-                "inputs": [asdict(port) for port in self.engine.inputs],
-                "outputs": [asdict(port) for port in self.engine.outputs],
-                "batching": self._batcher.batches,
-                "limits": {
-                    "max_batch": self.limits.max_batch,
-                    "max_wait_ms": self.limits.max_wait * 1000,
-                    "max_body_bytes": self.limits.max_body,
-                    "queue": self.limits.queue,
-                    "max_connections": self.limits.max_connections,
-                    "timeout_s": self.limits.timeout,
-                    "header_timeout_s": self.limits.header_timeout,
-                    "max_axes": dict(self.limits.max_axes),
-                },
-            }
-        )
+        described = {"model": self.name, "format": self.kind, "batching": self._batcher.batches}
+        ports = {"inputs": self.engine.inputs, "outputs": self.engine.outputs}
+        listed = {kind: [asdict(port) for port in each] for kind, each in ports.items()}
+        return _json({**described, **listed, "limits": asdict(self.limits)})
 
     async def predict(self, request: Request) -> Response:
         start = time.perf_counter()
@@ -185,49 +206,24 @@ class ModelService:
         return response
 
     async def _predict(self, request: Request, deadline: float) -> Response:
-        if self.failure is not None or not self.warm.is_set():
-            raise Refused(503, self._not_ready(), {"Retry-After": "1"})
-        headers = request.headers
-        kind = protocol.body_format(headers.get("content-type"), headers.get("content-encoding"))
-        answer_kind = protocol.answer_format(headers.get("accept"), kind)
+        protocol.check_headers(request.headers)
+        body = await self._bodies.read(request, deadline)
         if self.waiting >= self.limits.queue:
             text = f"{self.limits.queue} requests are waiting already: send this one again later."
             raise Refused(429, text, {"Retry-After": "1"})
-        self._reading += 1
+        self._decoding += 1
         try:
-            body = await self._body(request, deadline)
-            inputs, rows = await self._decoded(body, kind)
+            inputs, rows = await self._decoded(body)
             answer = self._batcher.submit(inputs, rows)
         finally:
-            self._reading -= 1
-        outputs = await self._outputs(answer, request, deadline)
-        return Response(protocol.encode(outputs, answer_kind), media_type=answer_kind)
+            self._decoding -= 1
+        return Response(protocol.encode(await self._outputs(answer, request, deadline)), media_type=JSON)
 
-    async def _body(self, request: Request, deadline: float) -> bytes:
-        """Read a body, and no more of it than is allowed."""
-        most, length = self.limits.max_body, request.headers.get("content-length", "")
-        # the rest of the body is not read, so that the connection cannot be used again
-        large = Refused(413, f"The body has more than {most:,} bytes: send fewer rows.", {"Connection": "close"})
-        if length.isdecimal() and int(length[:20]) > most:
-            raise large
-        body = bytearray()
-        try:
-            async with asyncio.timeout_at(deadline):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise large
-        except TimeoutError as error:
-            text = f"The body did not arrive within {self.limits.timeout:g} seconds."
-            raise Refused(408, text, {"Connection": "close"}) from error
-        return bytes(body)
-
-    async def _decoded(self, body: bytes, kind: str) -> tuple[dict[str, Tensor], int]:
-        arguments = (body, kind, self.engine.inputs, self.limits)
+    async def _decoded(self, body: bytes) -> tuple[dict[str, Tensor], int]:
         if len(body) < LARGE:
-            return protocol.decode(*arguments)
+            return protocol.decode(body, self.engine.inputs, self.limits)
         async with self._large:  # one at a time: values take many times the memory of their text
-            return await asyncio.to_thread(protocol.decode, *arguments)
+            return await asyncio.to_thread(protocol.decode, body, self.engine.inputs, self.limits)
 
     async def _outputs(self, answer: asyncio.Future[Outputs], request: Request, deadline: float) -> Outputs:
         """Wait for the outputs; withdraw the request at its deadline, or when its client has gone."""

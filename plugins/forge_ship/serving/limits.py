@@ -17,16 +17,12 @@ class ServeLimits:
     max_wait: float = 0.002
     "Seconds for which a request waits for others to be computed with it, while the engine is idle."
     max_body: int = 16 * MIB
-    "Bytes of a request's body."
+    "Bytes of a request's body; all bodies that are being read may have 16 times as many together."
     queue: int = 256
-    "Requests that are read or wait for the engine."
+    "Requests that are complete and wait for the engine. A body that is being read is none of them."
     max_connections: int = 512
     "Connections that are open at once; processes may often have 1,024 open files."
     timeout: float = 20.0
-    "Seconds from a request's arrival to its answer."
-    header_timeout: float = 10.0
-    "Seconds from the first byte of a request to the last of its headers; and for a body that comes after its answer."
+    "Seconds for the headers of a request, and again from there to its answer."
     max_axes: Mapping[str, int] = field(default_factory=dict)
     "The largest size of dynamic axes by name; for other axes it is the largest one that the data had, if known."
-    allow_nonfinite: bool = False
-    "Accept NaN and infinity in raw tensors. JSON cannot hold them."
