@@ -51,6 +51,8 @@ class Env:
 
     def __init__(self, device: str | torch.device = "auto"):
         self.device = pick_device(device)
+        self.computes_in: dict[str, str] = {}
+        "What plugins compute in beside the type of the weights, by their names: `bf16`."
         self._on_cpu = self.device.type == "cpu"
 
     @property

@@ -16,7 +16,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.stack import ACTIONS, SPECS
 from forge.options import Option
 
-DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "effects", "capturable", "replays")
+DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "effects", "capturable")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from forge.data import Splits
     from forge.engine.trainer import Trainer
 
+ALLOCATION = "allocation"
+"""What a strategy provides that allocates the weights itself: the task is built on `meta`."""
 EPOCHS = 10
 """Length of a fit on a task from a file, unless its recipe or the command line sets one."""
 
@@ -136,8 +138,8 @@ def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, T
 
     given: dict[str, Any] = {} if run_dir is None else {"run_dir": run_dir}
     trainer = Trainer(recipe=recipe, **given)
-    devices = [plugin.init_device for plugin in trainer.stack if plugin.init_device]
-    with torch.device(devices[0]) if devices else nullcontext():
+    allocates = any(ALLOCATION in plugin.provides for plugin in trainer.stack)
+    with torch.device("meta") if allocates else nullcontext():
         task = recipe.make_task()
     return trainer, task, recipe.make_data(task)
 

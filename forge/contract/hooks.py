@@ -134,7 +134,7 @@ def forge_train_step(step: Step) -> bool:
     once per name.
 
     Wrap: a profiler's range. Own: a second pass, whole-step capture, pipelines; call the two halves as often as needed
-    and return True. An owner that runs the window more than once declares `replays = True` on its class.
+    and return True. An owner that runs the window more than once provides `second_pass`.
     """
     ...
 

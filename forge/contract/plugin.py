@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EFFECTS = {
     "evaluates": "It evaluates the task.",
     "files": "It writes files in the run folder.",
-    "reads_ahead": "It reads samples before they are trained on.",
+    "reads_ahead": "It reads samples before they are trained on; its option `depth` says how many batches.",
     "state_dict": "It calls `state_dict` of the task and its optimizers.",
 }
 """What an observer may declare as its work."""
@@ -48,7 +48,8 @@ class Plugin:
     """The options, a keyword-only dataclass; a string under a field describes it."""
 
     provides: tuple[str, ...] = ()
-    """What this plugin adds to a run; two plugins that provide the same thing are refused."""
+    """What this plugin adds to a run; two plugins that provide the same thing are refused. forge itself asks for a few
+    things, which docs/writing-plugins.md lists."""
     requires: tuple[str, ...] | Mapping[str, str] = ()
     """Names, or things provided, that must be in the stack too; a mapping gives each a sentence that names the fix."""
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
@@ -70,31 +71,14 @@ class Plugin:
     hooks, data, generators, files, environment) sees what it sees without it, but for `effects`."""
     effects: tuple[str, ...] = ()
     """What the user's code may notice of an observer, because it is its work; names of `EFFECTS`."""
-    init_device: str | None = None
-    "Where the command line builds the task: `meta` for a strategy that allocates the weights itself."
     capturable: bool = False
     """Promises that its step hooks may run inside a CUDA graph."""
-    replays: bool = False
-    """An owner of forge_train_step that runs the window more than once: batches and RNG are kept for it."""
-    ends_run: bool = False
-    """Promises to end the run at some time: then neither max_epochs nor max_updates is needed."""
     charts: Mapping[str, str] = {}
     """Charts of the metrics that it logs: `section/title` to a regular expression of their names."""
     cures: Mapping[str, str] = {}
-    """What it does about problems that forge meets, for its messages, with its name as {name}:
-    `{"memory": "-p {name}, which keeps less"}`. docs/writing-plugins.md lists the problems."""
-    explains: Mapping[str, str] = {}
-    """Words of an error, in lower case, that it causes, and what to do, with its name as {name}."""
-    in_trials: bool = True
-    """Runs in the short trial runs of `forge tune`, `plan` and `doctor`. Plugins that only observe or save never do."""
-    trades: str = ""
-    """What it gives for memory, if `forge plan` is to try it: "compute" or "precision"."""
-    precision: str = ""
-    """What a run computes in beside the type of its weights, in a word, once the plugin knows: "bf16"."""
-    batches_ahead: int = 0
-    """Batches that it keeps on the device beside the one that trains."""
-    averaged: Any = None
-    """A method of a plugin that averages weights: return a part of the task with them, for `task.averaged(part)`."""
+    """What to do about problems, for the messages of forge, with its name as {name}:
+    `{"memory": "-p {name}, which keeps less"}`. A key is a problem that it helps with, as docs/writing-plugins.md lists
+    them, or several words in lower case of an error that it causes."""
     example: Mapping[str, Any] | None = None
     """Options with which it acts in a short fit, if the conformance kit is to run other plugins beside it."""
 
@@ -129,12 +113,13 @@ class Plugin:
         return {setting: value} if setting in (option.name for option in options.of_config(cls.Config)) else {}
 
     @classmethod
-    def for_plan(cls, given: Mapping[str, Any], task: TaskModule | None) -> Mapping[str, Any] | str:
-        """Return the options with which `forge plan` rehearses a plugin that `trades`; a text says why it does not.
+    def for_plan(cls, given: Mapping[str, Any], task: TaskModule | None) -> Mapping[str, Any] | str | None:
+        """Return the options with which `forge plan` tries a plugin that cures `memory` or `activations`.
 
-        `given` are those of the recipe. `task` has shapes and no values; None if it cannot be made so.
+        A text says why it does not; None, that there is nothing to try. `given` are those of the recipe. `task` has
+        shapes and no values; None if it cannot be made so.
         """
-        return given
+        return None
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{o.name}={getattr(self.config, o.name)!r}" for o in options.of_config(type(self).Config))

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from forge.contract.run import Run
     from forge.metrics.means import Means
 
+SECOND_PASS = "second_pass"
+"""What an owner of forge_train_step provides that runs its window more than once: batches and RNG are kept for it."""
+
 
 class Step:
     """One update, as hooks get it: where the run is, and what may be asked of it.
@@ -191,7 +194,9 @@ class Step:
 
     def _replay(self, record: bool) -> None:
         if self.prepared is None or self._rng is None:
-            raise RuntimeError("run_window(replay=True) needs a first run, and `replays = True` on the owner's class.")
+            raise RuntimeError(
+                f"run_window(replay=True) needs a first run, and an owner that provides {SECOND_PASS!r}."
+            )
         device = self.trainer.env.device
         now, recorded = RNGState.capture(device), self.recording
         self.recording, self.loss = record, None

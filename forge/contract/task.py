@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forge import registry
 from forge.contract.frozen import move_frozen
+from forge.contract.protocols import Averages
 from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import scalars_of
@@ -200,7 +201,7 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         if run is None or run.verb != "fit":
             return part
         for keeper in run.stack:
-            if keeper.averaged is not None and plugin in (None, keeper.name):
+            if isinstance(keeper, Averages) and plugin in (None, keeper.name):
                 return keeper.averaged(self, part)
         raise TaskError(
             f"{type(self).__name__} asks for averaged weights, and no plugin of this run "

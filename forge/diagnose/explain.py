@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from types import CodeType
 from typing import Any
@@ -60,8 +61,7 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
             error.add_note(f"forge: raised in {where}.")
         if not message:
             _add_cures(trainer, error)
-    hints = [*HINTS.items(), *((s, h.format(name=p.name)) for p in trainer.stack for s, h in p.explains.items())]
-    for symptom, hint in hints:
+    for symptom, hint in [*HINTS.items(), *_hints(trainer)]:
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
     add_hint(error)
@@ -69,6 +69,14 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
     _leave_out_frames(trainer, error)
     return error
+
+
+def _hints(trainer: Run) -> Iterator[tuple[str, str]]:
+    """Yield the words of errors that plugins of the stack cause, each with what to do."""
+    for plugin in trainer.stack:
+        for words, cure in plugin.cures.items():
+            if " " in words:  # one word is the name of a problem
+                yield words, cure.format(name=plugin.name)
 
 
 def _add_cures(trainer: Run, error: BaseException) -> None:

@@ -18,6 +18,7 @@ from forge.contract import axes, modes
 from forge.contract.frozen import refuse_without_values
 from forge.contract.run import Run
 from forge.contract.stack import TASK
+from forge.contract.step import SECOND_PASS
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.accumulation_windows import Feed, check_loader
 from forge.data.splits import live_loaders
@@ -256,7 +257,7 @@ class Session:
         """Whether the owner of the train step, a plugin or the task, runs its window more than once."""
         stack, task = self.trainer.stack, self.trainer.task
         owners = [call.plugin for call in stack.calls()["forge_train_step"] if call.role == "own"]
-        return any(getattr(task if name == TASK else stack[name], "replays", False) for name in owners)
+        return any(SECOND_PASS in getattr(task if name == TASK else stack[name], "provides", ()) for name in owners)
 
     def _open_run_dir(self) -> None:
         """Choose the run folder, lock it, and find the checkpoint to continue from."""

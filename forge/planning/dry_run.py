@@ -68,7 +68,7 @@ def run_dry(
     """
     with explained(), quiet(), chosen_as_on_cuda():
         made = make_plugins(plugins or {})
-        ahead = sum(plugin.batches_ahead for plugin in made)
+        ahead = sum(getattr(plugin.config, "depth", 0) for plugin in made if "reads_ahead" in plugin.effects)
         kept = [plugin for plugin in made if not _is_planned_apart(plugin)]
         mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept}, type(counter).__module__)
         task = _without_values(make_task, mode)

@@ -18,6 +18,9 @@ from forge.planning.dry_run import run_dry
 from forge.planning.footprint import Footprint
 from forge.planning.strategies import DryStep, Levers, StrategyRow, rows
 
+LEVERS = frozenset({"memory", "activations"})
+"""Problems that plugins cure by giving something for memory: precision, or computing `activations` again."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -48,10 +51,10 @@ def plan_memory(recipe: Recipe, devices: int, memory: int) -> MemoryPlan:
     if devices > size:
         notes.append(f"A batch of {size} leaves {devices - size} of {devices} devices without a sample of their own.")
     options = dict(sorted(_levers(recipe, notes)))
-    trades = registry.declared("trades")
+    declared = registry.declared("cures")
     asked = tuple(name for name in options if name in recipe.plugins)
-    frugal = tuple(name for name in options if trades[name] == "compute")
-    others = {name: given for name, given in recipe.plugins.items() if name not in trades}
+    frugal = tuple(name for name in options if "activations" in declared[name])
+    others = {name: given for name, given in recipe.plugins.items() if name not in options}
 
     def measured(batch: Any) -> dict[Levers, Footprint]:
         return {
@@ -84,17 +87,19 @@ def first_batch(recipe: Recipe) -> Any:
 
 
 def _levers(recipe: Recipe, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the plugins that trade something for memory, with the options to measure them with.
+    """Yield the plugins that give something for memory, with the options to measure them with.
 
     Of several that provide the same thing, one is planned: the recipe's, else the first.
     """
     things, task, taken = registry.declared("provides"), _without_values(recipe), set[str]()
-    offered = [name for name, given in registry.declared("trades").items() if given]
+    offered = [name for name, problems in registry.declared("cures").items() if not LEVERS.isdisjoint(problems)]
     for name in sorted(offered, key=lambda name: name not in recipe.plugins):
         if not taken.isdisjoint(things.get(name, ())):
             continue
-        taken.update(things.get(name, ()))
         options = plugin_class(name).for_plan(recipe.plugins.get(name, {}), task)
+        if options is None:
+            continue
+        taken.update(things.get(name, ()))
         if isinstance(options, str):
             notes.append(options.format(name=name))
         else:

@@ -77,7 +77,6 @@ class AMP(forge.Plugin):
     config: Config
     provides = ("autocast",)
     cures = {"memory": "-p {name}, for activations in half precision", "dtypes": "-p {name}"}
-    trades = "precision"
     captures_window = True
 
     def __init__(self, *first: str, **values: Any):
@@ -98,7 +97,7 @@ class AMP(forge.Plugin):
 
     def _take(self, dtype: str) -> None:
         """Choose the dtype, and with it the hooks of this instance: bf16 owns none of the scaler's."""
-        self.dtype = self.precision = dtype
+        self.dtype = dtype
         self.capturable = dtype == "bf16"
         self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
         for hook in SCALING:
@@ -125,6 +124,7 @@ class AMP(forge.Plugin):
         """Set up autocast this early because other plugins may run the model when they start."""
         env = yield
         device = env.device
+        env.computes_in[self.name] = self.dtype
         self._begin()
         self._kind, self._another = device.type, partial(torch.autocast, device.type, DTYPES[self.dtype])
         self._autocast = self._another()  # making one costs as much as entering it

@@ -77,7 +77,7 @@ class Backends(forge.Plugin):
             switches.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             switches.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
             torch.set_float32_matmul_precision("high")
-            cudnn.allow_tf32, self.precision = True, "tf32"
+            cudnn.allow_tf32, trainer.env.computes_in[self.name] = True, "tf32"
         if config.cudnn_benchmark:
             switches.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
             cudnn.benchmark = True

@@ -32,6 +32,7 @@ class DDP(Replicated):
     """
 
     cures = {
+        **Replicated.cures,
         "processes": "-p {name}",
         "divided_norms": "{name}.sync_batchnorm=true",
         "sparse": "-p {name}",

@@ -53,13 +53,15 @@ class Duration(forge.Plugin):
 
     config: Config
     provides = ("duration",)
+    cures = {"endless": "max_time"}
     observer = True  # no update differs: only how many there are, as with max_epochs
 
     def __init__(self, *first: str | int, **values: Any):
         super().__init__(*first, **values)
         config = self.config
         self._seconds = None if config.max_time is None else seconds_of(config.max_time)
-        self.ends_run = self._seconds is not None
+        if self._seconds is None:
+            self.cures = {}
         for name in ("min_epochs", "min_updates"):
             if (getattr(config, name) or 1) < 1:
                 raise RecipeError(f"{name} is {getattr(config, name)}; it must be at least 1.")

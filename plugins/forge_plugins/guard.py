@@ -78,7 +78,6 @@ class Guard(forge.Plugin):
 
     config: Config
     provides = ("guard",)
-    in_trials = False
     cures = {"non_finite": "-p {name} stops at the update that causes it."}
     example = {}
 

@@ -38,7 +38,6 @@ class Prefetch(forge.Plugin):
         super().__init__(*first, **values)
         if self.config.depth < 1:
             raise RecipeError(f"prefetch.depth is {self.config.depth}; it must be at least 1.")
-        self.batches_ahead = self.config.depth
         self._wrapped: dict[int, DevicePrefetch] = {}
 
     @forge.hookimpl(wrapper=True)

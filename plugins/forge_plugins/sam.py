@@ -59,7 +59,6 @@ class SAM(forge.Plugin):
     config: Config
     conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
     provides = ("second_pass",)
-    replays = True
 
     def __init__(self, *first: float, **values: Any):
         super().__init__(*first, **values)

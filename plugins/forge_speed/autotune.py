@@ -80,8 +80,7 @@ class Autotune(Plugin):
         "The plugins to add, with their options, as an earlier run found them; null: search."
 
     config: Config
-    provides = ("autotune",)
-    in_trials = False
+    provides = ("autotune", "trials")
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

@@ -49,15 +49,14 @@ class TheirClip(forge.Plugin):
 class TheirStop(forge.Plugin):
     """End a run."""
 
-    in_trials = False
-    ends_run = True
+    cures = {"endless": "the plugin {name}"}
 
 
 class TheirSaver(forge.Plugin):
     """Keep less."""
 
     provides = ("their_memory",)
-    trades = "compute"
+    cures = {"activations": "-p {name}"}
 
     @classmethod
     def for_plan(cls, given, task):
@@ -142,7 +141,7 @@ def test_messages_name_their_plugins(theirs: Any) -> None:
     assert "-p their_clip bounds every gradient." in registry.cures("non_finite")
     assert "-p their_clip, if only" in registry.cures("memory")
     assert "-p their_clip, if only" not in registry.cures("memory", beside=make_plugins(["clip"])), "its place is taken"
-    with pytest.raises(ForgeError, match=r"the plugin early_stop or the plugin their_stop, neither"):
+    with pytest.raises(ForgeError, match=r"max_time, or the plugin early_stop, or the plugin their_stop, neither"):
         forge.Trainer(plugins=[]).fit(TinyTask(), tiny_batches())
 
 
@@ -154,7 +153,7 @@ def test_the_kit_runs_others_beside_their_clip(theirs: Any) -> None:
     assert clip.ran > 0
 
 
-@pytest.mark.parametrize("what", ["provides", "cures", "charts", "trades", "example", "in_trials", "ends_run"])
+@pytest.mark.parametrize("what", ["provides", "cures", "charts", "example", "axes"])
 def test_what_is_read_from_the_source_is_what_the_class_has(what: str) -> None:
     read = registry.declared(what)
     for name in registry.installed("plugin"):

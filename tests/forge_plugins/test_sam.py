@@ -312,7 +312,7 @@ def test_a_loss_scaler_beside_it_is_refused_by_name() -> None:
     assert str(caught.value) == (
         "'sam' cannot run together with 'scaler', which brings 'grad_scaler'. Use amp.dtype=bf16, which needs none."
     )
-    assert declared(SAM) == ["provides second_pass", "conflicts grad_scaler", "replays"]
+    assert declared(SAM) == ["provides second_pass", "conflicts grad_scaler"]
 
 
 def test_another_owner_of_the_train_step_is_refused_by_name() -> None:

@@ -16,11 +16,10 @@ logger = logging.getLogger("forge")
 def refuse_endless(trainer: Run) -> None:
     """Refuse a fit that nothing would end."""
     endless = trainer.max_epochs is None and trainer.max_updates is None
-    if endless and not any(plugin.ends_run for plugin in trainer.stack):
-        others = " or ".join(f"the plugin {name}" for name, ends in registry.declared("ends_run").items() if ends)
+    if endless and not any("endless" in plugin.cures for plugin in trainer.stack):
         raise ForgeError(
-            "Neither max_epochs nor max_updates is set: say how long to train. With another end, such as max_time or "
-            f"{others}, neither is needed."
+            "Neither max_epochs nor max_updates is set: say how long to train."
+            + registry.advice("endless", " With another end, such as {}, neither is needed.")
         )
 
 

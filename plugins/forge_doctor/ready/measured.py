@@ -88,7 +88,7 @@ def precision(run: PlannedRun, step: RoadStep) -> None:
     best = min(sound, key=lambda name: rows[name].seconds, default="float32")
     plain = min(base.seconds, second.seconds)
     best = best if rows[best].seconds < GAIN * plain else "float32"
-    has = next((plugin.precision for plugin in run.stack if plugin.precision), "float32")
+    has = next((getattr(plugin, "dtype", "") for plugin in run.stack if "autocast" in plugin.provides), "float32")
     alone = "" if len(choices) == len(PRECISIONS) else f" ({' and '.join(OF_GPUS)} are for GPUs)"
     words = f"no other precision is faster here and learns as well{alone}"
     if best != "float32":

@@ -276,7 +276,8 @@ class Averaging(forge.Plugin):
             if isinstance(trainer.model, FSDPModule) and trainer.env.data_world == trainer.env.world:
                 self._average.sharded = dict(trainer.task.named_parameters())
                 self._average.device = trainer.env.device
-                computed = {plugin.precision for plugin in trainer.stack if "sharding" in plugin.provides}
+                sharding = [plugin.name for plugin in trainer.stack if "sharding" in plugin.provides]
+                computed = {trainer.env.computes_in.get(name) for name in sharding}
                 self._average.dtype = torch.bfloat16 if "bf16" in computed else None
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._announced = False

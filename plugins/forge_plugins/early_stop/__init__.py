@@ -76,8 +76,7 @@ class EarlyStop(forge.Plugin):
 
     config: Config
     provides = ("early_stop",)
-    ends_run = True
-    in_trials = False
+    cures = {"endless": "the plugin {name}"}
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

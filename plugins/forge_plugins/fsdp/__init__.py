@@ -116,18 +116,18 @@ class FSDP(forge.Plugin):
     provides = ("strategy", "sharding")
     axes = {"data": "samples", "shard": "samples weights"}
     beside = ("positions", "experts", "matrices")
-    cures = {"processes": "-p {name} if the model is too big for one device", "meta": "{name}.meta=false"}
-    explains = {
+    cures = {
+        "processes": "-p {name} if the model is too big for one device",
+        "meta": "{name}.meta=false",
         "out of bounds for storage of size 0": "{name} has freed parameters that this backward pass needs. A block "
         "returned a view (.view, .flatten, .transpose), and it was changed in place (x += y): torch's FSDP does not "
-        "see its gradient then. Write x = x + y, or set {name}.reshard=false."
+        "see its gradient then. Write x = x + y, or set {name}.reshard=false.",
     }
     conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
 
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)
         config = self.config
-        self.precision = config.mixed_precision or ""
         for name, least in (("min_size", 0), ("replicate", 1)):
             if getattr(config, name) < least:
                 raise RecipeError(f"fsdp.{name} is {getattr(config, name)}; it must be at least {least}.")
@@ -140,7 +140,7 @@ class FSDP(forge.Plugin):
                 f"{torch.__version__}. Install it, or use ddp with ddp.find_unused=true."
             )
         if config.meta:
-            self.init_device = "meta"
+            self.provides = (*self.provides, "allocation")
         self._begin()
 
     def _begin(self) -> None:
@@ -169,6 +169,8 @@ class FSDP(forge.Plugin):
         if backend is None and config.offload and pick_device(trainer.device).type == "cuda":
             backend = BOTH
         self._env = ShardedEnv(trainer.device, trainer=trainer, backend=backend, watchdog=config.watchdog)
+        if config.mixed_precision:
+            self._env.computes_in[self.name] = config.mixed_precision
         return self._env
 
     @forge.hookimpl

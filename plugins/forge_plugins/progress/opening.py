@@ -26,10 +26,10 @@ def _parameters(trainer: forge.Run) -> str:
 
 
 def _precision(trainer: forge.Run) -> str:
-    """The types of the weights, and what plugins declare to compute in."""
+    """The types of the weights, and what plugins compute in."""
     kinds = {str(p.dtype).removeprefix("torch."): None for p in trainer.task.parameters() if p.is_floating_point()}
-    declared = [f"{plugin.precision} by {plugin.name}" for plugin in trainer.stack if plugin.precision]
-    return " and ".join(filter(None, ["/".join(kinds), *declared]))
+    others = [f"{kind} by {plugin}" for plugin, kind in trainer.env.computes_in.items()]
+    return " and ".join(filter(None, ["/".join(kinds), *others]))
 
 
 def _batch(trainer: forge.Run) -> str:

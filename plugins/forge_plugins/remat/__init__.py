@@ -63,7 +63,6 @@ class Remat(forge.Plugin):
     config: Config
     provides = ("activation_checkpointing",)
     cures = {"activations": "-p {name}, which computes activations again in backward"}
-    trades = "compute"
 
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)

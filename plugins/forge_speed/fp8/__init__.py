@@ -75,7 +75,6 @@ class FP8(forge.Plugin):
 
     config: Config
     provides = ("float8",)
-    precision = "fp8"
     conflicts = {
         "grad_scaler": "Use amp.dtype=bf16, which needs none.",
         "split_layers": "Use fsdp alone, or leave fp8 out.",
@@ -109,7 +108,7 @@ class FP8(forge.Plugin):
                 TILE,
             )
             return
-        self._layers = chosen
+        self._layers, trainer.env.computes_in[self.name] = chosen, "fp8"
         for layer in chosen.values():
             install(layer, least_rows(layer) if self.config.layers == AUTO else TILE, self.config.fast_sums)
         logger.info("fp8 computes %d linear layers in float8: %s.", len(chosen), listed(chosen, MANY))

@@ -282,7 +282,7 @@ class TestClosures:
 class SAM(forge.Plugin):
     """Sharpness-aware minimisation: two passes over one window, by owning the train step."""
 
-    replays = True
+    provides = ("second_pass",)
 
     @forge.hookimpl
     def forge_train_step(self, step: forge.Step) -> bool:
@@ -338,7 +338,7 @@ class TestReplays:
         losses: list[torch.Tensor] = []
 
         class Twice(forge.Plugin):
-            replays = True
+            provides = ("second_pass",)
 
             @forge.hookimpl(wrapper=True)
             def forge_prepare_batch(self) -> Any:
@@ -359,9 +359,9 @@ class TestReplays:
 
     def test_a_replay_needs_the_owner_to_say_so(self) -> None:
         class Silent(SAM):
-            replays = False
+            provides = ()
 
-        with pytest.raises(RuntimeError, match="replays = True"):
+        with pytest.raises(RuntimeError, match="provides 'second_pass'"):
             fit(plugins=[Silent()])
 
 
