@@ -307,7 +307,7 @@ STACKS: dict[str, Callable[[], list[Any]]] = {
     "ddp": lambda: [DDP()],
     "zero": lambda: [Zero()],
     "fsdp": lambda: [FSDP(min_size=0)],
-    "context_parallel": lambda: [ContextParallel()],
+    "context_parallel": lambda: [DDP(), ContextParallel()],
     "pipeline": lambda: [Pipeline(PARTS)],
     "pipeline_shard": lambda: [Pipeline(PARTS, stages=2, shard=True)],
 }

@@ -74,7 +74,7 @@ STRATEGIES: dict[str, Several] = {
     "fsdp": Several({"shard": 2}, lambda: [FSDP()]),
     "tensor_parallel": Several({"tensor": 2}, lambda: [FSDP(), _tensor()]),
     "pipeline": Several({"pipe": 2}, lambda: [_pipe()]),
-    "context_parallel": Several({"context": 2}, lambda: [ContextParallel()]),
+    "context_parallel": Several({"context": 2}, lambda: [DDP(), ContextParallel()]),
     "data.shard": Several({"data": 2, "shard": 2}, lambda: [FSDP()]),
     "data.pipe": Several({"data": 2, "pipe": 2}, lambda: [_pipe()]),
     "data.context": Several({"data": 2, "context": 2}, lambda: [Zero(stage=1), ContextParallel()]),

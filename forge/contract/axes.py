@@ -2,7 +2,8 @@
 
 A plugin owns axes and declares what their ranks divide: `axes = {"shard": "samples weights"}`. All else follows.
 Where ranks divide samples or positions, each has the gradient of a part, so the strategy averages gradients along that
-axis; along all others a rank has the gradients of what is its own. The strategy declares what may be divided beside it.
+axis; along all others a rank has the gradients of what is its own. The strategy declares under `*` what may be divided
+along axes of other plugins.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ STRATEGY = "strategy"
 DATA = "data"
 """The axis of ranks that differ in their samples alone; it takes what no other axis does."""
 
+OTHERS = "*"
+"""In the axes of a strategy: those of other plugins."""
+
 Mesh = dict[str, int]
+Axes = Mapping[str, str]
+
+
+def own_axes(declared: Axes) -> dict[str, frozenset[str]]:
+    """Return the axes that a plugin owns, with what ranks divide along each."""
+    return {axis: frozenset(words.split()) for axis, words in declared.items() if axis != OTHERS}
 
 
 def kinds(plugins: Iterable[Plugin]) -> dict[str, frozenset[str]]:
     """Return what ranks divide along each axis of these plugins."""
     found = {DATA: frozenset({"samples"})}
     for plugin in plugins:
-        found |= {axis: frozenset(words.split()) for axis, words in plugin.axes.items()}
+        found |= own_axes(plugin.axes)
     return found
 
 
@@ -56,9 +66,8 @@ def shown(mesh: Mapping[str, int]) -> str:
 
 
 def strategy_of(plugins: Sequence[Plugin]) -> Plugin | None:
-    """Return the plugin that averages gradients; one that gives way does so only where no other does."""
-    found = [plugin for plugin in plugins if STRATEGY in plugin.provides]
-    return min(found, key=lambda plugin: STRATEGY in plugin.gives_way, default=None)
+    """Return the plugin that averages gradients."""
+    return next((plugin for plugin in plugins if STRATEGY in plugin.provides), None)
 
 
 def refuse_apart(plugins: Sequence[Plugin]) -> None:
@@ -67,29 +76,34 @@ def refuse_apart(plugins: Sequence[Plugin]) -> None:
     for plugin in plugins:
         if plugin is strategy or not plugin.axes:
             continue
-        own = _beside(plugin.axes)
+        own = _to_know(plugin.axes)
         if strategy is None:
             raise StackError(
                 f"{plugin.name!r} divides {' and '.join(sorted(own))}, and no plugin of this stack averages their "
                 f"gradients.{instead(plugins)}"
             )
-        if not own <= set(strategy.beside):
+        if not own <= _beside(strategy.axes):
             raise StackError(
                 f"{strategy.name!r} does not work where ranks divide {' and '.join(sorted(own))}, as {plugin.name!r} "
                 f"does.{instead(plugins)}"
             )
 
 
-def _beside(own: Mapping[str, str]) -> set[str]:
+def _to_know(declared: Axes) -> set[str]:
     """Return what a strategy must know of the axes of another plugin: samples it divides itself."""
-    return {kind for words in own.values() for kind in words.split()} - {"samples"}
+    return {kind for words in own_axes(declared).values() for kind in words} - {"samples"}
+
+
+def _beside(declared: Axes) -> set[str]:
+    """Return what a strategy lets other plugins divide."""
+    return {*declared.get(OTHERS, "").split()}
 
 
 def instead(plugins: Sequence[Plugin]) -> str:
     """Return the nearest meshes that installed plugins make: with all axes of these, or else with as many as can be."""
     names = {plugin.name for plugin in plugins}
     asked = {name: own for name, own in registry.declared("axes").items() if name in names}
-    axes = ordered({axis for own in asked.values() for axis in own if axis != DATA}, _installed_kinds())
+    axes = ordered({axis for own in asked.values() for axis in own_axes(own) if axis != DATA}, _installed_kinds())
     for count in range(len(axes), -1, -1):
         found = []
         for some in itertools.combinations(axes, count):
@@ -102,24 +116,24 @@ def instead(plugins: Sequence[Plugin]) -> str:
     return ""
 
 
-def _stacks(axes: set[str], asked: Mapping[str, Mapping[str, str]]) -> Iterator[list[str]]:
+def _stacks(axes: set[str], asked: Mapping[str, Axes]) -> Iterator[list[str]]:
     """Yield a strategy, and those of the asked plugins that it works beside, where together they own the axes."""
-    declared, ways = registry.declared("axes"), registry.declared("gives_way")
-    beside = registry.declared("beside")
+    declared = registry.declared("axes")
     for name in registry.providers(STRATEGY):
-        if STRATEGY in ways.get(name, ()) or name not in declared:
+        if name not in declared:
             continue
+        mine = own_axes(declared[name])
         others = [
             other
             for other, own in asked.items()
-            if other != name and not own.keys() <= declared[name].keys() and _beside(own) <= set(beside.get(name, ()))
+            if other != name and not own_axes(own).keys() <= mine.keys() and _to_know(own) <= _beside(declared[name])
         ]
-        if axes <= {axis for each in (name, *others) for axis in declared[each]}:
+        if axes <= {axis for each in (name, *others) for axis in own_axes(declared[each])}:
             yield [name, *others]
 
 
 def _installed_kinds() -> dict[str, frozenset[str]]:
-    return {axis: frozenset(words.split()) for own in registry.declared("axes").values() for axis, words in own.items()}
+    return {axis: words for own in registry.declared("axes").values() for axis, words in own_axes(own).items()}
 
 
 # -- how large each axis is -------------------------------------------------------------------------------------------
@@ -127,7 +141,7 @@ def _installed_kinds() -> dict[str, frozenset[str]]:
 
 def refuse_unowned(mesh: Mapping[str, int], plugins: Sequence[Plugin]) -> None:
     """Refuse an axis of `trainer.mesh` that no plugin of the stack owns, with the plugin to add."""
-    owned = {axis for plugin in plugins for axis in plugin.axes}
+    owned = {axis for plugin in plugins for axis in own_axes(plugin.axes)}
     declared = registry.declared("axes")
     for axis, size in mesh.items():
         if axis in owned or (size == 1 and axis in _installed_kinds()):

@@ -55,13 +55,10 @@ class Plugin:
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
     """Names, or things provided, that cannot be in the same stack. A mapping gives each a sentence that names the fix:
     `{"grad_scaler": "Use bf16, which needs none."}`."""
-    gives_way: tuple[str, ...] = ()
-    """Things that it provides only where no other plugin of the stack does."""
     axes: Mapping[str, str] = {}
     """Axes of the mesh of processes that it owns, and what their ranks divide, in words of `forge.contract.axes.KINDS`:
-    `{"shard": "samples weights"}`."""
-    beside: tuple[str, ...] = ()
-    """Of a strategy, which averages gradients: what other plugins may divide along axes of their own."""
+    `{"shard": "samples weights"}`. A strategy, which averages gradients, says under `*` what other plugins may divide
+    along axes of their own: `{"data": "samples", "*": "positions"}`."""
     before: tuple[str, ...] = ()
     """Come before (outside of) these in the stack."""
     after: tuple[str, ...] = ()
@@ -71,8 +68,8 @@ class Plugin:
     hooks, data, generators, files, environment) sees what it sees without it, but for `effects`."""
     effects: tuple[str, ...] = ()
     """What the user's code may notice of an observer, because it is its work; names of `EFFECTS`."""
-    capturable: bool = False
-    """Promises that its step hooks may run inside a CUDA graph."""
+    capturable: bool | str = False
+    """Promises that its step hooks may run inside a CUDA graph; "window": only those up to the backward pass."""
     charts: Mapping[str, str] = {}
     """Charts of the metrics that it logs: `section/title` to a regular expression of their names."""
     cures: Mapping[str, str] = {}

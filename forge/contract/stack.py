@@ -189,14 +189,13 @@ class Stack:
         providers: dict[str, str] = {}
         for plugin in self.plugins:
             for thing in plugin.provides:
-                other = self[providers[thing]] if thing in providers else None
-                if other is not None and thing not in (*plugin.gives_way, *other.gives_way):
+                if thing in providers:
+                    other = self[providers[thing]]
                     near = axes.instead([other, plugin]) if thing == axes.STRATEGY else ""
                     raise StackError(
                         f"{other.name!r} and {plugin.name!r} both provide {thing!r}: only one can. Remove one.{near}"
                     )
-                if other is None or thing not in plugin.gives_way:
-                    providers[thing] = plugin.name
+                providers[thing] = plugin.name
         axes.refuse_apart(self.plugins)
         there = {**{name: name for name in self.names}, **providers}
         for plugin in self.plugins:

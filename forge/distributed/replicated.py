@@ -67,8 +67,7 @@ class Replicated(Plugin):
 
     config: Config
     provides = ("strategy",)
-    axes = {"data": "samples"}
-    beside = ("positions", "experts")
+    axes = {"data": "samples", "*": "positions experts"}
     cures = {
         "expected to have finished reduction in the prior iteration": "Some parameters were not used in the last step, "
         "so they have no gradients. Set {name}.find_unused=true, or freeze them."

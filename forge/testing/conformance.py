@@ -98,7 +98,7 @@ def check_plugin(
     one = checked.make()
     check_class(one)
     checks = {name: check for name, check in CHECKS.items() if name not in left}
-    if not one.capturable:
+    if one.capturable is not True:
         checks.pop("capturable", None)
     if not one.observer:
         checks.pop("purity", None)

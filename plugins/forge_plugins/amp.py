@@ -77,7 +77,6 @@ class AMP(forge.Plugin):
     config: Config
     provides = ("autocast",)
     cures = {"memory": "-p {name}, for activations in half precision", "dtypes": "-p {name}"}
-    captures_window = True
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -98,7 +97,7 @@ class AMP(forge.Plugin):
     def _take(self, dtype: str) -> None:
         """Choose the dtype, and with it the hooks of this instance: bf16 owns none of the scaler's."""
         self.dtype = dtype
-        self.capturable = dtype == "bf16"
+        self.capturable = dtype == "bf16" or "window"
         self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
         for hook in SCALING:
             if dtype == "fp16":

@@ -28,7 +28,7 @@ from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.calls import SequenceCalls
 from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
 from forge_cluster.context_parallel.slices import Slicing
-from forge_plugins import AMP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
+from forge_plugins import AMP, DDP, EMA, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
 from forge_speed.kernels import Kernels
 from tests.support import context_kit as kit
 from tests.support.fsdp_kit import close
@@ -248,7 +248,7 @@ def test_the_models_of_recipes_know_their_positions(kind: str) -> None:
 
 
 def evaluated(folder: str) -> dict[str, Any]:
-    several = [ContextParallel()] if "RANK" in os.environ else []
+    several = [DDP(), ContextParallel()] if "RANK" in os.environ else []
     trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=folder, plugins=[EMA(0.5), *several])
     trainer.fit(kit.Counting(), kit.token_batches(), kit.token_batches(seed=1))
     fresh = kit.Counting()
@@ -283,7 +283,7 @@ def counted_metric() -> float:
             self.f1.update(self(batch[0]).flatten(0, 1), batch[1].flatten())
             return {"f1": self.f1}
 
-    several = [ContextParallel(check=False)] if "RANK" in os.environ else []
+    several = [DDP(), ContextParallel(check=False)] if "RANK" in os.environ else []
     trainer = forge.Trainer(seed=0, device="cpu", run_dir=False, plugins=several)
     return trainer.validate(Measured(), kit.token_batches(ignored=False))["val/f1"]
 
@@ -482,7 +482,7 @@ def test_a_task_that_mixes_positions_is_refused(kind: str, options: dict[str, An
 
 
 def validated_stranger() -> None:
-    trainer = forge.Trainer(seed=0, device="cpu", run_dir=False, plugins=[ContextParallel()])
+    trainer = forge.Trainer(seed=0, device="cpu", run_dir=False, plugins=[DDP(), ContextParallel()])
     trainer.validate(kit.Stranger(), kit.token_batches())
 
 
@@ -528,15 +528,9 @@ def test_sequences_that_cannot_be_divided_are_refused(length: int, options: dict
 @pytest.mark.parametrize("plugin", [Kernels(), CudaGraph()], ids=lambda plugin: plugin.name)
 def test_a_stack_that_makes_no_sense_is_refused(plugin: Any) -> None:
     with pytest.raises(StackError, match="context_parallel"):
-        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[ContextParallel(), plugin]).fit(
+        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP(), ContextParallel(), plugin]).fit(
             kit.Tokens(), kit.token_batches()
         )
-
-
-def test_an_option_of_the_strategy_that_it_adds_is_refused_beside_another() -> None:
-    plugins: list[Any] = [ContextParallel(bucket_mb=1.0), FSDP()]
-    with pytest.raises(RecipeError, match=r"context_parallel.bucket_mb is for the ddp .* fsdp is the strategy here"):
-        forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=plugins).fit(kit.Tokens(), kit.token_batches())
 
 
 @pytest.mark.parametrize(
@@ -545,7 +539,6 @@ def test_an_option_of_the_strategy_that_it_adds_is_refused_beside_another() -> N
         ({"size": 1}, "context_parallel.size is 1"),
         ({"dim": -1}, "context_parallel.dim is -1"),
         ({"method": "ring"}, "ring"),
-        ({"watchdog": 0}, "context_parallel.watchdog is 0"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) -> None:
@@ -577,6 +570,6 @@ def test_entries_of_different_lengths_are_refused() -> None:
 
 
 def test_one_process_alone_trains_with_it_too() -> None:
-    plugins = [ContextParallel(), Clip(0.5)]
+    plugins = [DDP(), ContextParallel(), Clip(0.5)]
     ours = kit.fit_tokens(kit.Stranger(), plugins, {})
     close(ours, kit.fit_tokens(kit.Stranger(), [Clip(0.5)], {}))

@@ -123,7 +123,7 @@ STRATEGIES: dict[str, Any] = {
     "zero": lambda: [Zero(stage=2)],
     "tensor_parallel": lambda: [FSDP(), TensorParallel(2, plan=mesh_kit.PLAN)],
     "pipeline": lambda: [Pipeline(microbatches=2)],
-    "context_parallel": lambda: [ContextParallel()],
+    "context_parallel": lambda: [DDP(), ContextParallel()],
 }
 
 

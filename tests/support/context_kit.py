@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import forge
 from forge_cluster.context_parallel import ContextParallel
+from forge_plugins import DDP
 
 VOCABULARY, LENGTH, WIDTH = 11, 16, 8
 SIZES = (4, 4, 3, 1)
@@ -258,9 +259,10 @@ def token_batches(sizes: Sequence[int] = SIZES, seed: int = 0, length: int = LEN
 
 
 def fit_tokens(task: forge.TaskModule, plugins: list[Any], given: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Fit; on several ranks with context_parallel. Weights, metrics and counters."""
+    """Fit; on several ranks with context_parallel, beside ddp or another strategy. Weights, metrics and counters."""
     data, val = options.pop("data", token_batches()), options.pop("val", token_batches(seed=1))
-    several = [ContextParallel(**given)] if "RANK" in os.environ else []
+    strategy = [] if any("strategy" in plugin.provides for plugin in plugins) else [DDP()]
+    several = [*strategy, ContextParallel(**given)] if "RANK" in os.environ else []
     options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
     trainer = forge.Trainer(plugins=[*plugins, *several], **options)
     result = trainer.fit(task, data, val)

@@ -399,7 +399,7 @@ STRATEGIES: dict[str, tuple[int, Callable[[Case], list[Any]]]] = {
     "zbv": (2, lambda case: [Pipeline(4, schedule="zbv")]),
     "interleaved, remat": (2, lambda case: [Pipeline(4, schedule="interleaved_1f1b"), Remat()]),
     "sharded pipeline": (4, lambda case: [Pipeline(2, stages=2, shard=True)]),
-    "context": (2, lambda case: [ContextParallel(balance=False)]),
+    "context": (2, lambda case: [DDP(), ContextParallel(balance=False)]),
     "experts": (2, lambda case: [DDP(), ExpertParallel()]),
     "sharded experts": (4, lambda case: [FSDP(), ExpertParallel(size=2)]),
 }

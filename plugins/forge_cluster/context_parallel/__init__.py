@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,6 @@ from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
 from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
 from forge_cluster.context_parallel.ring import Method, Ring, safe_method
 from forge_cluster.context_parallel.slices import Slicing
-from forge_plugins import DDP
 
 logger = logging.getLogger("forge")
 
@@ -34,8 +33,8 @@ class ContextParallel(forge.Plugin):
     attention: keys and values pass from rank to rank. All else is computed position by position, so activations take
     1/n of the memory. With more ranks than `size`, groups of `size` neighbours divide batches.
 
-    The strategy beside it averages gradients over slices too: `ddp`, which is added where there is none, with the
-    options below; `zero`; or `fsdp`, which then divides the weights among the ranks of a sequence as well.
+    The strategy beside it averages gradients over slices too: `ddp`; `zero`; or `fsdp`, which then divides the weights
+    among the ranks of a sequence as well.
 
     The model calls `torch.nn.functional.scaled_dot_product_attention`, causal or full, without a mask and without
     dropout of attention weights. What knows positions needs those of the slice: write `forge.positions(x)` in place of
@@ -64,11 +63,11 @@ class ContextParallel(forge.Plugin):
 
     ::
 
-        forge fit shakespeare_char_cpu --nproc 2 -p context_parallel trainer.max_updates=50
+        forge fit shakespeare_char_cpu --nproc 2 -p ddp -p context_parallel trainer.max_updates=50
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(DDP.Config):
+    class Config:
         size: int | None = None
         "Ranks that divide a sequence; null: `context` of trainer.mesh, else all. The others divide batches."
         balance: bool = True
@@ -85,8 +84,7 @@ class ContextParallel(forge.Plugin):
         "Compare the first batch of each stage with whole sequences."
 
     config: Config
-    provides = ("strategy", "context_parallel")
-    gives_way = ("strategy",)
+    provides = ("context_parallel",)
     axes = {"context": "positions"}
     before = ("strategy",)
     conflicts = {
@@ -94,19 +92,14 @@ class ContextParallel(forge.Plugin):
         "step_capture": "Remove cuda_graph: the ring waits for other ranks in every attention.",
     }
 
-    def __init__(self, *first: str | None, **values: Any):
+    def __init__(self, *first: int | None, **values: Any):
         super().__init__(*first, **values)
         config = self.config
         if config.size is not None and config.size < 2:
             raise RecipeError(f"context_parallel.size is {config.size}; it must be at least 2, or null for all ranks.")
         if config.dim < 0:
             raise RecipeError(f"context_parallel.dim is {config.dim}; it must be at least 0.")
-        check_positive(self, "bucket_mb", "watchdog")
         self._begin()
-
-    def _of_ddp(self) -> dict[str, Any]:
-        """Return the options of the strategy that is added where there is none."""
-        return {each.name: getattr(self.config, each.name) for each in fields(DDP.Config)}
 
     def _begin(self) -> None:
         self._group: Any = None
@@ -126,15 +119,6 @@ class ContextParallel(forge.Plugin):
 
         self._begin()
         trainer.mesh_axes[AXIS] = (self.config.size or 0) if RankInfo.read().world > 1 else 1
-        strategy = next((p for p in trainer.stack if "strategy" in p.provides and p is not self), None)
-        if strategy is None:
-            trainer.stack.add(DDP(**self._of_ddp()))
-        elif self._of_ddp() != {each.name: each.default for each in fields(DDP.Config)}:
-            odd = next(each.name for each in fields(DDP.Config) if getattr(self.config, each.name) != each.default)
-            raise RecipeError(
-                f"context_parallel.{odd} is for the ddp that context_parallel adds; {strategy.name} is the strategy "
-                f"here. Leave it out, or set it there."
-            )
 
     @forge.hookimpl
     def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:

@@ -96,8 +96,7 @@ class Pipeline(forge.Plugin):
 
     config: Config
     provides = ("strategy", "pipeline")
-    axes = {"data": "samples", "shard": "samples weights", "pipe": "blocks"}
-    beside = ("matrices",)
+    axes = {"data": "samples", "shard": "samples weights", "pipe": "blocks", "*": "matrices"}
     conflicts = {
         "grad_scaler": "Use amp.dtype=bf16, which needs none.",
         "second_pass": "Use ddp or fsdp with sam.",

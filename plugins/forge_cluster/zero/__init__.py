@@ -61,7 +61,7 @@ class Zero(Replicated):
         "1: divide the optimizer's state. 2: divide gradients too."
 
     config: Config  # pyright: ignore[reportIncompatibleVariableOverride]
-    beside = ("positions",)
+    axes = {"data": "samples", "*": "positions"}
 
     def __init__(self, *first: str | None, **values: Any):
         super().__init__(*first, **values)

@@ -93,7 +93,7 @@ def make_capturable(optimizer: Optimizer) -> None:
 def of_the_stack(trainer: forge.Run) -> str | None:
     """Return which plugin or task hook prevents any capture, or None."""
     for plugin in _uncapturable(trainer):
-        if not getattr(plugin, "captures_window", False) and _acts_in(trainer, plugin, IN_WINDOW):
+        if plugin.capturable != "window" and _acts_in(trainer, plugin, IN_WINDOW):
             return _acts(plugin)
     own = [hook for hook in INSIDE if any(call.plugin == TASK for call in trainer.stack.calls()[hook])]
     if own and not getattr(trainer.task, "capturable", False):
@@ -116,7 +116,7 @@ class Fitness:
 
     def __init__(self, trainer: forge.Run, holds_optimizers: bool = True):
         self._trainer = trainer
-        self._at_intervals = [p for p in _inside(trainer) if not p.capturable and _has_due(p)]
+        self._at_intervals = [p for p in _inside(trainer) if p.capturable is not True and _has_due(p)]
         self._model, self._restores = trainer.model, trainer.restores
         self._parameters, self._modules = list(trainer.task.parameters()), list(trainer.task.modules())
         self._trained: dict[str | None, list[bool]] = {}
@@ -181,7 +181,7 @@ class Fitness:
 
 def _uncapturable(trainer: forge.Run) -> list[Plugin]:
     """Return the plugins that act inside every update and cannot be captured."""
-    return [plugin for plugin in _inside(trainer) if not plugin.capturable and not _has_due(plugin)]
+    return [plugin for plugin in _inside(trainer) if plugin.capturable is not True and not _has_due(plugin)]
 
 
 def _acts_in(trainer: forge.Run, plugin: Plugin, hooks: tuple[str, ...]) -> bool:

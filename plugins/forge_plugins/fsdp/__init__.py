@@ -114,8 +114,7 @@ class FSDP(forge.Plugin):
 
     config: Config
     provides = ("strategy", "sharding")
-    axes = {"data": "samples", "shard": "samples weights"}
-    beside = ("positions", "experts", "matrices")
+    axes = {"data": "samples", "shard": "samples weights", "*": "positions experts matrices"}
     cures = {
         "processes": "-p {name} if the model is too big for one device",
         "meta": "{name}.meta=false",

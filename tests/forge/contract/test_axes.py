@@ -131,7 +131,6 @@ def test_what_does_not_combine_is_refused_by_name_with_what_does(plugins: list[A
         [DDP(), ExpertParallel()],
         [FSDP(), ExpertParallel(), TensorParallel(plan=PLAN)],
         [Zero(), ContextParallel()],
-        [ContextParallel()],
     ],
 )
 def test_what_combines_is_taken_in_any_order(plugins: list[Any]) -> None:

@@ -30,7 +30,9 @@ def begin(start: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 def options_of(strategy: str, **more: Any) -> tuple[str, ...]:
     wanted: dict[str, Any] = {"fsdp": {"min_size": 0}, "pipeline": {"microbatches": 4}}.get(strategy, {}) | more
-    return tuple(f"{strategy}.{name}={value}" for name, value in wanted.items())
+    beside = ("-p", "ddp") if strategy == "context_parallel" else ()
+    averages = "ddp" if beside else strategy
+    return (*beside, *(f"{averages}.{name}={value}" for name, value in wanted.items()))
 
 
 @pytest.mark.slow

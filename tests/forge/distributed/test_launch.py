@@ -143,7 +143,7 @@ STRATEGIES = {
         *("-p", "no:ddp", "-p", "pipeline", "pipeline.microbatches=2", "pipeline.stages=2", "pipeline.shard=true"),
         *("--nproc", "4"),
     ),
-    "context_parallel": ("-p", "no:ddp", "-p", "context_parallel"),
+    "context_parallel": ("-p", "context_parallel"),
 }
 OF_TOKENS = f"""
 import sys

@@ -92,7 +92,7 @@ def go_on(
         "zero": lambda: [Zero()],
         "zero 2": lambda: [Zero(stage=2)],
         "pipeline": lambda: [Pipeline(4)],
-        "context": lambda: [ContextParallel()],
+        "context": lambda: [DDP(), ContextParallel()],
         "zbv": lambda: [Pipeline(4, schedule="zbv", stages=2)],
         "sharded stages": lambda: [Pipeline(4, stages=2, shard=True)],
     }
