@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import forge
 from forge.contract.task import Build, defines
-from forge.distributed.replicated import check_positive
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.optim.sharded import is_distributed
 from forge.snapshot.sandbox import uncompiled, without_side_effects
