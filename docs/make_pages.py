@@ -35,10 +35,8 @@ GROUPS = {
         "pipeline": "pipeline parallelism",
         "tensor_parallel": "tensor parallelism",
         "torchft": "replicas that survive each other (torchft)",
-        "staged": "states on the nodes, in two copies, between checkpoints",
         "context_parallel": "context parallelism (long sequences)",
         "expert_parallel": "expert parallelism (mixtures of experts)",
-        "health": "ranks examined before the first update",
     },
     "Training": {
         "accumulate": "gradient accumulation",

@@ -22,7 +22,6 @@ from forge.errors import CheckpointError
 logger = logging.getLogger("forge")
 
 Key = tuple[str, str]
-Publisher = Callable[[Path, Split, SharedSave | None, Callable[[], None] | None], None]
 
 _THREAD = "forge-checkpoint"
 
@@ -34,16 +33,6 @@ def wait_until_written() -> None:
             thread.join()
 
 
-def publish_any(target: Path, content: Split, save: SharedSave | None, then: Callable[[], None] | None) -> None:
-    """Write a checkpoint, alone or with other ranks; then call `then`, on rank 0."""
-    if save is not None:
-        publish_sharded(content, save, then)
-        return
-    publish(target, content)
-    if then is not None:
-        then()
-
-
 class BackgroundWriter:
     """Writes one checkpoint at a time, from buffers that are reused between saves.
 
@@ -51,12 +40,10 @@ class BackgroundWriter:
     the process is killed. An error is logged at once and raised by the next call.
 
     With `writers`, every rank has a BackgroundWriter and submits the same saves: each writes its share of the tensors,
-    a write ends when the whole checkpoint is published, and an error of one rank is raised on all. `publisher` writes
-    the copy elsewhere, or in another way.
+    a write ends when the whole checkpoint is published, and an error of one rank is raised on all.
     """
 
-    def __init__(self, writers: Writers | None = None, publisher: Publisher = publish_any) -> None:
-        self._publisher = publisher
+    def __init__(self, writers: Writers | None = None) -> None:
         self._writers = writers.reconnected() if writers is not None else None
         self._buffers: dict[Key, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -155,7 +142,12 @@ class BackgroundWriter:
     ) -> None:
         try:
             self._await_copies(events, save)
-            self._publisher(target, content, save, then)
+            if save is not None:
+                publish_sharded(content, save, then)
+                return
+            publish(target, content)
+            if then is not None:
+                then()
         except BaseException as error:
             self._error = error
             if save is None or save.writers.is_main:  # all ranks have the same error

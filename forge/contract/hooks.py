@@ -226,12 +226,11 @@ def forge_boundary(trainer: Run, step: Step) -> None:
 
 
 @hookspec
-def forge_save(trainer: Run, capture: dict[str, Any], only: str | None) -> None:
+def forge_save(trainer: Run, capture: dict[str, Any]) -> None:
     """Event. A checkpoint was due: `capture` is the run's whole state, taken once after the last boundary.
 
     It also fires at a granted stop and at the end of a fit, on all ranks at the same update. Tensors in `capture` are
-    the live ones: a plugin that keeps them copies them before this returns. `only` names the plugin that asked for it
-    for itself (`request_checkpoint(own=True)`): others then keep nothing.
+    the live ones: a plugin that keeps them copies them before this returns.
     """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,6 @@ class Request:
     update: int
     everywhere: bool = False
     "Whether every rank makes it at this very update, so that no agreement is needed."
-    own: bool = False
-    "A checkpoint that its asker alone keeps."
 
     def __str__(self) -> str:
         return f"{self.asker}: {self.reason}" if self.reason else self.asker
@@ -47,11 +45,10 @@ class Requests:
         self.log: deque[Request] = deque(maxlen=1000)
         "The latest requests of the run, in the order asked."
 
-    def add(self, kind: str, reason: str = "", everywhere: bool = False, by: str = "", own: bool = False) -> None:
-        """Make a request. A second of the same kind changes nothing, unless only the second comes from all ranks, or is
-        for all that save."""
-        request, first = replace(self.note(kind, reason, everywhere, by), own=own), self.open.get(kind)
-        if first is None or (everywhere and not first.everywhere) or (first.own and not own):
+    def add(self, kind: str, reason: str = "", everywhere: bool = False, by: str = "") -> None:
+        """Make a request. A second of the same kind changes nothing, unless only the second comes from all ranks."""
+        request, first = self.note(kind, reason, everywhere, by), self.open.get(kind)
+        if first is None or (everywhere and not first.everywhere):
             self.open[kind] = request
 
     def note(self, kind: str, reason: str, everywhere: bool = False, by: str = "", quiet: bool = False) -> Request:

@@ -232,9 +232,9 @@ class Run:
         """Validate after this update."""
         self.requests.add("validation", reason, everywhere, by)
 
-    def request_checkpoint(self, reason: str = "", everywhere: bool = False, by: str = "", own: bool = False) -> None:
-        """Capture the state after this update and hand it to `forge_save`; with `own`, for who asks alone."""
-        self.requests.add("checkpoint", reason, everywhere, by, own)
+    def request_checkpoint(self, reason: str = "", everywhere: bool = False, by: str = "") -> None:
+        """Capture the state after this update and hand it to `forge_save`."""
+        self.requests.add("checkpoint", reason, everywhere, by)
 
     def request_rewind(
         self, reason: str, leave_out: Iterable[int] = (), everywhere: bool = False, by: str = ""

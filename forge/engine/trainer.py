@@ -325,7 +325,7 @@ class Trainer(Run):
         if "checkpoint" in agreed or "stop" in agreed:
             asked = self.requests.grant("checkpoint")
             if self.hooks.forge_save is not None:
-                self._save(asked.asker if asked is not None and asked.own and "stop" not in agreed else None)
+                self._save()
             elif asked:
                 logger.warning("A checkpoint was requested, but no plugin of this stack saves one.")
         if "stop" in agreed:
@@ -333,18 +333,17 @@ class Trainer(Run):
             self.stop_reason = str(request)
             self._signals.heard(request)
 
-    def _save(self, only: str | None = None) -> None:
-        """Hand the state to all plugins that save, or to the one that asked for it for itself."""
+    def _save(self) -> None:
+        """Hand the state to all plugins that save."""
         self._deliver_log()
         state = capture(self)
         if "rewind" in self.requests.open:  # a plugin that was asked for its state found that it must not be saved
             self._rewind()
             return
-        if only is None:
-            self.saved_at = self.progress.update
+        self.saved_at = self.progress.update
         assert self.hooks.forge_save is not None  # called only where a plugin saves
         with self.env.no_timeout():
-            self.hooks.forge_save(self, state, only)
+            self.hooks.forge_save(self, state)
 
     def _rewind(self) -> None:
         """Go back to the newest valid checkpoint of this run; other requests of this update are dropped."""

@@ -96,7 +96,8 @@ def _restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     trainer.feed.load_state_dict(data)
     trainer.means.load_state_dict(tree["means"])
     for asked in tree["requests"]:
-        trainer.requests.open[asked["kind"]] = Request(**asked)
+        known = {field.name: asked[field.name] for field in fields(Request) if field.name in asked}
+        trainer.requests.open[asked["kind"]] = Request(**known)  # an earlier version had another field
     trainer.mark_restored(tree["metrics"], tree["left_out"])
     states = tree["plugins"]
     for name, take in trainer.stack.implementations("forge_load_state_dict"):

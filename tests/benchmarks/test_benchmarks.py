@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import benchmarks.overhead
-from benchmarks import figures, fp8, gpu, kills, scale, serving, startup
+from benchmarks import figures, fp8, gpu, scale, serving, startup
 from tests.conftest import PROFILE
 from tests.support import forked
 
@@ -111,14 +111,3 @@ def test_every_row_of_figures_is_measured_or_says_where_it_is_from() -> None:
             assert "torch" in where
         else:
             assert "](" in found, f"{row} has neither a measure nor a page that it is from"
-
-
-@pytest.mark.slow
-def test_kills_are_survived_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "kills.jsonl"
-    words = ["--strategies", "pipe.tensor,ddp", "--kills", "4", "--jobs", "2", "--out", str(out)]
-    assert kills.main(words) == 0, out.read_text()
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {kill["kind"] for kill in found} == {"plain", "staged"}
-    assert all(kill["resumed"] >= kill["newest"] and kill["cause"] and not kill["wrong"] for kill in found)
-    assert f"| all |  | {len(found)} |" in capsys.readouterr().out

@@ -332,7 +332,7 @@ class Play:
 
     def save(self) -> None:
         update = self.trainer.progress.update
-        self.plugin.forge_save(self.trainer, {"model": {"w": torch.full((2,), float(update))}}, None)
+        self.plugin.forge_save(self.trainer, {"model": {"w": torch.full((2,), float(update))}})
 
     def end(self) -> None:
         self.plugin.forge_end(self.trainer)

@@ -78,9 +78,6 @@ def parser() -> ArgumentParser:
         metavar="NAME=VALUE",
         help="a variable of every rank: NCCL_DEBUG=INFO; may be repeated",
     )
-    parser.add_argument(
-        "--check", action="store_true", help="examine every rank before the first update (-p health, which stops)"
-    )
     _add_of_one_system(parser)
     return parser
 
@@ -165,8 +162,6 @@ def _job(args: Namespace) -> LaunchJob:
     hosts = args.hosts.split(",") if args.hosts else []
     if args.system == "ssh" and not hosts:
         raise ForgeError("Name the hosts with --hosts A,B.")
-    if args.check:
-        args.plugins, args.overrides = [*args.plugins, "health"], ["health.slow=stop", *args.overrides]
     sweep = parse_sweep(args.array)
     recipe = target.load(Namespace(**{**vars(args), "overrides": [*args.overrides, *(sweep[0] if sweep else ())]}))
     shared = args.system in ("slurm", "ssh", "here") and args.container is None

@@ -322,8 +322,8 @@ class Checkpoint(forge.Plugin):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_save(self, trainer: forge.Run, capture: dict[str, Any], only: str | None) -> None:
-        if self._folder is None or only not in (None, self.name):
+    def forge_save(self, trainer: forge.Run, capture: dict[str, Any]) -> None:
+        if self._folder is None:
             return
         began = time.perf_counter()
         if self._writer is not None:

@@ -108,6 +108,12 @@ def test_the_verbs_that_read_a_checkpoint_refuse_it(
         TinyTask.from_checkpoint(path)
 
 
+def test_a_request_of_an_earlier_version_is_taken(saved: dict[str, Any], tmp_path: Path) -> None:
+    asked = {"kind": "validation", "reason": "", "asker": "task", "update": 2, "everywhere": True, "own": False}
+    path = signed(tmp_path, saved, lambda tree: tree.update(requests=[asked]))
+    assert fit(tmp_path / "new", resume=path).updates == 4
+
+
 # -- numbers and names that are given ---------------------------------------------------------------------------------
 
 
