@@ -74,7 +74,8 @@ def run(args: Namespace) -> int:
         _refuse_kept(args)
         recipe = recipe.with_trainer({"smoke": True})
     if args.nproc is not None:
-        return ranks.launch(args, recipe)
+        with _slurms_signal(args.resume):
+            return ranks.launch(args, recipe)
     ranks.use_users_command()
     talks = ranks.rank() == 0 and not args.quiet
     if args.quiet:

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge import registry
 from forge.errors import ForgeError, StackError
@@ -94,7 +94,8 @@ def launch(args: Namespace, recipe: Recipe) -> int:
         raise ForgeError(f"--max-restarts is {args.max_restarts}; it must be at least 0.")
     if most > 1 and not (args.rdzv_endpoint and args.run_dir):
         raise ForgeError("Several hosts need --rdzv-endpoint HOST:PORT and --run-dir DIR, the same on each.")
-    trainer = _checked_trainer(args, recipe)
+    given = {} if args.run_dir is None else {"run_dir": args.run_dir}
+    trainer = checked_trainer(recipe, args.nproc, **given)
     if args.resume:
         trainer.resume = "auto"
     chosen = choose(trainer, getattr(recipe.local.get("task"), "__name__", "")).run_dir
@@ -110,21 +111,20 @@ def launch_pass(verb: str, args: Namespace, recipe: Recipe) -> int:
     """Start the ranks of a verb that passes over its data once, without restarts."""
     from forge.distributed.launch import Launch
 
-    _checked_trainer(args, recipe)
+    checked_trainer(recipe, args.nproc)
     return Launch(args.nproc).run(_worker_words(verb, args))
 
 
-def _checked_trainer(args: Namespace, recipe: Recipe) -> Trainer:
-    """Build the Trainer that every worker will build, so that its errors are printed once."""
+def checked_trainer(recipe: Recipe, processes: int, **given: Any) -> Trainer:
+    """Build the Trainer that every one of several processes will build, so that its errors are printed once."""
     from forge.engine.trainer import Trainer
 
-    if args.nproc < 1:
-        raise ForgeError(f"--nproc is {args.nproc}; it must be at least 1.")
-    run_dir = getattr(args, "run_dir", None)
-    trainer = Trainer(recipe=recipe, **({} if run_dir is None else {"run_dir": run_dir}))
-    if not any("strategy" in plugin.provides for plugin in trainer.stack):
+    if processes < 1:
+        raise ForgeError(f"--nproc is {processes}; it must be at least 1.")
+    trainer = Trainer(recipe=recipe, **given)
+    if processes > 1 and not any("strategy" in plugin.provides for plugin in trainer.stack):
         raise StackError(
-            f"--nproc {args.nproc} starts {args.nproc} processes, but no plugin in this stack connects "
+            f"This starts {processes} processes, but no plugin in this stack connects "
             f"them.{registry.advice('processes', ' Add {}.')}"
         )
     return trainer

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from forge.errors import ForgeError
 
@@ -56,6 +57,19 @@ def _resolves(address: str) -> bool:
         return bool(socket.getaddrinfo(address, None))
     except OSError:
         return False
+
+
+def own_address(endpoint: str) -> str | None:
+    """Return this host's address on its way to HOST:PORT, where the other hosts find it even if no name server knows it.
+
+    None if that way does not leave this host: its name is better then.
+    """
+    host, _, port = endpoint.rpartition(":")
+    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        address = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+    return None
 
 
 def node_address(node: str) -> str | None:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from forge.distributed import worker_exit
+from forge.distributed.address import own_address
 from forge.distributed.stderr import write
 from forge.errors import ForgeError
 from forge.util.signal_waits import ECHO, NAMES
@@ -68,7 +69,7 @@ class Launch:
 
     def _spec(self, words: Sequence[str]) -> WorkerSpec:
         least, most = self.nodes
-        here = "localhost" if most == 1 else None  # a single host need not be found by name
+        here = "localhost" if most == 1 else own_address(self.endpoint)
         number = os.environ.get(NODE_RANK) if most > 1 else None
         rendezvous = RendezvousParameters(
             backend="c10d",

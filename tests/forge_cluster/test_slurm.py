@@ -1,4 +1,4 @@
-"""`forge launch slurm` on a real SLURM cluster of two nodes on this host."""
+"""`forge launch` on a real SLURM cluster of three nodes on this host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 from forge.checkpoint import Checkpoints
 from forge.cli import main
-from tests.support.patience import PATIENCE
+from tests.support.patience import until
 from tests.support.slurm_cluster import SlurmCluster, need_slurm, slurm_cluster
 
 pytestmark = pytest.mark.slow
@@ -32,9 +31,9 @@ from forge.data import Loader, Splits
 
 
 class Noisy(forge.TaskModule):
-    def __init__(self, pause: float = 0.0, lr: float = 0.01):
+    def __init__(self, pause: float = 0.0):
         super().__init__()
-        self.pause, self.lr = pause, lr
+        self.pause = pause
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
 
     def training_step(self, batch):
@@ -42,7 +41,7 @@ class Noisy(forge.TaskModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 def data():
@@ -50,6 +49,7 @@ def data():
     x, y = torch.randn(64, 6, generator=generator), torch.randint(3, (64,), generator=generator)
     return Splits(train=Loader(TensorDataset(x, y), 8, shuffle=True))
 """
+FIT = ["noisy.py:Noisy", "trainer.max_epochs=4", "trainer.seed=1", "-p", "no:tensorboard", "-p", "ddp"]
 
 
 @pytest.fixture(scope="module")
@@ -59,99 +59,100 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def submit(cluster: SlurmCluster, folder: Path, name: str, *more: str) -> str:
-    """Write a job with `forge launch` and submit it; its number."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slurm") / "my work"
+    folder.mkdir()
     (folder / "noisy.py").write_text(TASK)
-    words = ["noisy.py:Noisy", "trainer.max_epochs=4", "trainer.seed=1", "-p", "no:tensorboard", "--name", name, *more]
-    assert main(["launch", "slurm", *words, "--run-dir", f"runs/{name}", "--python", sys.executable]) == 0
-    done = cluster.run("sbatch", f"{name}.sbatch")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def stand_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def submit(cluster: SlurmCluster, name: str, *more: str) -> str:
+    """Write a job of two nodes with `forge launch` and submit it; its number."""
+    assert main(["launch", *FIT, "--nodes", "2", *more, "--run-dir", f"runs/{name}"]) == 0
+    return sbatch(cluster, f"{name}.sbatch")
+
+
+def sbatch(cluster: SlurmCluster, *words: str) -> str:
+    done = cluster.run("sbatch", *words)
     assert done.returncode == 0, done.stderr
     return re.findall(r"\d+", done.stdout)[-1]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "my work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+def await_checkpoint(name: str) -> None:
+    until(Checkpoints(f"runs/{name}/checkpoints").all, f"no checkpoint of {name}")
 
 
-def await_checkpoint(folder: Path, name: str, job: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not Checkpoints(folder / f"runs/{name}/checkpoints").all():
-        assert time.monotonic() < deadline, (folder / f"{name}-{job}.out").read_text()
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def straight(cluster: SlurmCluster, folder: Path) -> Path:
+    """The weights of a run that nothing disturbed; every rank was started by srun itself, in one process of a node."""
+    words = [sys.executable, "-m", "forge", "fit", *FIT, "--run-dir", "runs/straight"]
+    done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", f"--chdir={folder}", *words)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs/straight"
 
 
-def test_a_requeued_job_on_two_nodes_ends_in_the_same_bits(cluster: SlurmCluster, folder: Path) -> None:
-    two = ["-p", "ddp", "--nodes", "2", "checkpoint.every=4 updates"]
-    straight = submit(cluster, folder, "straight", *two)
-    cluster.wait(straight)
-    job = submit(cluster, folder, "requeued", *two, "task.pause=0.5")
-    await_checkpoint(folder, "requeued", job)
+def assert_same_end(name: str, straight: Path) -> None:
+    ends = [load_file(f"{run}/weights.safetensors") for run in (straight, f"runs/{name}")]
+    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+    card = json.loads(Path(f"runs/{name}/card.json").read_text())
+    assert (card["world"], card["resumed_from"] in range(1, 32)) == (2, True)
+
+
+def test_a_requeued_job_ends_in_the_same_bits(cluster: SlurmCluster, straight: Path) -> None:
+    job = submit(cluster, "requeued", "checkpoint.every=4 updates", "task.pause=0.5")
+    await_checkpoint("requeued")
     assert cluster.run("scancel", "--signal=USR1", job).returncode == 0  # as --signal does before the limit
     cluster.wait(job)
-    assert cluster.job(job)["Restarts"] == "1"
-    assert json.loads((folder / "runs/requeued/card.json").read_text())["resumed_from"] in range(1, 32)
-    ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("straight", "requeued")]
-    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+    said = Path(f"requeued-{job}.out").read_text()
+    assert cluster.job(job)["Restarts"] == "1", said
+    assert_same_end("requeued", straight)
+    assert json.loads(Path("runs/requeued/card.json").read_text())["job"] == f"slurm:{job}"
 
 
-def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, folder: Path) -> None:
+def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, straight: Path) -> None:
     """SLURM itself sends the signal, up to half a minute early, since it looks at limits that often."""
-    two = ["-p", "ddp", "--nodes", "2", "checkpoint.every=1000 updates"]  # only the signal makes it save
-    cluster.wait(submit(cluster, folder, "whole", *two))
-    job = submit(cluster, folder, "limited", *two, "task.pause=2.5", "--time", "00:02:00", "--grace", "40")
+    pause = ["checkpoint.every=1000 updates", "task.pause=2.5"]  # only the signal makes it save
+    job = submit(cluster, "limited", *pause, "--time", "00:02:00", "--grace", "40")
     assert cluster.job(job)["TimeLimit"] == "00:02:00"
     cluster.wait(job)
-    said = (folder / f"limited-{job}.out").read_text()
+    said = Path(f"limited-{job}.out").read_text()
     assert int(cluster.job(job)["Restarts"]) >= 1, said
-    assert json.loads((folder / "runs/limited/card.json").read_text())["resumed_from"] in range(1, 32), said
     assert "DUE TO TIME LIMIT" not in said
-    ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("whole", "limited")]
-    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+    assert_same_end("limited", straight)
 
 
-def test_a_killed_task_is_tried_again_on_another_node_and_ends_in_the_same_bits(
-    cluster: SlurmCluster, folder: Path
+@pytest.mark.parametrize(("victim", "requeues"), [("rank", "0"), ("agent", "1")])
+def test_what_was_killed_is_started_again_and_ends_in_the_same_bits(
+    victim: str, requeues: str, cluster: SlurmCluster, straight: Path
 ) -> None:
-    two = ["-p", "ddp", "--nodes", "2", "checkpoint.every=4 updates"]
-    cluster.wait(submit(cluster, folder, "undisturbed", *two))
-    job = submit(cluster, folder, "killed", *two, "task.pause=0.5")
-    await_checkpoint(folder, "killed", job)
-    assert cluster.job(job)["ExcNodeList"] == "(null)"
+    """A rank by the agents of both nodes, where they are; an agent with its ranks by SLURM, as a node that is lost."""
+    job = submit(cluster, f"killed-{victim}", "checkpoint.every=4 updates", "task.pause=0.5", "--cpus", "3")
+    await_checkpoint(f"killed-{victim}")
+    assert cluster.job(job)["NumCPUs"] == "6"
     pids = cluster.run("scontrol", "listpids", job, "n2").stdout.splitlines()
-    [victim] = [int(line.split()[0]) for line in pids[1:] if line.split()[2:5] == ["0", "0", "1"]]
-    os.kill(victim, signal.SIGKILL)
+    [agent] = [int(line.split()[0]) for line in pids[1:] if line.split()[2:5] == ["0", "0", "1"]]
+    [rank, *_] = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    os.kill(agent if victim == "agent" else rank, signal.SIGKILL)
     cluster.wait(job)
-    said = (folder / f"killed-{job}.out").read_text()
-    assert "Left out from now on: n2." in said
-    assert cluster.job(job)["Restarts"] == "1", said
-    assert cluster.job(job)["ExcNodeList"] == "n2"
-    assert cluster.job(job)["NodeList"] == "n[1,3]"
-    ends = [load_file(folder / f"runs/{name}/weights.safetensors") for name in ("undisturbed", "killed")]
-    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+    assert cluster.job(job)["Restarts"] == requeues, Path(f"killed-{victim}-{job}.out").read_text()
+    assert_same_end(f"killed-{victim}", straight)
 
 
-def test_tasks_get_their_cores(cluster: SlurmCluster, folder: Path) -> None:
-    job = submit(cluster, folder, "cores", "--cpus", "3")
-    cluster.wait(job)
-    script = (folder / "cores.sbatch").read_text()
-    asked = "echo $SLURM_CPUS_PER_TASK > "
-    [fit] = re.findall(r"srun --kill-on-bad-exit=0 (.*) --resume", script)
-    (folder / "cores.sbatch").write_text(script.replace(fit, f"sh -c '{asked} cores' -"))
-    cluster.wait(re.findall(r"\d+", cluster.run("sbatch", "cores.sbatch").stdout)[-1])
-    assert (folder / "cores").read_text() == "3\n"
-
-
-def test_an_array_runs_one_job_for_each_value(cluster: SlurmCluster, folder: Path) -> None:
-    job = submit(cluster, folder, "grid", "--array", "task.lr=0.01,0.1")
-    deadline = time.monotonic() + PATIENCE
-    while not all((folder / f"runs/grid/{number}/weights.safetensors").exists() for number in (0, 1)):
-        assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("grid-*.out")]
-        time.sleep(0.2)
-    cards = [(folder / f"runs/grid/{number}/card.json").read_text() for number in (0, 1)]
-    assert '"lr": 0.01' in cards[0]
-    assert '"lr": 0.1' in cards[1]
-    assert (folder / f"grid-{job}_0.out").exists()
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster: SlurmCluster, straight: Path) -> None:
+    """By the commands that the page names: squeue, tail, scancel, and sbatch again."""
+    job = submit(cluster, "stopped", "checkpoint.every=4 updates", "task.pause=0.5")
+    await_checkpoint("stopped")
+    assert job in cluster.run("squeue", "--me").stdout
+    assert cluster.run("scancel", job).returncode == 0
+    cluster.wait(job, ("CANCELLED",))
+    until(lambda: not cluster.run("squeue", "-h", "-j", job).stdout.strip())
+    assert cluster.job(job)["JobState"] == "CANCELLED"
+    assert json.loads(Path("runs/stopped/end.json").read_text())["status"] == "interrupted"
+    cluster.wait(sbatch(cluster, "stopped.sbatch"))
+    assert_same_end("stopped", straight)

@@ -220,6 +220,22 @@ def test_a_job_of_slurm_is_requeued_when_a_host_is_lost(strategy: str, hosts: li
         torch.testing.assert_close(last["model"][name], value, rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.slow
+def test_two_hosts_whose_names_nobody_knows_train_together(hosts: list[Host], tmp_path: Path) -> None:
+    """As the files of `forge launch` start them: each host is found at its address on the way to the first."""
+    (tmp_path / "mine.py").write_text(TASK)
+    run, updates = tmp_path / "run", 10
+    meet = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{hosts[0].address}:29400", "--run-dir", str(run)]
+    command = [sys.executable, "-m", "forge", "fit", "mine.py", *meet, *settings("ddp", updates, 0)]
+    jobs = [host.start(tmp_path, *command, FORGE_NODE_RANK=str(number)) for number, host in enumerate(hosts)]
+    codes = [job.wait(PATIENCE) for job in jobs]
+    assert codes == [0, 0], [(tmp_path / f"{host.address}.log").read_text()[-3000:] for host in hosts]
+    last = forge.checkpoint.StoredCheckpoint(Checkpoints(run / "checkpoints").path(updates)).load()
+    assert len(last["rng"]) == 2
+    for name, value in alone(tmp_path, updates).items():
+        torch.testing.assert_close(last["model"][name], value, rtol=EXACT, atol=EXACT)
+
+
 def alone(folder: Path, updates: int) -> dict[str, torch.Tensor]:
     """The same run on one host, never interrupted."""
     options = [f"trainer.max_updates={updates}", "trainer.seed=3", "trainer.max_epochs=null", "trainer.device=cpu"]
