@@ -1,14 +1,19 @@
 """Protocols: what forge asks of objects that are no plugins, or of some plugins only.
 
-Those of data are in :mod:`forge.data.protocols`, since data know nothing of runs.
+Those of loaders are made in :mod:`forge.data.protocols`, since data know nothing of runs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
+
+from forge.data.protocols import Indexed, LiveLoader, Seekable, Stateful
+
+__all__ = ["Averages", "Indexed", "LiveLoader", "Seekable", "Stateful"]
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 @runtime_checkable
@@ -17,6 +22,6 @@ class Averages(Protocol):
 
     name: str
 
-    def averaged(self, task: Any, part: nn.Module) -> nn.Module:
+    def averaged(self, task: Any, part: Part) -> Part:
         """Return a part of the task with its averaged weights; it takes no gradient and has the modes of `part`."""
         ...

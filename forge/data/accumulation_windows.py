@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from forge import options
 from forge.data.known_streams import streams_in_nodes
 from forge.data.own_generators import data_roots, data_states, states_of
+from forge.data.protocols import is_live, is_seekable
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds
@@ -119,9 +120,9 @@ class Feed:
         "Batches of the current epoch that have been yielded in windows."
         self.samples = 0
         "Samples of the current epoch that have been yielded; the Trainer counts them."
-        self.live = getattr(loader, "live", False)
+        self.live = is_live(loader)
         "Whether batches are made while the run trains (`forge.data.live`): none is read ahead."
-        self._stateful = not hasattr(loader, "seek") and is_stateful(loader) and not self.live
+        self._stateful = not is_seekable(loader) and is_stateful(loader) and not self.live
         self._state: Any = None
         self._own: Generators = {}
         self._drawn: dict[str, Any] | None = None
@@ -199,7 +200,7 @@ class Feed:
         if not resuming:
             self.batches = self.samples = 0
         set_epoch(self.loader, number)
-        if hasattr(self.loader, "seek"):
+        if is_seekable(self.loader):
             self.loader.seek(number, self._position(number))
         elif resuming and self.live:
             self.loader.load_state_dict(self._state)

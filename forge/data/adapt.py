@@ -32,6 +32,7 @@ from forge.data.limited import Limited
 from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
+from forge.data.protocols import is_seekable
 from forge.data.sample_rng import OwnSeed
 from forge.data.sharding import RankLoader
 from forge.data.user_sampler import SampledLoader
@@ -51,9 +52,9 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     """
     if isinstance(loader, Combined):
         inner = {name: adopt(each, stage, allow_inexact) for name, each in loader.loaders.items()}
-        by_state = [is_stateful(each) for each in inner.values() if not hasattr(each, "seek")]
+        by_state = [is_stateful(each) for each in inner.values() if not is_seekable(each)]
         return (StatefulCombined if by_state and all(by_state) else CombinedLoader)(inner, loader.mode)
-    if hasattr(loader, "seek") or is_stateful(loader):
+    if is_seekable(loader) or is_stateful(loader):
         return loader
     if isinstance(loader, (list, tuple)):
         _refuse_several(loader, stage)
@@ -106,7 +107,7 @@ def resumable_reason(loader: Any) -> str | None:
         return next((reason for inner in loader.loaders.values() if (reason := resumable_reason(inner))), None)
     if isinstance(loader, Reread):
         return loader.reason
-    if hasattr(loader, "seek") or isinstance(loader, StatefulStreamLoader):
+    if is_seekable(loader) or isinstance(loader, StatefulStreamLoader):
         return None
     if is_stateful(loader):
         return _unsaved_buffer(loader)
@@ -146,7 +147,7 @@ def has_single_position(loader: Any) -> bool:
         return any(map(has_single_position, loader.loaders.values()))
     if isinstance(loader, (StreamLoader, Iterator)):
         return True
-    return is_stateful(loader) and not hasattr(loader, "seek")
+    return is_stateful(loader) and not is_seekable(loader)
 
 
 def _is_plain_dataloader(loader: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from forge.data.accumulation_windows import length_of, set_epoch
+from forge.data.protocols import is_seekable
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.data.sharding import Portion, RankLoader
 from forge.errors import DataError, did_you_mean
@@ -249,7 +250,7 @@ class _Part:
         self.place: Literal["new", "inside", "end"] = "new"
         "Whether no pass was begun yet, or where in the latest one this is."
         self._number, self._running = number, iter(())
-        self._has_state = not hasattr(loader, "seek")
+        self._has_state = not is_seekable(loader)
         self._loaded: Any = None
         "A state that the next pass begins from."
 
@@ -330,7 +331,7 @@ class _Part:
 def _opened(loader: Any, epoch: int, batches: int) -> Iterator[Any]:
     """Iterate over a loader's epoch from this batch on."""
     set_epoch(loader, epoch)
-    if hasattr(loader, "seek"):
+    if is_seekable(loader):
         loader.seek(epoch, loader.position(epoch, batches) if batches else 0)
         return iter(loader)
     return itertools.islice(iter(loader), batches, None)

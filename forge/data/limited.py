@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge.data.accumulation_windows import is_stateful, length_of, set_epoch
+from forge.data.protocols import is_live, is_seekable
 from forge.data.sample_rng import restored_generators
 from forge.errors import DataError
 
@@ -19,7 +20,7 @@ class Limited:
 
     def __init__(self, loader: Any, batches: int, again: bool = False):
         self.loader, self.batches, self.again = loader, batches, again
-        if again and getattr(loader, "live", False):
+        if again and is_live(loader):
             loader.give_again()
         self._start = 0
         "Batches of the next pass that were given before a resume."
@@ -48,7 +49,7 @@ class Limited:
             with restored_generators():
                 iter(self.loader)
         batches = iter(self.loader)
-        if hasattr(self.loader, "seek") or not is_stateful(self.loader):
+        if is_seekable(self.loader) or not is_stateful(self.loader):
             return itertools.islice(batches, self.batches - start)
         self._given = start
         return self._counted(batches)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from forge.data.own_generators import data_roots, states_of
+from forge.data.protocols import is_seekable
 from forge.env import map_items, move, pick_device
 from forge.errors import DataError
 from forge.util.generators import find_generators
@@ -88,7 +89,7 @@ class _Ahead:
         self._owner, self._copies = owner, copies
         self._batches: Iterator[Any] | None = batches
         self._queue: deque[tuple[Any, Exception | None, list[Any], dict[str, Any] | None]] = deque()
-        self._keeps_state = not hasattr(owner.loader, "seek") and hasattr(owner.loader, "state_dict")
+        self._keeps_state = not is_seekable(owner.loader) and hasattr(owner.loader, "state_dict")
         owner._state = self._snapshot()
         self._own = find_generators(data_roots(owner.loader))
         owner.drawn = self._states()

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forge.data.protocols import is_live
+
 Loaders = Iterable[Any] | Mapping[str, Iterable[Any]] | None
 
 
@@ -26,4 +28,4 @@ class Splits:
 def live_loaders(given: Any) -> list[Any]:
     """Return the loaders of a stage that make their batches with the task (`forge.data.live`)."""
     loaders = given.values() if isinstance(given, dict) else [given]
-    return [loader for loader in loaders if getattr(loader, "live", False)]
+    return [loader for loader in loaders if is_live(loader)]

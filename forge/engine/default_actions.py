@@ -15,6 +15,7 @@ from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.data.accumulation_windows import check_loader
 from forge.data.adapt import adopt, by_name
+from forge.data.protocols import is_live
 from forge.data.sharding import RankLoader
 from forge.diagnose import checks
 from forge.engine import evaluation
@@ -51,7 +52,7 @@ class Core(Plugin):
         hand_on = getattr(loader, "set_default_seed", None)
         if hand_on is not None and trainer.seed is not None:
             hand_on(trainer.seed)
-        if getattr(loader, "live", False):
+        if is_live(loader):
             loader.attach(trainer.task, partial(evaluation.collect, trainer))
         env = trainer.env
         return loader if env.data_world == 1 else RankLoader(loader, env.data_rank, env.data_world, stage, env)

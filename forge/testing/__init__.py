@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.testing.conformance import PluginReport, check_plugin
     from forge.testing.events import EventTrace
+    from forge.testing.loaders import check_loader
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.testing.weights import assert_same_weights, first_difference
@@ -40,6 +41,7 @@ _HOME = {
     "TinyRun": "forge.testing.runs",
     "TinyTask": "forge.testing.tiny",
     "assert_same_weights": "forge.testing.weights",
+    "check_loader": "forge.testing.loaders",
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.testing.weights",
     "fit_tiny": "forge.testing.tiny",
@@ -54,6 +56,7 @@ __all__ = [
     "TinyRun",
     "TinyTask",
     "assert_same_weights",
+    "check_loader",
     "check_plugin",
     "first_difference",
     "fit_tiny",

@@ -8,6 +8,7 @@ from typing import Any
 
 import forge
 from forge.data.prefetch import DevicePrefetch
+from forge.data.protocols import is_live
 from forge.errors import RecipeError
 
 
@@ -58,6 +59,6 @@ class Prefetch(forge.Plugin):
         """Return the loader, prefetched. A loader of two stages stays one object, for the checks that compare them."""
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, DevicePrefetch):
             return loader  # not iterable, a one-shot iterator (prefetching would lose data), or prefetched already
-        if getattr(loader, "live", False):
+        if is_live(loader):
             return loader  # its next batch depends on this update
         return self._wrapped.setdefault(id(loader), DevicePrefetch(loader, device, self.config.depth))

@@ -20,6 +20,7 @@ from forge.config.recipe import Recipe
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin, plugin_options
 from forge.contract.run import Run
+from forge.data.protocols import is_seekable
 from forge.distributed.rank_env import DistributedEnv
 from forge.distributed.rank_info import RankInfo
 from forge.env import pick_device
@@ -250,7 +251,7 @@ def untouched(trainer: Run, device: torch.device) -> Iterator[None]:
     train = trainer.given_loaders["train"]
     rng = RNGState.capture(device)
     own = [(g, generator_state(g)) for g in find_generators({"task": trainer.task, "train": train}).values()]
-    keeps = not hasattr(train, "seek") and hasattr(train, "state_dict") and hasattr(train, "load_state_dict")
+    keeps = not is_seekable(train) and hasattr(train, "state_dict") and hasattr(train, "load_state_dict")
     position = copy.deepcopy(train.state_dict()) if keeps else None
     try:
         yield

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.data.protocols import is_live
 from forge_doctor.experiments.intervene import apart, draws, numbers, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import NotApplicable, Patient
@@ -121,7 +122,7 @@ def averages(patient: Patient) -> Iterator[Finding]:
                 f"of it in the {planned} updates of this run: it stays near its first value."
             )
             yield Finding("average_stands_still", text, name, {"share": share}, level="warning", cure=FASTER)
-    elif _is_whole(rates, others) and not moving and not getattr(patient.train, "live", False):  # one may collect
+    elif _is_whole(rates, others) and not moving and not is_live(patient.train):  # one may collect
         text = (
             f"{len(rates)} weights that are in no optimizer have the names and shapes of trained ones and never move: "
             f"{listed(sorted(rates))}. If they are to follow the trained ones, nothing updates them."

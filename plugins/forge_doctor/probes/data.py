@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.data.adapt import by_name
+from forge.data.protocols import is_live
 from forge.rng import seed_all
 from forge_doctor.deadline import Deadline
 from forge_doctor.findings import Finding
@@ -49,8 +50,8 @@ def copies(patient: Patient) -> Iterator[Finding]:
     usual = 0.8 if draws_again else 0.6 if whole else 0.3
     counted = whole or len(counts) <= 2 or _is_rich(patient, len(counts))  # a table of few values repeats by chance
     is_served = len(set(counts.values())) == 1  # all alike: by the loader, not in the data
-    is_live = getattr(patient.train, "live", False)  # several passes over what was collected, or draws of it
-    if len(train) >= 16 and repeated > usual and counted and (not is_live or len(counts) <= 2):
+    lives = is_live(patient.train)  # several passes over what was collected, or draws of it
+    if len(train) >= 16 and repeated > usual and counted and (not lives or len(counts) <= 2):
         top = max(counts.values())
         yield Finding(
             "duplicates",

@@ -9,6 +9,7 @@ import torch
 
 import forge
 from forge.data.accumulation_windows import length_of
+from forge.data.protocols import is_live
 from forge.progress import Interval
 from forge.rng import seed_all
 from forge.runs.wording import counted, duration
@@ -180,7 +181,7 @@ def speed(run: PlannedRun, step: RoadStep) -> None:
     risk = "Later batches may be slower than the first, as on a cold disk."
     if waits > NOTABLE:
         risk = "The device idles for that long: more workers, or a cheaper transform (forge tune workers)."
-        if getattr(run.train, "live", False):
+        if is_live(run.train):
             risk = "The model collects for that long: more passes over a collection, or a cheaper one, help."
     step.add("note" if waits > NOTABLE else "good", "the loader's share", of, risk)
     host = 0.0
