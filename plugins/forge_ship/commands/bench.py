@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.text import Text
 
 from forge.util import show
-from forge.util.files import make_folder
-from forge.util.text import format_bytes, short_path
 from forge_ship.commands.export import add_source_arguments, source_arguments
 
 GROUP = "ship"
@@ -35,7 +33,6 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="per engine and size (default: 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: torch's own)")
-    parser.add_argument("--out", metavar="FILE.svg", help="where to draw latency against batch size")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_source_arguments(parser)
     return parser
@@ -52,7 +49,7 @@ def run(args: Namespace) -> int:
     import torch
 
     from forge.runs.trained_task import find
-    from forge_ship.bench import DEFAULT, BenchResult, bench
+    from forge_ship.bench import DEFAULT, bench
     from forge_ship.export import loader_of
 
     if args.threads:
@@ -60,32 +57,18 @@ def run(args: Namespace) -> int:
     given = source_arguments(args)
     source = find(args.run, given["task"], given["weights"])
     source.task.to(args.device)
-    result: BenchResult = bench(
-        source,
-        loader_of(source, given["data"]),
-        engines=args.engines or DEFAULT,
-        batches=args.batch,
-        device=args.device,
-        seconds=args.seconds,
-    )
-    out = Path(args.out) if args.out else (source.path or Path(".")) / "bench" / "latency.svg"
-    make_folder(out.parent)
-    out.write_text(result.picture(f"{source.run or 'task'} on {result.device}"), encoding="utf-8")
+    timing = {"batches": args.batch, "device": args.device, "seconds": args.seconds}
+    result = bench(source, loader_of(source, given["data"]), engines=args.engines or DEFAULT, **timing)
     if args.json:
-        print(json.dumps({**result.as_dict(), "advice": result.advice(), "picture": str(out)}))
+        print(json.dumps(asdict(result)))
         return 0
     console = show.console()
     console.print(Text(f"{source.words}; {result.device}, {result.threads} threads"), soft_wrap=True)
-    grid = show.table("engine", "batch", "p50 ms", "p95 ms", "p99 ms", "samples/s", "memory", "file")
-    for timing in sorted(result.timings, key=lambda each: each.batch):
-        memory, size = result.memory.get(timing.engine), result.bytes.get(timing.engine)
-        times = (f"{value:.3g}" for value in (timing.p50, timing.p95, timing.p99))
-        sizes = ("" if value is None else format_bytes(value) for value in (memory, size))
-        grid.add_row(timing.engine, str(timing.batch), *times, f"{timing.throughput:,.0f}", *sizes)
+    grid = show.table("engine", "batch", "p50 ms", "p95 ms", "p99 ms", "samples/s")
+    for each in sorted(result.timings, key=lambda each: each.batch):
+        times = (f"{value:.3g}" for value in (each.p50, each.p95, each.p99))
+        grid.add_row(each.engine, str(each.batch), *times, f"{each.throughput:,.0f}")
     console.print(grid)
     for name, why in result.missing.items():
         console.print(Text(f"{name}: {why}", "yellow"), soft_wrap=True)
-    for line in result.advice():
-        console.print(Text(line, "green"), soft_wrap=True)
-    console.print(Text(f"picture  {short_path(out)}"), soft_wrap=True)
     return 0
