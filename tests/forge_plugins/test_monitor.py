@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
@@ -129,20 +127,6 @@ class TestParameters:
         assert found["grad_norm/big"] == pytest.approx(100 * math.sqrt(1000), rel=1e-3)
         assert found["grad_std/big"] == 0
 
-    def test_dead_units_are_those_whose_weights_get_no_gradient(self) -> None:
-        class Functional(Classifier):
-            def __init__(self) -> None:
-                super().__init__()
-                with torch.no_grad():
-                    self.get_parameter("net.0.bias")[:6] = -1000.0
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.net[2](F.relu(self.net[0](x)))
-
-        found = watched(made(Functional), make_batches(1)).of(1)
-        assert found["dead_units/net.0"] == 6 / 8
-        assert found["dead_units/net.2"] == 0
-
 
 class TestActivations:
     def test_every_number_is_what_hooks_by_hand_give(self) -> None:
@@ -160,43 +144,7 @@ class TestActivations:
             assert found[f"activation/{name}/mean"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-7)
             assert found[f"activation/{name}/std"] == pytest.approx(values.std().item(), rel=1e-5)
             assert found[f"activation/{name}/zeros"] == pytest.approx((values == 0).float().mean().item())
-            dead = (values == 0).all(0).float().mean().item()
-            assert found[f"activation/{name}/dead"] == pytest.approx(dead)
         assert found["activation/net.1/zeros"] > 0.1
-
-    def test_a_unit_must_be_zero_in_every_micro_batch_to_be_dead(self) -> None:
-        class Gate(Classifier):
-            def __init__(self) -> None:
-                super().__init__()
-                self.relu = nn.ReLU()
-
-            def training_step(self, batch: Any) -> Any:
-                x, sign = batch
-                return self.relu(sign.float().mean() * torch.ones(2, 3)).sum() + 0 * self.net(x).sum()
-
-        train = [(torch.zeros(2, 8), torch.full((2,), sign)) for sign in (1, -1, -1, -1)]
-        keep = watched(Gate(), train, Accumulate(2))
-        assert [keep.of(update)["activation/relu/dead"] for update in (1, 2)] == [0, 1]
-
-    @pytest.mark.parametrize("behind", [(), (nn.BatchNorm2d(4), nn.ReLU())], ids=["itself", "behind it"])
-    def test_the_units_of_a_convolution_are_its_channels(self, behind: tuple[nn.Module, ...]) -> None:
-        class Conv(forge.TaskModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = nn.Sequential(nn.Conv2d(1, 4, 3), *copy.deepcopy(behind))
-                with torch.no_grad():
-                    self.get_parameter("net.0.weight")[:3] = 0
-                    self.get_parameter("net.0.bias")[:3] = 0
-
-            def training_step(self, batch: Any) -> Any:
-                return self.net(batch[0]).sum()
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        train = [(torch.rand(2, 1, 6, 5, generator=torch.Generator().manual_seed(0)),)]
-        found = watched(made(Conv), train).of(1)
-        assert found[f"activation/net.{len(behind)}/dead"] == 3 / 4
 
 
 def test_a_histogram_is_that_of_the_tensor() -> None:

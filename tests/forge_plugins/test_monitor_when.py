@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ from torch import nn
 
 import forge
 from forge.testing import TinyGAN, fit_tiny
-from forge_plugins import Checkpoint, Monitor
-from forge_plugins.monitor.packing import PackedCopy
+from forge_plugins import Monitor
 from tests.support.monitor_kit import Keep, Spy, hooks_on, made, quiet, watched
 from tests.support.tasks import fit, make_batches
 
@@ -32,17 +29,9 @@ def test_by_itself_it_looks_twenty_times(batches: int, expected: list[int]) -> N
     assert watched(made(), make_batches(batches), monitor=Monitor(shapes=False)).updates == expected
 
 
-def test_histograms_can_have_an_interval_of_their_own() -> None:
-    keep = watched(made(), make_batches(6), monitor=quiet("2 updates", histograms="3 updates"))
-    drawn = [u for u in keep.updates if any(isinstance(v, forge.Histogram) for v in keep.of(u).values())]
-    assert drawn == [3, 6]
-    assert [update for update in keep.updates if "grad_norm" in keep.of(update)] == [2, 4, 6]
-
-
 @pytest.mark.parametrize(
     ("off", "gone"),
     [
-        ("gradients", ("grad_norm", "grad_mean", "grad_std", "dead_units", "histogram/gradient")),
         ("weights", ("weight_norm", "update_ratio", "histogram/weight")),
         ("activations", ("activation", "histogram/activation")),
     ],
@@ -115,59 +104,3 @@ class Teacher(forge.TaskModule):
 def compiled(module: nn.Module) -> None:
     """As `module.compile()` leaves it, without a compiler."""
     module._compiled_call_impl = module._call_impl
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On an accelerator numbers arrive one update later
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parcels that are on their way, as from an accelerator."""
-    init = PackedCopy.__init__
-
-    def sent(self: PackedCopy, *words: Any) -> None:
-        init(self, *words)
-        self.here = False
-
-    monkeypatch.setattr(PackedCopy, "__init__", sent)
-
-
-@pytest.mark.usefixtures("late")
-class TestLate:
-    def test_they_arrive_with_the_next_update_and_their_place(self) -> None:
-        opened: list[tuple[int, int]] = []
-
-        class When(forge.Plugin):
-            @forge.hookimpl
-            def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
-                assert trainer.step is not None
-                opened.extend((update, trainer.step.index + 1) for name in metrics if name == "monitor/grad_norm")
-
-        fit(made(), make_batches(5), plugins=[quiet("2 updates"), When()])
-        assert opened == [(2, 3), (4, 5)]
-
-    def test_nothing_is_lost_or_doubled_where_a_run_is_cut_off(self, tmp_path: Path) -> None:
-        keep = Keep()
-
-        class Cut(forge.Plugin):
-            """Ends a life in its fifth update, before what the fourth sent has arrived."""
-
-            observer = True
-
-            @forge.hookimpl(wrapper=True)
-            def forge_prepare_batch(self, step: forge.Step) -> Generator[None, Any, Any]:
-                if step.stage == "train" and step.index == 4:
-                    raise KeyboardInterrupt
-                return (yield)
-
-        def live(*plugins: forge.Plugin) -> None:
-            saves = Checkpoint(every="4 updates", background=False)
-            monitor = quiet("2 updates")
-            fit_tiny([monitor, saves, keep, *plugins], max_updates=8, run_dir=tmp_path, resume="auto")
-
-        with pytest.raises(KeyboardInterrupt):
-            live(Cut())
-        assert keep.updates == [2, 4]
-        live()
-        assert keep.updates == [2, 4, 6, 8]

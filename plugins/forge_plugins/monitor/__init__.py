@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,8 @@ import forge
 from forge.errors import ForgeError, RecipeError
 from forge.util.patterns import MANY, listed
 from forge_plugins.monitor import shapes
-from forge_plugins.monitor.alarms import LIMITS, Judge
+from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.modules import watchable
-from forge_plugins.monitor.packing import PackedCopy
 from forge_plugins.monitor.step_statistics import StepStatistics
 
 logger = logging.getLogger("forge")
@@ -25,29 +25,27 @@ OFTEN, LOOKS = 100, 20
 
 
 class Monitor(forge.Plugin):
-    """Log gradients, weights, activations and dead units by layer at an interval, and warn of problems.
+    """Log gradients, weights and activations by layer at an interval, and warn of problems.
 
     When to use it: if the loss does not fall, or to watch a new architecture.
 
     What you see: by parameter and by layer, `monitor/grad_norm/…`, `grad_mean/…`, `grad_std/…` (unscaled, before
     clipping), `weight_norm/…` (after the update) and `update_ratio/…`, the size of the update relative to the weight;
     around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone are over all parameters. By
-    module: `monitor/activation/…/mean`, `std`, `zeros` (the share of values that are 0), `dead` (the share of units
-    that are 0 for every sample of the window) and, for sigmoid and tanh, `saturated`. `monitor/dead_units/…` is the
-    share of a layer's units that had no gradient for any sample, with any activation function. With several optimizers
-    the optimizer's name comes after `monitor/`.
+    module: `monitor/activation/…/mean`, `std` and `zeros` (the share of values that are 0). With several optimizers the
+    optimizer's name comes after `monitor/`.
 
-    A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, gives a warning with advice,
-    and so do updates that are far too small: once it was so at three looks in a row, and again when it has become ten
-    times worse. Small and large gradients count only where a layer hardly moves or the loss does not fall; a missing
-    gradient, only where it was missing at every look. Nothing is judged in the first ten updates.
+    A layer whose gradient vanishes, explodes or is missing gives one warning, with advice, once it was so at three
+    looks in a row. Small and large gradients count only where a layer hardly moves or the loss does not fall; a missing
+    gradient, only where it was missing at every look. Nothing is judged in the first ten updates. `forge doctor` names
+    dead and saturated units.
 
     At the start a table of modules with output shapes, parameters and memory is logged, and shown by TensorBoard under
     TEXT. It is made in the first micro-batch, without an extra forward pass.
 
     At an interval, PyTorch hooks are placed on the modules for that update, and one copy of the weights is kept during
-    the optimizer step. On a CUDA device nothing waits, and the numbers arrive with the next update. Between intervals
-    it does nothing. Training does not change, bit for bit.
+    the optimizer step; the device is read once, at its end. Between intervals it does nothing. Training does not
+    change, bit for bit.
 
     Together with: inside code compiled by `compile` hooks are not called, so activations and shapes of compiled modules
     are missing, which is logged once. With `pipeline` and with `zero.stage=2`, where ranks hold different gradients,
@@ -56,21 +54,19 @@ class Monitor(forge.Plugin):
     ::
 
         forge fit quickstart -p monitor monitor.every="50 updates"
-        forge fit quickstart -p monitor monitor.histograms="1 epoch" trainer.max_epochs=2
+        forge fit quickstart -p monitor monitor.histograms=true trainer.max_epochs=2
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str | None = None
         "How often to record statistics; null: twenty times in a run, but at least every 100 updates."
-        gradients: bool = True
-        "Record gradients."
         weights: bool = True
         "Record weights and how far updates move them; holds one copy of them during a recorded update."
         activations: bool = True
         "Record the outputs of modules."
-        histograms: bool | str = False
-        "Draw histograms of all recorded tensors: true as often as `every`, or a separate interval."
+        histograms: bool = False
+        "Draw histograms of all recorded tensors."
         shapes: bool = True
         "Show the table of modules at the start."
         depth: int = 3
@@ -78,15 +74,7 @@ class Monitor(forge.Plugin):
         vanishing: float | None = 1e-5
         "Warn of a layer whose gradient norm is below this share of the largest layer's; null: never."
         exploding: float | None = 1e3
-        """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
-        more than its own size; null: never."""
-        small: float | None = 1e-5
-        """Warn of updates that move the median layer by less than this share of its size, while the loss does not fall;
-        null: never."""
-        dead: float | None = 0.9
-        "Warn of a layer with a larger share of dead units; null: never."
-        saturated: float | None = 0.95
-        "Warn of a hidden sigmoid or tanh with a larger share of saturated outputs; null: never."
+        "Warn of a layer whose gradient norm is above this many times the median layer's; null: never."
 
     config: Config
     observer = True
@@ -98,23 +86,23 @@ class Monitor(forge.Plugin):
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
         config = self.config
-        self._set_intervals(None)
+        self._set_interval(None)
         if config.depth < 1:
             raise RecipeError(f"monitor.depth is {config.depth}; it must be at least 1.")
-        for name in LIMITS:
+        for name, most in (("vanishing", 1.0), ("exploding", math.inf)):
             limit = getattr(config, name)
-            if limit is not None and (limit <= 0 or (name != "exploding" and limit >= 1)):
-                allowed = "above 0" if name == "exploding" else "between 0 and 1"
+            if limit is not None and not 0 < limit < most:
+                allowed = "above 0" if most == math.inf else "between 0 and 1"
                 raise RecipeError(f"monitor.{name} is {limit:g}; it must be {allowed} (or null for no such warning).")
         self._begin()
 
-    def _set_intervals(self, planned: int | None) -> None:
+    def _set_interval(self, planned: int | None) -> None:
         """Fix how often to look, in a run of so many updates."""
         usual = OFTEN if planned is None else min(OFTEN, max(1, planned // LOOKS))
-        histograms = self.config.histograms
-        self._every = _interval(self.config.every or f"{usual} updates", "every")
-        drawn = _interval(histograms, "histograms") if isinstance(histograms, str) else self._every
-        self._draws = drawn if histograms else None
+        try:
+            self._every = forge.Interval(self.config.every or f"{usual} updates")
+        except ForgeError as error:
+            raise RecipeError(f"monitor.every: {error}") from error
 
     def _begin(self) -> None:
         """Reset the state of one run."""
@@ -123,16 +111,15 @@ class Monitor(forge.Plugin):
         self._table: shapes.Shapes | None = None
         self._look: StepStatistics | None = None
         self._looks: list[StepStatistics] = []
-        self._sent: tuple[list[StepStatistics], PackedCopy] | None = None
         self._warned_of_compiled = False
 
     def due(self, step: forge.Step) -> bool:
-        return not self._shown or self._every.due(step) or (self._draws is not None and self._draws.due(step))
+        return not self._shown or self._every.due(step)
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
-        self._set_intervals(trainer.planned_updates)
+        self._set_interval(trainer.planned_updates)
         self._judge = Judge(self.config, trainer.task)
         elsewhere = [name for name, parameter in trainer.task.named_parameters() if parameter.is_meta]
         if elsewhere and trainer.env.is_main:
@@ -143,30 +130,28 @@ class Monitor(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        count, draw = self._every.due(step), self._draws is not None and self._draws.due(step)
-        if not (count or draw) and self._shown and self._sent is None:
+        if not self.due(step):
             return (yield)
-        self._watch(step, count, draw)
+        self._watch(step)
         try:
             result = yield
         finally:
             look, self._look = self._look, None
             for watching in filter(None, (look, self._table)):
                 watching.close()
-        self._deliver(step.trainer)  # of the update before this one, which is still the last counted
         if look is not None:
             look.finish(step)
             self._looks.append(look)
         return result
 
-    def _watch(self, step: forge.Step, count: bool, draw: bool) -> None:
+    def _watch(self, step: forge.Step) -> None:
         """Place hooks on the modules if this update is recorded."""
         if not self._shown:
             self._table = self._table or shapes.Shapes(step)
             self._table.watch(self._modules(step.trainer))
-        if count or draw:
+        if self._every.due(step):
             modules = self._modules(step.trainer) if self.config.activations else []
-            self._look = StepStatistics(step, self.config, modules, count, draw)
+            self._look = StepStatistics(step, self.config, modules)
 
     @forge.hookimpl
     def forge_inspect_grads(self) -> None:
@@ -178,25 +163,16 @@ class Monitor(forge.Plugin):
         trainer = step.trainer
         if self._table is not None:
             self._show(trainer, self._table)
-        if not self._looks:
-            return
         looks, self._looks = self._looks, []
-        self._sent = looks, PackedCopy([look.pack() for look in looks], trainer.env.device)
-        if self._sent[1].here or trainer.progress.update == trainer.planned_updates:
-            self._deliver(trainer)
+        for look in looks:
+            self._tell(trainer, look)
 
-    def _deliver(self, trainer: forge.Run) -> None:
-        """Publish the numbers that have arrived, and log alarms."""
-        if self._sent is None:
-            return
-        (looks, packed), self._sent = self._sent, None
+    def _tell(self, trainer: forge.Run, look: StepStatistics) -> None:
+        """Publish the numbers of a look, and log alarms."""
         assert self._judge is not None
-        metrics: dict[str, Any] = {}
-        for look, contents in zip(looks, packed.open(), strict=True):
-            found, alarms = look.read(contents, self._judge)
-            metrics |= found
-            for text in alarms if trainer.env.is_main else ():
-                logger.warning("monitor: after update %d: %s", trainer.progress.update, text)
+        metrics, alarms = look.read(self._judge)
+        for text in alarms if trainer.env.is_main else ():
+            logger.warning("monitor: after update %d: %s", trainer.progress.update, text)
         trainer.publish(metrics)
 
     def _modules(self, trainer: forge.Run) -> list[tuple[str, nn.Module]]:
@@ -209,38 +185,24 @@ class Monitor(forge.Plugin):
 
     def _show(self, trainer: forge.Run, table: shapes.Shapes) -> None:
         self._shown, self._table = True, None
-        row = table.tree(self.config.depth)
-        end = shapes.ending(row, table.activations())
+        text = table.as_text(self.config.depth)
         if trainer.env.is_main:
-            logger.info("monitor: the model in its first micro-batch\n%s", shapes.as_text(row, end))
-        trainer.publish({"model": forge.Text(shapes.as_markdown(row, end))})
+            logger.info("monitor: the model in its first micro-batch\n%s", text)
+        trainer.publish({"model": forge.Text(f"```\n{text}\n```")})
 
     # -- state and end ------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any]:
-        self._deliver(trainer)  # so that a run resumed from here loses nothing
-        return {"shown": self._shown, "told": dict(self._judge.reported) if self._judge is not None else {}}
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"shown": self._shown, "told": sorted(self._judge.told) if self._judge is not None else []}
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._judge is not None
         self._shown = state["shown"] or not self.config.shapes
-        self._judge.reported = dict(state["told"])
-        self._sent, self._looks = None, []  # of an abandoned attempt
-
-    @forge.hookimpl(wrapper=True)
-    def forge_export(self, trainer: forge.Run) -> Generator[None, Any, Any]:
-        self._deliver(trainer)
-        return (yield)
+        self._judge.told = set(state["told"])
+        self._looks = []  # of an abandoned attempt
 
     @forge.hookimpl
     def forge_end(self) -> None:
         self._begin()
-
-
-def _interval(text: str, name: str) -> forge.Interval:
-    try:
-        return forge.Interval(text)
-    except ForgeError as error:
-        raise RecipeError(f"monitor.{name}: {error}") from error

@@ -6,11 +6,11 @@ Everything is computed on the device, in one kernel for all parameters where tor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import forge
 from forge.snapshot.non_finite import values_of
@@ -22,23 +22,20 @@ Numbers = dict[str, float]
 """By the name of a parameter or of a layer; "" is all of them together."""
 
 WIDE = (torch.float32, torch.float64)
-UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weight has one row for each unit."""
 
 
 class Parameters:
     """Records the parameters of the current optimizer, before and after its step."""
 
-    def __init__(self, step: forge.Step, gradients: bool, weights: bool, count: bool, draw: bool):
+    def __init__(self, step: forge.Step, weights: bool, draw: bool):
         own = {id(parameter) for parameter in step.parameters()}
         self._task, self._device = step.trainer.task, step.trainer.env.device
         self._has_all = step.trainer.env.parts is None
         named = [(n, p) for n, p in self._task.named_parameters() if id(p) in own and p.requires_grad]
         self._named = [(n, p) for n, p in named if not p.is_meta]  # another rank holds the values of others
-        self._gradients, self._weights, self._count, self._draw = gradients, weights, count, draw
+        self._weights, self._draw = weights, draw
         self._with_gradient: list[str] = []
         self._missing: list[str] = []
-        self._unit_layers: list[str] = []
         self._before: list[Tensor] = []
         self.pack: dict[str, Tensor] = {}
         "The tensors to read."
@@ -47,22 +44,17 @@ class Parameters:
     def before_step(self) -> None:
         """Record final gradients and unmoved weights."""
         weights = [values_of(p.detach()) for _, p in self._named]
-        if self._count and weights:
+        if weights:
             self.pack["norm_before"] = self._norms(weights)
-        if self._count and self._weights:
+        if self._weights:
             self._before = [weight.clone() for weight in weights]
-        if self._gradients:
-            self._see_gradients()
-
-    def _see_gradients(self) -> None:
         gradients = {name: values_of(p.grad.detach()) for name, p in self._named if p.grad is not None}
-        if self._count and self._has_all:  # else another rank may have it
+        if self._has_all:  # else another rank may have it
             self._missing = [name for name, p in self._named if p.grad is None]
-        if self._count and gradients:
+        if gradients:
             self._with_gradient = list(gradients)
             self.pack["grad_norm"] = self._norms(gradients.values())
             self.pack["grad_spread"] = stacked((x for g in gradients.values() for x in spread(g)), self._device)
-            self._see_units(gradients)
         if self._draw:
             self.pack |= {f"histogram/gradient/{name}": histogram(gradient) for name, gradient in gradients.items()}
 
@@ -84,16 +76,6 @@ class Parameters:
     def _norms(self, tensors: Iterable[Tensor]) -> Tensor:
         return stacked(norms(list(tensors)), self._device)
 
-    def _see_units(self, gradients: Mapping[str, Tensor]) -> None:
-        largest: list[Tensor] = []
-        for name, module in self._task.named_modules():
-            gradient = gradients.get(f"{name}.weight")
-            if isinstance(module, UNITS) and gradient is not None and gradient.ndim > 1:
-                self._unit_layers.append(name)
-                largest.append(torch.linalg.vector_norm(gradient.flatten(1), math.inf, dim=1))
-        if largest:
-            self.pack["dead_units"] = stacked(((rows == 0).float().mean() for rows in largest), self._device)
-
     def read(self, contents: Contents) -> Readings:
         """Return the readings from the contents of `pack`."""
         everything = [name for name, _ in self._named]
@@ -110,7 +92,6 @@ class Parameters:
             weight_norm=by_name(everything, "weight_norm"),
             norm_before=by_name(everything, "norm_before"),
             change=by_name(everything, "change"),
-            dead_units=by_name(self._unit_layers, "dead_units"),
         )
 
 
@@ -128,8 +109,6 @@ class Readings:
     norm_before: Numbers = field(default_factory=dict)
     change: Numbers = field(default_factory=dict)
     "The norm of the change by the update; empty if it was skipped."
-    dead_units: Numbers = field(default_factory=dict)
-    "By layer: the share of units whose weights got no gradient."
 
     def metrics(self) -> Numbers:
         """Return the logged metrics: total, by layer if it has several parameters, and by parameter."""
@@ -137,7 +116,7 @@ class Readings:
         found = {_path(what, name): value for what, of in norms.items() for name, value in _with_sums(of).items()}
         ratios = _ratios(_with_sums(self.change), _with_sums(self.norm_before))
         found |= {_path("update_ratio", name): value for name, value in ratios.items()}
-        for what in ("grad_mean", "grad_std", "dead_units"):
+        for what in ("grad_mean", "grad_std"):
             found |= {f"{what}/{name}": value for name, value in getattr(self, what).items()}
         return found
 

@@ -1,8 +1,8 @@
-"""Numbers packed as one tensor, so that one copy brings them from the device to the host, without waiting."""
+"""Numbers packed as one tensor, so that one copy brings them from the device to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 import torch
@@ -17,28 +17,10 @@ Contents = dict[str, list[float]]
 """The numbers of each tensor, flat."""
 
 
-class PackedCopy:
-    """Many small named tensors of several senders, in one copy."""
-
-    def __init__(self, senders: Sequence[Mapping[str, Tensor]], device: torch.device):
-        self._names = [[(name, tensor.numel()) for name, tensor in sender.items()] for sender in senders]
-        parts = [tensor for sender in senders for tensor in sender.values()]
-        self._packed = stacked(parts, device) if parts else torch.empty(0)
-        self._arrived: torch.cuda.Event | None = None
-        if self._packed.is_cuda:
-            pinned = torch.empty(self._packed.shape, dtype=torch.float32, pin_memory=True)
-            pinned.copy_(self._packed, non_blocking=True)
-            self._packed, self._arrived = pinned, torch.cuda.Event()
-            self._arrived.record()
-        self.here = self._arrived is None and self._packed.is_cpu
-        "Whether `open` does not wait."
-
-    def open(self) -> list[Contents]:
-        """Return the contents of every sender."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        numbers = iter(self._packed.tolist())
-        return [{name: list(islice(numbers, count)) for name, count in names} for names in self._names]
+def read(tensors: Mapping[str, Tensor], device: torch.device) -> Contents:
+    """Return the contents of small tensors: one copy from the device to the host."""
+    numbers = iter(stacked(tensors.values(), device).tolist() if tensors else ())
+    return {name: list(islice(numbers, tensor.numel())) for name, tensor in tensors.items()}
 
 
 def stacked(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,13 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 import forge
-from forge.util.tables import aligned, piped
+from forge.util.tables import aligned
 from forge.util.tensors import tensors_in
 from forge.util.text import format_bytes
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
-LONGEST = 8
-"""Longest sequence of rows that can be folded."""
 
 
 @dataclass(slots=True)
@@ -90,38 +89,27 @@ class Shapes:
             row.parts = folded(parts)
         return row
 
-    def activations(self) -> int:
-        """Return the bytes of the outputs of all leaf modules: about what backward keeps."""
+    def as_text(self, depth: int) -> str:
+        """Return the table, and a line of totals."""
+        row = self.tree(depth)
         leaves = [name for name, module in self._task.named_modules() if not module._modules]
-        return sum(self._outputs[name][1] for name in leaves if name in self._outputs)
+        outputs = sum(self._outputs[name][1] for name in leaves if name in self._outputs)
+        totals = (
+            f"{row.parameters:,} parameters, {row.parameters - row.frozen:,} of them trained. Weights and buffers take "
+            f"{format_bytes(row.weights)}, activations {format_bytes(outputs)} for one micro-batch."
+        )
+        return "\n".join([*aligned([COLUMNS, *lines(row)], texts=3), totals])
 
 
 def folded(rows: list[ModuleRow]) -> list[ModuleRow]:
-    """Fold repeated rows: "0 to 11", or a few rows and the number of repetitions."""
+    """Fold equal neighbours into one row: "0 to 11"."""
     found: list[ModuleRow] = []
-    at = 0
-    while at < len(rows):
-        period, times = _repetition([row.like() for row in rows[at:]])
-        first, last = rows[at : at + period], rows[at + period * times - 1]
-        if period == 1 and times > 1:
-            first[0].name, first[0].times = f"{first[0].name} to {last.name}", times
-        found += first
-        if period > 1:
-            again = rows[at + period].name
-            found.append(ModuleRow(f"{again} to {last.name}", f"the same ×{times - 1}"))
-        at += period * times
+    for _, alike in groupby(rows, key=ModuleRow.like):
+        first, *others = alike
+        if others:
+            first.name, first.times = f"{first.name} to {others[-1].name}", 1 + len(others)
+        found.append(first)
     return found
-
-
-def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
-    """Return the number of rows that repeat together, and their count in all; (1, 1) without repetition."""
-    for period in range(1, LONGEST + 1):
-        times = 1
-        while looks[:period] == looks[period * times : period * (times + 1)]:
-            times += 1
-        if times > (1 if period == 1 else 2):
-            return period, times
-    return 1, 1
 
 
 def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
@@ -138,26 +126,6 @@ def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
     )
     for part in row.parts:
         yield from lines(part, indent + 1)
-
-
-def as_text(row: ModuleRow, ending: str) -> str:
-    """Return the table for a terminal or a file."""
-    return "\n".join([*aligned([COLUMNS, *lines(row)], texts=3), ending])
-
-
-def as_markdown(row: ModuleRow, ending: str) -> str:
-    """Return the table as Markdown, for TensorBoard."""
-    rows = [(name.replace("  ", "&nbsp;" * 4), *rest) for name, *rest in lines(row)]
-    return "\n".join([*piped([COLUMNS, *rows], texts=3), "", ending])
-
-
-def ending(row: ModuleRow, activations: int) -> str:
-    """Return the line of totals."""
-    trained = row.parameters - row.frozen
-    return (
-        f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take "
-        f"{format_bytes(row.weights)}, activations {format_bytes(activations)} for one micro-batch."
-    )
 
 
 def _bytes(tensor: Tensor) -> int:

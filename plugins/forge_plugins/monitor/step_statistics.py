@@ -1,4 +1,4 @@
-"""Statistics of one optimizer's step: hooks before it, removal after it, numbers in flight."""
+"""Statistics of one optimizer's step: hooks before it, removal after it, and what it showed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from forge_plugins.monitor.activations import Activations
 from forge_plugins.monitor.alarms import SETTLED, Judge
 from forge_plugins.monitor.gradients import Parameters
 from forge_plugins.monitor.modules import is_compiled
-from forge_plugins.monitor.packing import Contents, stacked, unpacked
+from forge_plugins.monitor.packing import read, stacked, unpacked
 
 
 class StepStatistics:
-    """Follows a train step. `options`: monitor's; `count`: compute statistics; `draw`: make histograms."""
+    """Follows a train step. `options`: monitor's."""
 
-    def __init__(
-        self, step: forge.Step, options: Any, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool
-    ):
+    def __init__(self, step: forge.Step, options: Any, modules: Sequence[tuple[str, nn.Module]]):
         self._prefix = "monitor/" if step.name is None else f"monitor/{step.name}/"
-        self._step, self._index, self._samples = step, step.index, step.samples
-        self._activations = Activations(step, modules if options.activations else (), count, draw)
-        self._parameters = Parameters(step, options.gradients, options.weights, count, draw)
+        self._step, self._index = step, step.index
+        self._activations = Activations(step, modules, options.histograms)
+        self._parameters = Parameters(step, options.weights, options.histograms)
         self._inspected = False
         self._losses: list[Tensor] = []
         "The loss of each micro-batch, on the device."
@@ -57,22 +55,13 @@ class StepStatistics:
         if self._inspected:
             self._parameters.after_step(step.updated)
 
-    def pack(self) -> dict[str, Tensor]:
-        """Return the tensors to read."""
-        found, device = {**self._parameters.pack, **self._activations.pack()}, self._step.trainer.env.device
-        return found | ({"loss": stacked(self._losses, device)} if self._losses else {})
-
-    def read(self, contents: Contents, judge: Judge) -> tuple[dict[str, Any], list[str]]:
-        """Return metrics by name, and the texts of alarms."""
-        readings, activations = self._parameters.read(contents), self._activations.read(contents)
-        metrics: dict[str, Any] = dict(readings.metrics())
-        for name, seen in activations.items():
-            metrics |= {f"activation/{name}/{what}": value for what, value in seen.metrics().items()}
+    def read(self, judge: Judge) -> tuple[dict[str, Any], list[str]]:
+        """Return metrics by name, and the texts of alarms. Reads the device once."""
+        tensors, device = {**self._parameters.pack, **self._activations.pack()}, self._step.trainer.env.device
+        contents = read(tensors | ({"loss": stacked(self._losses, device)} if self._losses else {}), device)
+        readings = self._parameters.read(contents)
+        metrics: dict[str, Any] = {**readings.metrics(), **self._activations.read(contents)}
         metrics |= {name: unpacked(numbers) for name, numbers in contents.items() if name.startswith("histogram/")}
         loss = fmean(contents["loss"]) if "loss" in contents else None
-        alarms: list[str] = []
-        if self._index < SETTLED:
-            judge.meet(readings, self._prefix)
-        else:
-            alarms = judge.say(readings, activations, self._samples, loss, self._prefix)
+        alarms = judge.say(readings, loss, self._prefix, settled=self._index >= SETTLED)
         return {self._prefix + name: value for name, value in metrics.items()}, alarms
