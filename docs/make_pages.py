@@ -54,6 +54,7 @@ GROUPS = {
     },
     "Checkpoints and safety": {
         "checkpoint": "checkpointing",
+        "rehearse": "proof that a run can be resumed",
         "guard": "NaN and infinity guard",
         "anomaly": "finding the source of a NaN",
         "first_look": "mistakes in the first updates",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from forge_plugins.prefetch import Prefetch as Prefetch
     from forge_plugins.profiler import Profiler as Profiler
     from forge_plugins.progress import Progress as Progress
+    from forge_plugins.rehearse import Rehearse as Rehearse
     from forge_plugins.remat import Remat as Remat
     from forge_plugins.sam import SAM as SAM
     from forge_plugins.schedule import Schedule as Schedule

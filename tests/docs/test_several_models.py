@@ -86,7 +86,7 @@ def fitted(name: str, folder: str, run: str | None = None, kill: int | None = No
             os.kill(os.getpid(), signal.SIGKILL)
 
     plugins: list[Any] = [EMA(DECAY)] if name == "byol" else []
-    plugins += [Checkpoint(every="1 update", rehearse="off"), killer] if run else []
+    plugins += [Checkpoint(every="1 update"), killer] if run else []
     options: dict[str, Any] = {"run_dir": run, "resume": "auto"} if run else {"run_dir": False}
     trainer = forge.Trainer(plugins=plugins, max_updates=UPDATES, seed=3, device="cpu", log_every=10, **options)
     trainer.fit(task, data_of(made, name, Path(folder), cached))

@@ -247,7 +247,7 @@ def sharded(options: dict[str, Any], run: str | None = None, updates: int = 8) -
     options = dict(options)
     plugins: list[Any] = [EMA(DECAY, **options.pop("ema", {})), *([Accumulate(2)] if options.pop("window", 0) else [])]
     plugins += [FSDP(**options)] if "RANK" in os.environ else []
-    plugins += [Checkpoint(every="1 update", rehearse="off")] if run else []
+    plugins += [Checkpoint(every="1 update")] if run else []
     more: dict[str, Any] = {"run_dir": run, "resume": "auto"} if run else {}
     return train_sharded(Sharded(), plugins, max_epochs=None, max_updates=updates, **more)
 

@@ -182,7 +182,7 @@ def test_no_worker_is_left() -> None:
 
 def test_a_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
     def run(task: Any, **options: Any) -> Any:
-        plugins = [ValidateFirst(batches=1), Checkpoint(every="1 update", rehearse="off")]
+        plugins = [ValidateFirst(batches=1), Checkpoint(every="1 update")]
         forge.Trainer(plugins=plugins, run_dir=tmp_path, resume="auto", **options).fit(
             task, make_batches(3), make_batches(1)
         )

@@ -53,7 +53,7 @@ def batches() -> list[Any]:
 def fitted(run: Path | None = None, updates: int = 6) -> Writer:
     torch.manual_seed(2)
     task = Writer()
-    plugins = [Checkpoint(every="1 update", rehearse="off")] if run else []
+    plugins = [Checkpoint(every="1 update")] if run else []
     resume = "auto" if run else None
     trainer = forge.Trainer(
         plugins=plugins, max_updates=updates, seed=0, device="cpu", run_dir=run or False, resume=resume

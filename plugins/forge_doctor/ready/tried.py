@@ -20,7 +20,7 @@ from forge_doctor.doctor import doctor
 from forge_doctor.readiness import readiness
 from forge_doctor.ready.planned_run import NotAffordable, PlannedRun
 from forge_doctor.ready.report import RoadStep
-from forge_plugins import Checkpoint
+from forge_plugins import Checkpoint, Rehearse
 
 CURVE = "cannot_learn_a_batch", "learning one batch"
 """The doctor's finding and part that are the third step."""
@@ -87,7 +87,7 @@ def smoke(run: PlannedRun, step: RoadStep) -> None:
     folder, head = run.scratch / "smoke", run.head_of("val", 2)
 
     def short(updates: int) -> Trainer:
-        saver = _saver(run, every=None, rehearse="off", best=None)
+        saver = _saver(run, every=None, best=None)
         return run.short(updates, put=[saver], run_dir=folder, validate_every="2 updates", log_every=1)
 
     trained = short(2).fit(run.copy(), run.train, head)
@@ -172,8 +172,8 @@ def rehearse(run: PlannedRun, step: RoadStep) -> None:
     """The planned run, of which a second process continues the first checkpoint."""
     run.affords(STOPPED, STOPPED, runs=2)
     folder = run.scratch / "resume"
-    saver = _saver(run, every=f"{SAVED} updates", rehearse="strict")
-    trainer = run.trainer(_looks_or_saves, [saver, Stops(STOPPED)], run_dir=folder)
+    saver = _saver(run, every=f"{SAVED} updates")
+    trainer = run.trainer(_looks_or_saves, [saver, Rehearse(strict=True), Stops(STOPPED)], run_dir=folder)
     if not trainer.max_epochs and not trainer.max_updates:
         trainer.max_epochs = 10
     trainer.again = run.again

@@ -383,6 +383,7 @@ def test_plan_as_json_holds_every_hook_and_value(forge):
         "goodput",
         "guard",
         "checkpoint",
+        "rehearse",
         "clip",
         "schedule",
     ]

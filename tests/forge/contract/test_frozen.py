@@ -22,7 +22,7 @@ from forge.snapshot.sandbox import kept_buffers
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge.util.frozen import Frozen, every_module, frozen_in
 from forge_plugins import AMP, DDP, EMA, FSDP, Checkpoint, Remat, Throughput
-from forge_plugins.checkpoint import SWITCH
+from forge_plugins.rehearse import SWITCH
 from tests.forge.snapshot.test_resume import die, live
 from tests.support import forked
 from tests.support.lasting_ranks import ranks
@@ -354,7 +354,7 @@ def adapted_on_ranks(run: str) -> dict[str, Any]:
         task = Adapted()
         task.net.norm = nn.Identity()  # BatchNorm's statistics are a rank's own  # pyright: ignore
         trainer = forge.Trainer(
-            plugins=[FSDP(), Checkpoint(every="1 update", rehearse="off")],
+            plugins=[FSDP(), Checkpoint(every="1 update")],
             max_updates=updates,
             seed=0,
             device="cpu",
@@ -396,7 +396,7 @@ def test_the_rehearsal_finds_it_again_as_it_was(tmp_path: Path, monkeypatch: Any
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process
-    options = ["trainer.max_epochs=2", "trainer.seed=0", "checkpoint.rehearse=strict", "checkpoint.every=2 updates"]
+    options = ["trainer.max_epochs=2", "trainer.seed=0", "rehearse.strict=true", "checkpoint.every=2 updates"]
     done = forked.forge("fit", str(file), "--run-dir", "runs/one", *options)
     assert done.returncode == 0, done.stderr
     card = json.loads((tmp_path / "runs" / "one" / "card.json").read_text())

@@ -23,7 +23,7 @@ from forge.data.sharding import RankLoader
 from forge.errors import DataError
 from forge.runs.folder import RunFolder
 from forge.testing import assert_same_weights
-from forge_plugins import Checkpoint
+from forge_plugins import Checkpoint, Rehearse
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.docs_pages import blocks
 from tests.support.profiles import some
@@ -315,7 +315,7 @@ def test_only_state_that_no_loader_saves_is_named(
     tmp_path: Path, make: Callable[[], Any], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FORGE_REHEARSE")
-    live(tmp_path, [Checkpoint(every="2 updates", rehearse="strict")], train=make(), max_epochs=2)
+    live(tmp_path, [Checkpoint(every="2 updates"), Rehearse(strict=True)], train=make(), max_epochs=2)
     said = str(RunFolder(tmp_path).resume)
     assert said.startswith("rehearsed, exact")
     assert ("train dataset.reads" in said) == bool(named)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,24 +17,6 @@ from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.diagnose.validations import warn_of_none_planned, warn_of_nothing_compared
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
-from forge.runs.card import amend_card
-from forge_plugins.checkpoint.rehearsal import (
-    ENDED,
-    ERROR,
-    REFUSED,
-    SHORT,
-    SWITCH,
-    Continuation,
-    CopiedProcess,
-    FitStart,
-    NewProcess,
-    Rehearsal,
-    Resumes,
-    ResumeVerdict,
-    patience,
-    why_not,
-    why_not_now,
-)
 
 logger = logging.getLogger("forge")
 
@@ -65,9 +45,6 @@ class Checkpoint(forge.Plugin):
 
     With `background`, training continues as soon as the state is copied to host memory; hashing and writing follow in a
     thread. If a write fails, earlier checkpoints stay intact.
-
-    At the first checkpoint of a run on a CPU, a second process continues it for two updates, and both are compared
-    (`rehearse`). A resume that would differ is a warning that names the cause, or, with `strict`, the end of the run.
 
     What you see: one directory per checkpoint, and the links `checkpoints/latest` and `checkpoints/best`. `forge ckpt
     show RUN` lists them.
@@ -98,10 +75,6 @@ class Checkpoint(forge.Plugin):
         "Write while training continues; needs host memory for one copy of the state."
         on_failure: Literal["stop", "warn"] = "stop"
         "After a failed write: stop the run at its next update, or log an error and save again when due."
-        rehearse: Literal["auto", "off", "strict"] = "auto"
-        "Prove at the first checkpoint that the run can be resumed; strict: stop a run that cannot."
-        rehearse_updates: int = 2
-        "Updates after the first checkpoint that are rehearsed."
         remote: str | None = None
         "URL to upload checkpoints to and to resume from: s3://bucket/place; {run} in it is the name of the run folder."
 
@@ -122,7 +95,7 @@ class Checkpoint(forge.Plugin):
         self._every = [forge.Interval(text) for text in every]
         self._watched = watched(config.best)
         best = self._watched.keep if self._watched else 1
-        for name, count in (("keep", config.keep), ("best.keep", best), ("rehearse_updates", config.rehearse_updates)):
+        for name, count in (("keep", config.keep), ("best.keep", best)):
             if isinstance(count, int) and count < 1:
                 raise RecipeError(f"checkpoint.{name} is {count}; it must be at least 1.")
         self._remote = None if config.remote is None else registry.load("storage", "runs").RemoteRun(config.remote)
@@ -133,15 +106,9 @@ class Checkpoint(forge.Plugin):
             self.forge_evaluate = None  # pyright: ignore[reportAttributeAccessIssue]
         if self._watched is None or self._by_validation:
             self.forge_log = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._part: Continuation | None = None
-        "What this plugin does in a rehearsal, instead of saving."
-        self._rehearsal: Rehearsal | None = None
-        self._start = FitStart()
         self._forget()
 
     def _forget(self) -> None:
-        wanted = self.config.rehearse != "off" and os.environ.get(SWITCH) != "off"
-        self._resumes = Resumes(self.config.rehearse_updates) if wanted else None
         self._folder: Checkpoints | None = None
         self._writers: Writers | None = None
         self._writer: BackgroundWriter | None = None
@@ -161,57 +128,6 @@ class Checkpoint(forge.Plugin):
         self._never_finite: str | None = None
         "Why nothing was compared, once a validation has given a value that is not finite."
 
-    # -- the rehearsal ------------------------------------------------------------------------------------------------
-
-    @forge.hookimpl
-    def forge_configure(self, trainer: forge.Run) -> None:
-        """Have a second process stand by, before anything of this run is made."""
-        self._end_rehearsal()
-        self._start = FitStart()
-        self._forget()
-        if trainer.verb != "fit" or self._part or self._resumes is None or trainer.wanted_run_dir is False:
-            return
-        self._why_not = why_not(trainer, asked=self.config.rehearse == "strict")
-        if self._why_not is None:
-            task, loaders = trainer.task, trainer.given_loaders
-            play = lambda folder: self.play(trainer, task, loaders, folder)  # noqa: E731
-            self._rehearsal = Rehearsal(NewProcess(trainer.again) if trainer.again else CopiedProcess(play))
-
-    def play(self, trainer: Any, task: forge.TaskModule, loaders: dict[str, Any], folder: Path) -> None:
-        """Continue the run in `folder` as a second process, without plugins that only observe or save; end there."""
-        logging.disable()
-        self._part, self._remote = Continuation(folder, self.config.rehearse_updates), None
-        self.forge_setup_env = None  # pyright: ignore[reportAttributeAccessIssue]
-        given = trainer.given_plugins or list(trainer.stack)
-        acting = [plugin for plugin in given if plugin is self or not _only_looks_or_saves(plugin)]
-        try:
-            trainer.fit_again(task, loaders, acting, folder / "run")
-        except Exception as error:
-            is_refused = trainer.step is None  # before its first update
-            (folder / ERROR).write_text(f"{REFUSED}{error}" if is_refused else f"{type(error).__name__}: {error}")
-            raise
-
-    def _end_rehearsal(self) -> None:
-        if self._rehearsal is not None:
-            self._rehearsal.end()
-        self._rehearsal, self._why_not = None, None
-
-    def _tell(self, trainer: forge.Run, verdict: ResumeVerdict | None) -> None:
-        """Tell what a rehearsal has shown, once, and end it."""
-        if verdict is None:
-            return
-        assert trainer.run_dir is not None
-        self._end_rehearsal()
-        with suppress(OSError):  # it is logged too
-            amend_card(trainer.run_dir, str(verdict))
-        text = verdict.as_text()
-        if verdict.state in ("differs", "refused") and self.config.rehearse == "strict":
-            raise CheckpointError(f"{text} checkpoint.rehearse is strict, so the run stops here.")
-        if not verdict.is_good:
-            logger.warning("%s", text, extra={"finding": "state_not_saved"})
-        elif verdict.detail not in (ENDED, SHORT):
-            logger.info("%s", text)
-
     @forge.hookimpl(wrapper=True)
     def forge_setup_env(self, trainer: forge.Run) -> Generator[None, Env, Env]:
         env, remote = (yield), self._remote
@@ -224,7 +140,7 @@ class Checkpoint(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         self._forget()
-        if trainer.verb != "fit" or self._part is not None:
+        if trainer.verb != "fit":
             return
         if trainer.run_dir is None:
             if trainer.env.is_main:
@@ -254,14 +170,8 @@ class Checkpoint(forge.Plugin):
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
-        if self._part is not None:
-            self._part.note(trainer, step)
         if self._folder is None:
             return
-        if self._resumes is not None and self._resumes.watches:
-            self._tell(trainer, self._resumes.note(trainer, step, self._rehearsal))
-        if self._rehearsal is not None:
-            self._tell(trainer, self._rehearsal.verdict())
         if self._writer is not None and (self._writers is None or self.config.on_failure == "stop"):
             # ranks learn of a failure at different updates, so they act on it together at the next save
             self._check(self._writer.check)
@@ -329,8 +239,6 @@ class Checkpoint(forge.Plugin):
         if self._writer is not None:
             self._check(self._writer.wait)  # the result of the last write decides which checkpoints may be removed
         update = self._writing = trainer.progress.update
-        if self._resumes is not None:
-            self._resumes.saved(trainer)
         self._values = self._standing(trainer)
         then = self._tidying(trainer, update) if trainer.env.is_main else None
         try:
@@ -353,31 +261,14 @@ class Checkpoint(forge.Plugin):
         best = self._best()
         latest = 0 if self.config.keep == "all" else -self.config.keep
         folder, keep, mirror = self._folder, {*[*lineage, update][latest:], *best}, self._mirror
-        rehearse = self._rehearsing(trainer, folder.path(update))
 
         def clean() -> None:
-            rehearse()
             self._kept = keep
             if mirror is not None:
                 mirror.hold(keep)  # first: what it uploads now is in use, and what it uploads next is kept
             tidy(folder, update, best[:1], keep if mirror is None else keep | mirror.in_use())
 
         return clean
-
-    def _rehearsing(self, trainer: forge.Run, path: Path) -> Callable[[], None]:
-        """Return what begins the rehearsal, once this checkpoint is written, if it is the first."""
-        rehearsal, run_dir = self._rehearsal, trainer.run_dir
-        if self._resumes is None or self._written or (rehearsal is None and self._why_not is None):
-            return lambda: None
-        if trainer.limit_reached is not None or trainer.stop_reason is not None:  # no update follows
-            return lambda: None
-        assert run_dir is not None
-        reason = self._why_not or why_not_now(trainer, self._start, self.config.rehearse == "strict")
-        if rehearsal is None or reason is not None:
-            self._tell(trainer, ResumeVerdict("not rehearsed", reason or ""))
-            return lambda: None
-        self._resumes.rehearsed = trainer.progress.update
-        return lambda: rehearsal.begin(path, run_dir)
 
     def _write(self, path: Path, capture: dict[str, Any], then: Callable[[], None] | None) -> None:
         if self._writer is not None:
@@ -401,11 +292,7 @@ class Checkpoint(forge.Plugin):
         try:
             if self._writer is not None:
                 self._check(self._writer.close)
-            if self._rehearsal is not None and not self._failing:
-                verdict = self._rehearsal.verdict(patience(self.config.rehearse == "strict"))
-                self._tell(trainer, verdict or ResumeVerdict("not rehearsed", ENDED))
         finally:
-            self._end_rehearsal()
             try:
                 if self._mirror is not None:
                     self._close_mirror(trainer, self._mirror)
@@ -464,11 +351,6 @@ class Checkpoint(forge.Plugin):
         if best is not None and (state.get("monitor"), state.get("mode")) == (best.monitor, best.mode):
             self._values = {entry["update"]: entry["value"] for entry in state["best"]}
             self._compared |= bool(self._values)
-
-
-def _only_looks_or_saves(plugin: forge.Plugin) -> bool:
-    looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
-    return looks or getattr(plugin, "forge_save", None) is not None
 
 
 def writers_of(env: Env) -> Writers | None:

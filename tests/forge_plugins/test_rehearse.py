@@ -24,8 +24,9 @@ import forge
 from forge.errors import CheckpointError
 from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, fit_tiny
-from forge_plugins.checkpoint import Checkpoint
-from forge_plugins.checkpoint.rehearsal import FitStart, ResumeVerdict, judged
+from forge_plugins import Checkpoint, Rehearse
+from forge_plugins.rehearse.reasons import FitStart
+from forge_plugins.rehearse.verdict import ResumeVerdict, judged
 from tests.support.patience import until
 
 EXACT = "Resume rehearsed: a second process continued this run bit for bit."
@@ -36,11 +37,11 @@ def _rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORGE_REHEARSE")
 
 
-def live(folder: Path, task: forge.TaskModule, rehearse: str = "strict", **options: Any) -> None:
+def live(folder: Path, task: forge.TaskModule, rehearse: Rehearse | None = None, **options: Any) -> None:
     """Fit ten updates with a checkpoint every four, and wait for the verdict."""
-    saver = Checkpoint(every="4 updates", keep="all", rehearse=rehearse)
+    saver = Checkpoint(every="4 updates", keep="all")
     given = {"max_updates": 10, "max_epochs": None, "validate_every": None, "run_dir": folder, **options}
-    fit_tiny([saver], task=task, **given)
+    fit_tiny([rehearse or Rehearse(strict=True), saver], task=task, **given)
 
 
 def resume_of(folder: Path) -> str:
@@ -161,15 +162,15 @@ def test_a_run_that_cannot_be_resumed_is_told_with_the_place(tmp_path: Path, kin
     assert text.startswith("A resumed run differs from this one at update 6, in ")
     assert named in text
     assert "get_extra_state" in text
-    assert "checkpoint.rehearse is strict, so the run stops here." in text
+    assert "rehearse.strict is set, so the run stops here." in text
     assert resume_of(tmp_path).startswith("differs: at update 6")
 
 
 def test_by_default_a_difference_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forge_plugins.checkpoint.rehearsal.PATIENCE", 100)
-    live(tmp_path, InAttribute(), "auto")
+    monkeypatch.setattr("forge_plugins.rehearse.PATIENCE", 100)
+    live(tmp_path, InAttribute(), Rehearse())
     [record] = [r for r in caplog.records if "differs from this one" in r.getMessage()]
     assert record.levelname == "WARNING"
     assert record.finding == "state_not_saved"  # pyright: ignore[reportAttributeAccessIssue]
@@ -272,29 +273,33 @@ class Shares(TinyTask):
 
 
 def test_the_second_process_shares_nothing_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_plugins.checkpoint.rehearsal.PATIENCE", 100)
+    monkeypatch.setattr("forge_plugins.rehearse.PATIENCE", 100)
     (tmp_path / "data").write_bytes(np.random.default_rng(0).random(40 * 6).astype("float32").tobytes())
     ends: dict[str, list[Tensor]] = {}
-    for rehearse in ("off", "auto"):
+    for name in ("alone", "rehearsed"):
+        if name == "alone":
+            monkeypatch.setenv("FORGE_REHEARSE", "off")
+        else:
+            monkeypatch.delenv("FORGE_REHEARSE")
         Shares.steps = 0
-        task, data = Shares(tmp_path / f"{rehearse}.txt"), Lines(tmp_path / "data")
+        task, data = Shares(tmp_path / f"{name}.txt"), Lines(tmp_path / "data")
         given: Any = DataLoader(data, batch_size=4)
-        live(tmp_path / rehearse, task, rehearse, train=given, allow_inexact=True)
-        ends[rehearse] = [p.detach().clone() for p in task.parameters()]
+        live(tmp_path / name, task, Rehearse(), train=given, allow_inexact=True)
+        ends[name] = [p.detach().clone() for p in task.parameters()]
         assert (task.memory.item(), task.values[0], Shares.steps) == (10, 10, 10)
-        assert (tmp_path / f"{rehearse}.txt").read_text().split() == [str(i) for i in range(1, 11)]
+        assert (tmp_path / f"{name}.txt").read_text().split() == [str(i) for i in range(1, 11)]
         assert data.seen[:40] == [24 * i for i in range(40)]
-    assert all(map(torch.equal, ends["off"], ends["auto"]))
-    assert resume_of(tmp_path / "auto").startswith("differs: ")  # the position in the file is in no checkpoint
+    assert all(map(torch.equal, ends["alone"], ends["rehearsed"]))
+    assert resume_of(tmp_path / "rehearsed").startswith("differs: ")  # the position in the file is in no checkpoint
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     resource_tracker.ensure_running()  # Python's own, which the first user of shared memory starts for good
     before = set(children.read_text().split())
-    live(tmp_path / "one", TinyTask(), "auto")
+    live(tmp_path / "one", TinyTask(), Rehearse())
     with pytest.raises(RuntimeError):
-        live(tmp_path / "other", Breaks(), "auto")
+        live(tmp_path / "other", Breaks(), Rehearse())
     # one that has ended is there until a thread has waited for it, which a busy machine may put off
     until(lambda: set(children.read_text().split()) <= before, "a process is left")
 
@@ -310,7 +315,7 @@ class Breaks(TinyTask):
 def test_a_run_that_is_not_rehearsed_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forge_plugins.checkpoint.rehearsal.can_fork", lambda: False)
+    monkeypatch.setattr("forge_plugins.rehearse.reasons.can_fork", lambda: False)
     caplog.set_level(logging.INFO, "forge")
     live(tmp_path, TinyTask())
     assert "not rehearsed: a process cannot be copied on this system. forge verify-resume tells." in caplog.text
@@ -335,14 +340,9 @@ def test_a_run_that_takes_no_longer_than_its_start_is_short() -> None:
     assert not start.is_short(run)  # pyright: ignore[reportArgumentType]
 
 
-def test_off_is_a_word_in_a_recipe_too() -> None:
-    recipe = forge.load_recipe("quickstart", ["checkpoint.rehearse=off"])  # which YAML reads as false
-    [saver] = [plugin for plugin in forge.Trainer(recipe=recipe).stack if isinstance(plugin, Checkpoint)]
-    assert saver.config.rehearse == "off"
-
-
-def test_off_leaves_nothing(tmp_path: Path) -> None:
-    live(tmp_path, InAttribute(), "off")
+def test_switched_off_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORGE_REHEARSE", "off")
+    live(tmp_path, InAttribute())
     assert RunFolder(tmp_path).card["resume"] is None
     assert not (tmp_path / "evidence").exists()
 
@@ -387,9 +387,9 @@ class Refuses(TinyTask):
 def test_an_attempt_is_compared_with_the_one_that_it_continues(
     tmp_path: Path, kind: type[TinyTask], caplog: pytest.LogCaptureFixture
 ) -> None:
-    live(tmp_path, kind(), "auto", max_updates=7)
+    live(tmp_path, kind(), Rehearse(), max_updates=7)
     (tmp_path / "checkpoints" / "update-00000007").rename(tmp_path / "gone")
-    live(tmp_path, kind(), "auto", resume="auto")
+    live(tmp_path, kind(), Rehearse(), resume="auto")
     told = [r.getMessage() for r in caplog.records if "the attempt that it continues" in r.getMessage()]
     if kind is TinyTask:
         assert told == []
@@ -424,7 +424,7 @@ def data():
 @pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_from_the_command_line_it_is_a_new_process(tmp_path: Path, run_forge: Any, reads: bool) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    words = [f"task.reads={reads}", "trainer.max_updates=8", "checkpoint.every=4 updates", "checkpoint.rehearse=strict"]
+    words = [f"task.reads={reads}", "trainer.max_updates=8", "checkpoint.every=4 updates", "rehearse.strict=true"]
     one_thread = {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     done = run_forge(
         "fit", f"{tmp_path / 'mine.py'}:Counts", "--run-dir", str(tmp_path / "run"), *words, env=one_thread

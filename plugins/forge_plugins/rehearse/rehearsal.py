@@ -16,51 +16,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 import forge
-from forge.env import pick_device
-from forge.snapshot.evidence import HIDDEN, PARTS, Line, batches, difference, line_of
-from forge.snapshot.fingerprint import differences, surroundings
-from forge.util.apart import can_fork, end_with_parent, fork_apart
+from forge.snapshot.evidence import HIDDEN, Line, batches, difference, line_of
+from forge.snapshot.fingerprint import surroundings
+from forge.util.apart import end_with_parent, fork_apart
 from forge.util.files import atomic_write
-from forge.util.text import few
+from forge_plugins.rehearse.verdict import DECIDING, MADE_BY, ResumeVerdict, judged
 
 EVIDENCE, ERROR, OUTPUT = "evidence.json", "error.txt", "output.txt"
 FOLDER = ".rehearsal"
 """The folder, in the run's, in which the second process works."""
-SWITCH = "FORGE_REHEARSE"
-"""The environment variable that switches rehearsals off (off): for programs that make many short runs."""
-ENDED, SHORT = "the run ended first", "the run is short"
-"""Reasons that only the card gives."""
-NOTABLE = 0.02
-"""The part of a run's expected time that starting a second process may take."""
+
 REFUSED = "refused: "
 IS_RESUMED = "This run differs from the attempt that it continues"
-PATIENCE = 2.0
-"""Seconds that the end of a run waits for a rehearsal under way."""
 IDLE = 10.0
 """Seconds without any work after which a copied process is given up."""
 SHARE = 50.0
 """Times as long as it took to note what follows a checkpoint, nothing is noted again."""
-
-MADE_BY = "made by"
-DECIDING = ("batch", "rng", "weights", "optimizer")
-"""Parts that the training decides alone; a metric may be a time."""
-EXACT = "Resume rehearsed: a second process continued this run bit for bit"
-CURE = (
-    "Make it a buffer (self.register_buffer), or save it with get_extra_state and set_extra_state; let data and "
-    "schedules compute what they need from the index, the epoch or the step."
-)
-SEARCH = (
-    "Nothing that can be looked into explains it: look for state in files, threads, running generators, hooks, or "
-    "objects of other packages. Save it with get_extra_state and set_extra_state."
-)
-VERIFY = "forge verify-resume tells."
 
 
 class UpdateNotes:
@@ -232,8 +209,13 @@ class Rehearsal:
         self._answers: list[str] = []
 
     def begin(self, checkpoint: Path, run_dir: Path) -> None:
-        """Begin with a complete checkpoint; in the thread that wrote it. A full disk is no reason to fail a run."""
-        self._folder = run_dir / FOLDER
+        """Begin with a complete checkpoint, in a thread."""
+        self._folder, self._under_way = run_dir / FOLDER, True
+        threading.Thread(target=self._begin, args=(checkpoint,), name="forge-rehearsal", daemon=True).start()
+
+    def _begin(self, checkpoint: Path) -> None:
+        """Play what follows the checkpoint. A full disk is no reason to fail a run."""
+        assert self._folder is not None
         target = self._folder / "run" / "checkpoints" / checkpoint.name
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -290,17 +272,17 @@ class Resumes:
     def __init__(self, updates: int):
         self.updates = updates
         self.rehearsed: int | None = None
-        "The update of the checkpoint that is rehearsed."
+        "The update of the checkpoint that is rehearsed, once there is one."
         self.watches = True
         "Whether there is something to note in the next updates; true before the first, which may be of a resumed run."
         self._witness: UpdateNotes | None = None
         self._expected: Line | None = None
         self._next = 0.0
 
-    def saved(self, trainer: forge.Run) -> None:
+    def saved(self, update: int, trainer: forge.Run) -> None:
         """Begin to watch what follows a checkpoint, unless watching would take too much of the run's time."""
         if trainer.env.world == 1 and time.monotonic() >= self._next:
-            self._witness, self._expected, self.watches = UpdateNotes(trainer.progress.update, self.updates), None, True
+            self._witness, self._expected, self.watches = UpdateNotes(update, self.updates), None, True
 
     def note(self, trainer: forge.Run, step: forge.Step, rehearsal: Rehearsal | None) -> ResumeVerdict | None:
         """Watch an update; tell of an attempt that does not repeat what the one it continues had."""
@@ -342,118 +324,3 @@ def _keep(folder: Path, update: int, line: Line) -> None:
                 old.unlink(missing_ok=True)
         with atomic_write(folder / f"update-{update:08d}.json") as beside:
             beside.write_text(json.dumps(line))
-
-
-def patience(strict: bool) -> float:
-    """Return the seconds that the end of a run waits for a rehearsal under way."""
-    return 600.0 if strict else PATIENCE
-
-
-# -- the verdict ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeVerdict:
-    """What is known of resuming a run."""
-
-    state: Literal["exact", "differs", "refused", "not deterministic", "not rehearsed"]
-    detail: str = ""
-    names: tuple[str, ...] = ()
-    is_explained: bool = True
-    "Whether the names are those of a cause, rather than of its effects."
-    who: str = "A resumed run differs from this one"
-
-    @property
-    def is_good(self) -> bool:
-        """Whether there is nothing to warn of."""
-        return self.state == "not rehearsed" or (self.state == "exact" and not self.names)
-
-    def as_text(self) -> str:
-        """Say it in a line, with the cure."""
-        match self.state:
-            case "not rehearsed":
-                return f"Whether this run can be resumed exactly was not rehearsed: {self.detail}. {VERIFY}"
-            case "refused":
-                return f"This run cannot be resumed: {self.detail}"
-            case "not deterministic":
-                return (
-                    f"Two processes that continue this run differ from each other {self.detail}. The task is not "
-                    "deterministic, so no resume can be exact. forge determinism names the operation."
-                )
-            case "differs":
-                return f"{self.who} {self.detail}. {CURE if self.is_explained else SEARCH}"
-        if self.names:
-            return f"{EXACT}. It did not have {few(self.names)} as this run has, and did not need it yet. {CURE}"
-        return f"{EXACT}."
-
-    def __str__(self) -> str:
-        if self.state == "exact":
-            return f"rehearsed, exact{f': {self.detail}' if self.detail else ''}"
-        return f"{self.state}: {self.detail}"
-
-
-def judged(own: Line, played: Sequence[Line]) -> ResumeVerdict:
-    """Compare what a run has with what its rehearsals have after the same updates."""
-    for name, now, then in differences(played[0][MADE_BY], own[MADE_BY]):  # as threads, set for one process alone
-        return ResumeVerdict("not rehearsed", f"the second process had {name} {now}, this one has {then}")
-    if len(played) > 1:
-        noise = difference(*played)
-        if noise is not None and any(played[0][part] != played[1][part] for part in DECIDING):
-            return ResumeVerdict("not deterministic", str(noise), noise.names)
-        own, first = (without(line, *played) for line in (own, played[0]))
-    else:
-        first = played[0]
-    found = difference(first, own)
-    if found is None:
-        return ResumeVerdict("exact")
-    if not found.shown:
-        return ResumeVerdict("exact", f"{few(found.names)} is not restored", found.names)
-    return ResumeVerdict("differs", str(found), found.names, found.part == HIDDEN)
-
-
-def without(line: Line, one: Line, other: Line) -> Line:
-    """Return a line without the values that two rehearsals have differently, as a time."""
-    kept = {
-        part: {name: value for name, value in line[part].items() if one[part].get(name) == other[part].get(name)}
-        for part in (*PARTS, HIDDEN)
-    }
-    return {**line, **kept}
-
-
-def why_not(trainer: forge.Run, asked: bool) -> str | None:
-    """Return why a fit that begins is not rehearsed, if so; before anything is built."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return "it runs on several ranks"
-    if pick_device(trainer.device).type != "cpu" and not (asked and trainer.again):
-        return "a second process would need a second context on the device"
-    if trainer.again is None and not can_fork():
-        return "a process cannot be copied on this system"
-    return None
-
-
-class FitStart:
-    """When a fit began, and what it took to get there."""
-
-    def __init__(self) -> None:
-        self.began, self.start_up = time.monotonic(), time.process_time()
-
-    def is_short(self, trainer: forge.Run) -> bool:
-        """Whether to start once more would take a notable part of the whole run."""
-        if trainer.planned_updates is None:
-            return False
-        expected = (time.monotonic() - self.began) * trainer.planned_updates / max(1, trainer.progress.update)
-        return self.start_up > NOTABLE * expected
-
-
-def why_not_now(trainer: forge.Run, start: FitStart, asked: bool) -> str | None:
-    """Return why a run is not rehearsed from its first checkpoint on, if so."""
-    if trainer.env.world > 1:
-        return "it runs on several ranks"
-    if trainer.again and not asked and start.is_short(trainer):
-        return SHORT
-    with suppress(OSError, ValueError, KeyError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        if pages * os.sysconf("SC_PAGESIZE") > int(known["MemAvailable"].split()[0]) * 1024:
-            return "there is no memory for a second process"
-    return None
