@@ -39,7 +39,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks import machine
-from forge_ship.allocator import keep_freed_memory
 from forge_ship.engine import Engine, Port
 from forge_ship.serving.batcher import Batcher
 from forge_ship.serving.limits import ServeLimits
@@ -120,7 +119,7 @@ class Load:
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
-    rows = _batcher_rows_elsewhere(options)
+    rows = batcher_rows(_engine(options.model), options.requests, options.rounds)
     rows += http_rows(options.model, options.clients, options.requests, options.rounds)
     machine.show(rows, lambda rows: table(rows, options), options.json, width=130)
     return 1 if any(row.errors for row in rows) else 0
@@ -128,18 +127,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The batcher alone
-
-
-def _batcher_rows_elsewhere(options: argparse.Namespace) -> list[ServingRow]:
-    """Measure the batcher in a fresh process: `forge serve` sets up torch's allocator before torch is imported."""
-    keep_freed_memory()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_batcher_rows_of, (options.model, options.threads, options.requests, options.rounds))
-
-
-def _batcher_rows_of(model: str | None, threads: int, requests: int, rounds: int) -> list[ServingRow]:
-    torch.set_num_threads(threads)
-    return batcher_rows(_engine(model), requests, rounds)
 
 
 def batcher_rows(engine: Engine, requests: int, rounds: int) -> list[ServingRow]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge.contract.run_lengths import check_length, updates_of
 from forge.errors import CheckpointError, RecipeError, TaskError
 from forge.torch_internals import foreach_copy_
 from forge.util.patterns import as_list, covers, listed
@@ -23,6 +22,10 @@ logger = logging.getLogger("forge")
 
 RANGE = "_qat_range"
 """The buffer of a layer, not saved with the task: least and largest input, and the number of batches seen."""
+SEEN = "qat_seen"
+"""The attribute of a layer that says whether its range holds something; a layer without one is not rounded."""
+MOMENTUM = 0.01
+"""Share of the way that a range moves towards the range of each batch."""
 
 
 class QAT(forge.Plugin):
@@ -38,52 +41,37 @@ class QAT(forge.Plugin):
     data, and quantises the same layers.
 
     The task keeps its layers and the names of its weights, which stay in float32; checkpoints and exported weights load
-    with and without the plugin. The ranges are saved as the plugin's state. With `start`, the first updates train in
-    float and only observe ranges: give a network that trains from scratch some time without rounding, or start from
-    trained weights. Inputs that are NaN or infinite do not move a range. On several ranks the ranges are averaged after
-    each update, over the ranks on which a batch has reached the layer.
+    with and without the plugin. The ranges are saved as the plugin's state. A network that trains from scratch may be
+    better for some time without rounding: train it so, and begin here from its weights. Inputs that are NaN or infinite
+    do not move a range. On several ranks the ranges are averaged after each update, over the ranks on which a batch has
+    reached the layer.
 
     What you see: the log lists the layers, and those that no batch has reached at the end of a run, which an export
     leaves in float.
 
     Together with: averages (`ema`, `swa`) are rounded when they are evaluated. Under `amp` the grid is computed in
-    float32, and its values are rounded to the short type. `cuda_graph` captures updates unless `start` is set.
+    float32, and its values are rounded to the short type. `cuda_graph` captures updates.
     `tensor_parallel`, which splits layers, is refused.
 
     ::
 
         forge fit quickstart -p qat
-        forge fit quickstart -p qat qat.start='1 epoch' qat.keep=net.7 trainer.max_epochs=2
+        forge fit quickstart -p qat qat.keep=net.7 trainer.max_epochs=2
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        start: int | float | str = 0
-        "When rounding begins: updates (500), a share of the run (0.5), '500 updates' or '2 epochs'."
         keep: str | list[str] = field(default_factory=list)
         "Patterns of layers to leave in float, such as head or 'encoder.*'."
-        momentum: float = 0.01
-        "Share of the way that a range moves towards the range of each batch; above 0, at most 1."
 
     config: Config
     provides = ("fake_quantization",)
     conflicts = {"split_layers": "Train without splitting layers, or quantise at export: int8-static calibrates."}
+    capturable = True
 
-    def __init__(self, *first: int | float | str, **values: Any):
+    def __init__(self, *first: str | list[str], **values: Any):
         super().__init__(*first, **values)
-        check_length(self.config.start, "qat.start")
-        if not 0 < self.config.momentum <= 1:
-            raise RecipeError(f"qat.momentum is {self.config.momentum:g}; it must be above 0 and at most 1.")
-        self.capturable = self.config.start == 0  # a captured update cannot begin to round
-        if self.capturable:
-            self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._begin()
-
-    def _begin(self) -> None:
-        """Reset the state of one run."""
         self._layers: dict[str, nn.Module] = {}
-        self._rounding = Rounding(self.config.momentum)
-        self._start = 0
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -91,28 +79,10 @@ class QAT(forge.Plugin):
     def forge_build_model(self, trainer: forge.Run, phase: str) -> None:
         if phase != "surgery" or trainer.verb != "fit":
             return
-        self._begin()
         self._layers = self._choose(trainer.task)
         for layer in self._layers.values():
-            install(layer, self._rounding)
+            install(layer)
         logger.info("qat rounds inputs and weights of %d layers: %s.", len(self._layers), listed(self._layers))
-
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Run) -> None:
-        if trainer.verb != "fit":
-            return
-        self._start = updates_of(self.config.start, trainer, "qat.start")
-        self._rounding.on = self._start == 0
-        planned = trainer.planned_updates
-        if planned and self._start >= planned:
-            text = "qat.start is %d updates, but the run has only %d: nothing is rounded, and only ranges are observed."
-            logger.warning(text, self._start, planned)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """With a late start only: begin to round."""
-        self._rounding.on = step.index >= self._start
-        return (yield)
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
@@ -121,13 +91,13 @@ class QAT(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        unseen = [name for name, layer in self._layers.items() if not vars(layer)["qat_state"].seen]
+        unseen = [name for name, layer in self._layers.items() if not vars(layer)[SEEN]]
         if unseen and len(unseen) < len(self._layers):
             text = "qat: no training batch has reached %s: without a range an export leaves such layers in float."
             logger.warning(text, listed(unseen))
         for layer in self._layers.values():
             remove(layer)
-        self._begin()
+        self._layers = {}
 
     def _choose(self, task: nn.Module) -> dict[str, nn.Module]:
         every = {name: module for name, module in task.named_modules() if type(module) in FORWARDS}
@@ -155,10 +125,10 @@ class QAT(forge.Plugin):
         total = trainer.env.sum(torch.cat((own, reached), 1))  # where nothing was seen, a range is zeros
         mean = total[:, :3] / total[:, 3:].clamp(min=1)
         foreach_copy_(ranges, list(mean.unbind()))
-        states = [vars(layer)["qat_state"] for layer in self._layers.values()]
-        if not all(state.seen for state in states):  # rare; it reads from the device
-            for state, count in zip(states, mean[:, 2].tolist(), strict=True):
-                state.seen = count > 0
+        layers = [vars(layer) for layer in self._layers.values()]
+        if not all(layer[SEEN] for layer in layers):  # rare; it reads from the device
+            for layer, count in zip(layers, mean[:, 2].tolist(), strict=True):
+                layer[SEEN] = count > 0
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -178,65 +148,45 @@ class QAT(forge.Plugin):
         for name in then & now:
             layer, saved = self._layers[name], state["ranges"][name]
             layer.get_buffer(RANGE).copy_(saved)
-            vars(layer)["qat_state"].seen = bool(saved[2] > 0)
-        self._rounding.on = trainer.progress.update > self._start or self._start == 0
+            vars(layer)[SEEN] = bool(saved[2] > 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One layer
 
 
-@dataclass(slots=True)
-class Rounding:
-    """What all layers of a run share."""
-
-    momentum: float
-    on: bool = False
-    "Whether inputs and weights are rounded, or only ranges observed."
-
-
-@dataclass(slots=True)
-class LayerRounding:
-    """What a layer knows beside its range."""
-
-    run: Rounding
-    seen: bool = False
-    "Whether the range holds something; a layer without one is not rounded."
-
-
-def install(layer: nn.Module, rounding: Rounding) -> None:
+def install(layer: nn.Module) -> None:
     """Make a layer round its input and its weight; `remove` undoes it."""
     layer.register_buffer(RANGE, torch.zeros(3, device=next(layer.parameters()).device), persistent=False)
-    vars(layer)["qat_state"] = LayerRounding(rounding)
+    vars(layer)[SEEN] = False
     # a bound method: a copy of the layer gets one bound to the copy
     vars(layer)["forward"] = MethodType(FORWARDS[type(layer)], layer)
 
 
 def remove(layer: nn.Module) -> None:
     """Restore a layer's own forward."""
-    for name in ("forward", "qat_state"):
+    for name in ("forward", SEEN):
         vars(layer).pop(name, None)
     delattr(layer, RANGE)
 
 
 def rounded(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return input and weight as the layer shall see them; observe the input in a training step."""
-    state: LayerRounding = layer.qat_state
     seen: Tensor = getattr(layer, RANGE)
     if layer.training and torch.is_grad_enabled() and x.numel():
-        observe(seen, x.detach(), state.run.momentum)
-        state.seen = True
-    if not (state.run.on and state.seen):
+        observe(seen, x.detach())
+        vars(layer)[SEEN] = True
+    if not vars(layer)[SEEN]:
         return x, layer.weight
     return round_input(x, seen), round_weight(layer.weight)
 
 
 @torch.no_grad()
-def observe(seen: Tensor, x: Tensor, momentum: float) -> None:
+def observe(seen: Tensor, x: Tensor) -> None:
     """Move a range towards the range of this input: the mean of the first ones, later a moving average."""
     found = torch.stack(torch.aminmax(x)).float()
     count = seen[2:] + 1
-    moved = torch.cat((torch.lerp(seen[:2], found, (1 / count).clamp(min=momentum)), count))
+    moved = torch.cat((torch.lerp(seen[:2], found, (1 / count).clamp(min=MOMENTUM)), count))
     seen.copy_(torch.where(found.isfinite().all(), moved, seen))
 
 

@@ -1,4 +1,4 @@
-"""Quantise a model that is to be exported: weights, and where asked activations, in 8 or 4 bits.
+"""Quantise a model that is to be exported: weights, and where asked activations, in 8 bits.
 
 torchao does the work. `int8-static` works on the exported graph (torchao.quantization.pt2e), with one scheme on every
 machine: inputs and weights of linear layers and convolutions. The other kinds replace the weights of nn.Linear
@@ -33,34 +33,28 @@ KINDS = {
     "int8-static": "Weights and inputs of linear layers and convolutions in 8 bits; ranges are found on data, or are "
     "those that the plugin qat has learnt. CPU and GPU.",
     "int8-weights": "Weights of linear layers and convolutions in 8 bits; computes in float. CPU and GPU.",
-    "int4-weights": "Weights of linear layers in 4 bits, 32 to a scale; computes in float. CPU; GPU in bfloat16.",
     "fp8": "Weights and inputs of linear layers in 8-bit floating point. GPU of compute capability 8.9 or more.",
 }
 """The names of `--quantize`: what each does, and on which device."""
 
 TRACED = "torch.jit.trace cannot record its graph. Use pt2, onnx or aoti, or int8-weights."
 DOES_NOT_WORK = {
-    ("int4-weights", "onnx"): "ONNX has no operator for torch's packed 4-bit weights. Use int8-weights.",
     ("fp8", "onnx"): "torch.onnx has no translation of torch's products in fp8. Use int8-weights.",
     ("int8-dynamic", "torchscript"): TRACED,
     ("int8-static", "torchscript"): TRACED,
     ("fp8", "torchscript"): TRACED,
     ("int8-dynamic", "executorch"): "ExecuTorch has no integer matrix product. Use int8-weights.",
     ("int8-static", "executorch"): "ExecuTorch has no kernel for the rounding of single layers. Use int8-weights.",
-    ("int4-weights", "executorch"): "ExecuTorch has no kernel for torch's packed 4-bit weights. Use int8-weights.",
     ("fp8", "executorch"): "ExecuTorch does not run on a GPU. Use int8-weights.",
 }
 """Why a kind cannot be exported to a format, and what to do instead."""
 
-GROUP = 32
-"Weights that share a scale in 4 bits."
 FEWEST_ROWS = 17
 "Rows that CUDA's product of integers needs."
 NO_LINEAR = "no nn.Linear with a weight of its own"
 NOTHING = {
     "int8-dynamic": f"neither a convolution nor {NO_LINEAR.removeprefix('no ')}",
     "int8-weights": f"neither a convolution nor {NO_LINEAR.removeprefix('no ')}",
-    "int4-weights": f"{NO_LINEAR}, a multiple of {GROUP} inputs and a multiple of 16 outputs",
     "fp8": f"{NO_LINEAR} and multiples of 16 inputs and outputs",
 }
 
@@ -107,7 +101,7 @@ def refusal(kind: str, model: nn.Module, device: str | torch.device = "cpu", to:
     if to is not None and (kind, to) in DOES_NOT_WORK:
         return f"--quantize {kind} does not work with --to {to}: {DOES_NOT_WORK[kind, to]}"
     device = torch.device(device)
-    return _refused_device(kind, model, device) or _refused_model(kind, model, device)
+    return _refused_device(kind, device) or _refused_model(kind, model, device)
 
 
 def ranges_of(state: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[float, float]]:
@@ -152,20 +146,12 @@ class QuantizedGraph(nn.Module):
 # What cannot be quantised
 
 
-def _refused_device(kind: str, model: nn.Module, device: torch.device) -> str | None:
+def _refused_device(kind: str, device: torch.device) -> str | None:
     if kind == "fp8":
         found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         if found is None or found < (8, 9):
             has = f"is {device}" if found is None else f"has {found[0]}.{found[1]}"
             return f"--quantize fp8 needs a GPU of compute capability 8.9 or more; the device {has}. Use int8-weights."
-    if kind == "int4-weights" and device.type == "cuda":
-        odd = {layer.weight.dtype for layer in linears(model, kind, device).values()} - {torch.bfloat16}
-        if odd:
-            return (
-                "--quantize int4-weights computes in bfloat16 on a GPU, but the model is in "
-                f"{' and '.join(str(dtype).removeprefix('torch.') for dtype in odd)}. Use int8-weights, or a model in "
-                "bfloat16."
-            )
     return None
 
 
@@ -195,7 +181,7 @@ def linears(model: nn.Module, kind: str, device: torch.device) -> dict[str, nn.L
 
 def _fits(layer: nn.Linear, kind: str, device: torch.device) -> bool:
     """Whether the kernels of a kind take a layer of this size."""
-    inner, outer = {"int4-weights": (GROUP, 16), "fp8": (16, 16)}.get(kind, (1, 1))
+    inner, outer = (16, 16) if kind == "fp8" else (1, 1)
     if kind == "int8-dynamic" and device.type == "cuda":
         inner, outer = 8, 8
     return layer.in_features % inner == 0 and layer.out_features % outer == 0
@@ -217,7 +203,7 @@ def _replace_weights(model: nn.Module, kind: str, device: torch.device) -> None:
     layers = [*linears(model, kind, device).values()]
     if layers:
         chosen = set(map(id, layers))
-        config = _config(kind, device, layers[0].weight.dtype)
+        config = _config(kind, layers[0].weight.dtype)
         torchao.quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
         _torchao("torchao.utils").unwrap_tensor_subclass(model)
     if kind.startswith("int8"):
@@ -226,21 +212,15 @@ def _replace_weights(model: nn.Module, kind: str, device: torch.device) -> None:
             setattr(model.get_submodule(around), last, Int8Convolution(layer))
 
 
-def _config(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
+def _config(kind: str, dtype: torch.dtype) -> Any:
     torchao = _torchao("torchao.quantization")
     if kind == "int8-dynamic":
         return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     if kind == "int8-weights":
         return torchao.Int8WeightOnlyConfig(set_inductor_config=False)
-    if kind == "fp8":
-        # torchao scales rows of bfloat16 weights alone
-        scales = torchao.PerRow() if dtype == torch.bfloat16 else torchao.PerTensor()
-        return torchao.Float8DynamicActivationFloat8WeightConfig(granularity=scales, set_inductor_config=False)
-    if device.type == "cuda":
-        packed = "tile_packed_to_4d"
-        return torchao.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packed, set_inductor_config=False)
-    prototype = _torchao("torchao.prototype.quantization.int4")
-    return prototype.PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+    # torchao scales rows of bfloat16 weights alone
+    scales = torchao.PerRow() if dtype == torch.bfloat16 else torchao.PerTensor()
+    return torchao.Float8DynamicActivationFloat8WeightConfig(granularity=scales, set_inductor_config=False)
 
 
 class Int8Convolution(nn.Module):

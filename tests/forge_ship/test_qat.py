@@ -15,7 +15,7 @@ import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, TensorParallel
-from forge_ship.qat import QAT, RANGE, install
+from forge_ship.qat import QAT, RANGE, SEEN, install
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of
@@ -23,10 +23,10 @@ from tests.support.lasting_ranks import ranks as pair
 from tests.support.profiles import some
 
 
-def by_hand(start: int = 0, momentum: float = 0.01, window: int = 1) -> TinyTask:
+def by_hand(window: int = 1) -> TinyTask:
     """Train a TinyTask with rounded layers in a plain loop."""
     task = TinyTask()
-    reference.round_layers(task, momentum, start * window)
+    reference.round_layers(task)
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9)
     reference.train(task, loss_of, optimizer, tiny_batches(), 2, window=window, seed=0)
     return task
@@ -74,12 +74,10 @@ def images() -> list[Any]:
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("start", "momentum", "window"), some([(0, 0.01, 1), (0, 0.5, 1), (3, 0.01, 1), (0, 0.01, 2), (1, 1.0, 2)], quick=2)
-)
-def test_a_fit_is_a_plain_loop_that_rounds(start: int, momentum: float, window: int) -> None:
-    task, _ = fit_tiny([QAT(start, momentum=momentum), Accumulate(window)])
-    assert_same_weights(task, by_hand(start, momentum, window))
+@pytest.mark.parametrize("window", some([1, 2], quick=1))
+def test_a_fit_is_a_plain_loop_that_rounds(window: int) -> None:
+    task, _ = fit_tiny([QAT(), Accumulate(window)])
+    assert_same_weights(task, by_hand(window))
 
 
 def test_a_validation_is_that_of_the_rounded_model() -> None:
@@ -139,10 +137,9 @@ def test_layers_can_be_kept_in_float() -> None:
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", some([0, 5], quick=1))
-def test_a_resume_is_exact(tmp_path: Path, start: int) -> None:
+def test_a_resume_is_exact(tmp_path: Path) -> None:
     def plugins() -> list[Any]:
-        return [QAT(start, momentum=0.3), Checkpoint(every="2 updates")]
+        return [QAT(), Checkpoint(every="2 updates")]
 
     with pytest.raises(PowerCut):
         fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
@@ -190,7 +187,7 @@ class Remembers(TinyTask):
         return super().training_step(batch)
 
 
-def fit_on_this_rank(momentum: float) -> tuple[list[tuple[float, float]], list[list[float]], dict[str, Tensor]]:
+def fit_on_this_rank() -> tuple[list[tuple[float, float]], list[list[float]], dict[str, Tensor]]:
     """Fit; return what the task has seen, the range of its first layer after each update, and its weights."""
     ranges: list[list[float]] = []
 
@@ -199,17 +196,16 @@ def fit_on_this_rank(momentum: float) -> tuple[list[tuple[float, float]], list[l
         ranges.append(first_layer(step).get_buffer(RANGE).tolist())
 
     task = Remembers()
-    fit_tiny([QAT(momentum=momentum), DDP(), keep], task=task)
+    fit_tiny([QAT(), DDP(), keep], task=task)
     return task.seen, ranges, {name: value.detach().clone() for name, value in task.state_dict().items()}
 
 
 @pytest.mark.slow
 def test_two_ranks_have_one_range_and_the_same_weights() -> None:
-    (seen, ranges, weights), (seen2, ranges2, weights2) = pair(2)(fit_on_this_rank, 1.0)
+    (seen, ranges, weights), (seen2, ranges2, weights2) = pair(2)(fit_on_this_rank)
     assert seen != seen2  # each has its share of a batch
     assert ranges == ranges2
-    for (low, high), (low2, high2), found in zip(seen, seen2, ranges, strict=True):
-        assert found[:2] == pytest.approx([(low + low2) / 2, (high + high2) / 2])  # momentum 1: this update alone
+    assert ranges[0][:2] == pytest.approx([(a + b) / 2 for a, b in zip(seen[0], seen2[0], strict=True)])
     assert all(torch.equal(value, weights2[name]) for name, value in weights.items() if "running" not in name)
 
 
@@ -218,11 +214,11 @@ def test_a_rank_without_a_batch_takes_the_others_range() -> None:
     unreached, qat = nn.Linear(2, 2), QAT()
     qat._layers = {"here": here, "unreached": unreached}
     for layer in qat._layers.values():
-        install(layer, qat._rounding)
+        install(layer)
     env = SimpleNamespace(sum=lambda own: own + there)
     qat._average_over_ranks(SimpleNamespace(env=env))  # pyright: ignore[reportArgumentType]
     assert here.get_buffer(RANGE).tolist() == [-1.0, 3.0, 4.0]
-    assert [vars(layer)["qat_state"].seen for layer in (here, unreached)] == [True, False]
+    assert [vars(layer)[SEEN] for layer in (here, unreached)] == [True, False]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -239,8 +235,6 @@ class Nothing(TinyTask):
 @pytest.mark.parametrize(
     ("make", "task", "error", "message"),
     [
-        (lambda: QAT(momentum=0.0), TinyTask, RecipeError, "qat.momentum is 0; it must be above 0"),
-        (lambda: QAT(start=-1), TinyTask, RecipeError, "qat.start is -1"),
         (lambda: QAT(keep="nat.*"), TinyTask, RecipeError, r"qat.keep: 'nat.\*' matches no layer.*net.0, net.4"),
         (lambda: QAT(keep="net.*"), TinyTask, TaskError, "has nothing to quantise: no layer but qat.keep"),
         (QAT, Nothing, TaskError, "Nothing has nothing to quantise: no layer is one of nn.Linear"),

@@ -8,14 +8,14 @@ from torch import nn
 
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
 from forge_plugins import CudaGraph
-from forge_ship.qat import QAT, Rounding, install
+from forge_ship.qat import QAT, install
 
 pytestmark = pytest.mark.gpu
 
 
 def test_a_rounded_layer_does_not_wait_for_the_device() -> None:
     layer = nn.Conv2d(3, 4, 3).cuda()
-    install(layer, Rounding(0.01, on=True))
+    install(layer)
     x = torch.randn(2, 3, 8, 8, device="cuda", requires_grad=True)
     layer(x).sum().backward()  # allocates
     torch.cuda.set_sync_debug_mode("error")

@@ -35,7 +35,7 @@ from tests.support.profiles import some
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
-CPU = ["int8-dynamic", "int8-static", "int8-weights", "int4-weights"]
+CPU = ["int8-dynamic", "int8-static", "int8-weights"]
 BATCHES = (1, 3, 64)
 
 
@@ -94,12 +94,12 @@ def difference(model: Any, other: Any, batch: int = 64) -> float:
 # -- values and sizes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "near"), some(zip(CPU, (0.1, 0.15, 0.05, 0.6), strict=True)))
+@pytest.mark.parametrize(("kind", "near"), some(zip(CPU, (0.1, 0.15, 0.05), strict=True)))
 def test_outputs_are_close_to_the_models(made: dict[str, nn.Module], kind: str, near: float) -> None:
     assert 0 < difference(Net().eval(), made[kind]) < near
 
 
-@pytest.mark.parametrize(("kind", "share"), some(zip(CPU, (0.36, 0.30, 0.36, 0.40), strict=True)))
+@pytest.mark.parametrize(("kind", "share"), some(zip(CPU, (0.36, 0.30, 0.36), strict=True)))
 def test_weights_take_fewer_bytes(made: dict[str, nn.Module], kind: str, share: float) -> None:
     assert weight_bytes(made[kind]) < share * weight_bytes(Net())
 
@@ -187,11 +187,11 @@ def test_learnt_ranges_give_the_rounded_models_outputs() -> None:
 
 
 def module_rounding(model: nn.Module) -> dict[str, nn.Module]:
-    from forge_ship.qat import FORWARDS, Rounding
+    from forge_ship.qat import FORWARDS
 
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in FORWARDS}
     for layer in layers.values():
-        install(layer, Rounding(0.01, on=True))
+        install(layer)
     return layers
 
 
@@ -253,8 +253,6 @@ class Tied(nn.Module):
     [
         ("int7", nn.Linear(4, 4), "cpu", "--quantize int7 is unknown. Known are int8-dynamic"),
         ("fp8", nn.Linear(32, 32), "cpu", "compute capability 8.9 or more; the device is cpu"),
-        ("int4-weights", nn.Linear(32, 32), "cuda", "computes in bfloat16 on a GPU, but the model is in float32"),
-        ("int4-weights", nn.Linear(30, 32), "cpu", "would change nothing: the model has no nn.Linear.*multiple of 32"),
         ("int8-dynamic", nn.LSTM(4, 4), "cpu", "would change nothing: the model has neither a convolution nor"),
         ("int8-weights", nn.BatchNorm1d(4), "cpu", "would change nothing"),
     ],

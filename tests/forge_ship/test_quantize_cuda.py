@@ -1,4 +1,4 @@
-"""Quantised models on a GPU: every kind is close to its model at every batch, or is refused by a clear reason."""
+"""Quantised models on a GPU: every kind is close to its model at every batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from forge_ship.engine import ExportError
-from forge_ship.quantize import KINDS, quantize, refusal, weight_bytes
+from forge_ship.quantize import KINDS, quantize, weight_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")]
 
-NEAR = {"int8-dynamic": 0.2, "int8-static": 0.3, "int8-weights": 0.1, "int4-weights": 1.0, "fp8": 0.5}
+NEAR = {"int8-dynamic": 0.2, "int8-static": 0.3, "int8-weights": 0.1, "fp8": 0.5}
 """Allowed differences, in deviations of the outputs."""
 
 
@@ -36,15 +35,10 @@ def batch(size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_is_close_to_its_model_or_refused(kind: str, dtype: torch.dtype, compiled: bool) -> None:
+def test_a_kind_is_close_to_its_model(kind: str, dtype: torch.dtype, compiled: bool) -> None:
     model = Net().eval().to("cuda", dtype)
     shapes: Any = (({0: Dim("batch")},),)
     examples = [(batch(64, dtype),), (batch(32, dtype),)]
-    if refusal(kind, model, "cuda") is not None:
-        with pytest.raises(ExportError):
-            quantize(model, kind, examples, dynamic_shapes=shapes, device="cuda")
-        assert (kind, dtype) == ("int4-weights", torch.float32)
-        return
     run: Any = quantize(model, kind, examples, dynamic_shapes=shapes, device="cuda")
     assert weight_bytes(run) < 0.6 * weight_bytes(model)
     if compiled:

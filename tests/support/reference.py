@@ -107,22 +107,20 @@ class Rounded(torch.autograd.Function):
 
 
 class RoundedLinear(nn.Linear):
-    """Rounds after `start` forwards of training; ranges are means at first, then averages that move by `momentum`."""
+    """Rounds; ranges are means at first, then averages that move by a hundredth."""
 
     low: torch.Tensor
     high: torch.Tensor
     seen: torch.Tensor
-    momentum: Any
-    start: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            share = max(1 / (float(self.seen) + 1), self.momentum)
+            share = max(1 / (float(self.seen) + 1), 0.01)
             now = input.detach().float()
             self.low.copy_(torch.lerp(self.low, now.min(), share))
             self.high.copy_(torch.lerp(self.high, now.max(), share))
             self.seen.add_(1)
-        if self.seen <= self.start:
+        if not self.seen:
             return F.linear(input, self.weight, self.bias)
         low, high = self.low.clamp(max=0), self.high.clamp(min=0)
         scale = (high - low) / 255
@@ -132,12 +130,11 @@ class RoundedLinear(nn.Linear):
         return F.linear(x.to(input.dtype), weight, self.bias)
 
 
-def round_layers(model: nn.Module, momentum: float = 0.01, start: int = 0) -> None:
+def round_layers(model: nn.Module) -> None:
     """Make every linear layer of a model a rounded one."""
     layers: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
     for layer in layers:
         layer.__class__ = RoundedLinear
-        layer.start, layer.momentum = start, momentum
         for name in ("low", "high", "seen"):
             layer.register_buffer(name, torch.zeros(()), persistent=False)
 

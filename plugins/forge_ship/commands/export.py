@@ -17,7 +17,7 @@ from forge.util.text import format_bytes, short_path
 if TYPE_CHECKING:
     from forge_ship.export import Export
 
-QUANTIZE = ("int8-dynamic", "int8-static", "int8-weights", "int4-weights", "fp8")
+QUANTIZE = ("int8-dynamic", "int8-static", "int8-weights", "fp8")
 GROUP = "ship"
 EXAMPLES = """\
 examples:

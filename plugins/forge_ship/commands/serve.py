@@ -11,7 +11,6 @@ from typing import Any
 from forge.cli import target
 from forge.errors import ForgeError
 from forge.util import show
-from forge_ship.allocator import keep_freed_memory
 
 GROUP = "ship"
 EXAMPLES = """\
@@ -88,7 +87,6 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    keep_freed_memory()
     import torch
 
     try:

@@ -35,7 +35,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fused_optimizer": [{}],
     "limit": [{"train": 1.0, "val": 9}],
     "freeze": [{"modules": ["net.0", "net.1"], "thaw": "3 updates"}, {"modules": ["net.0", "net.1"]}],
-    "qat": [{}, {"momentum": 0.5}],
+    "qat": [{}],
     "remat": [{"modules": ["net.1", "net.3"]}, {"modules": "net"}],
     "sam": [{"rho": 0.1}],
     "schedule": [{"kind": "cosine", "warmup": 2}],
@@ -105,7 +105,7 @@ def trained(stack: Stack, data: Any, folder: Path, task: Net, **options: Any) ->
 def by_hand(stack: Stack, net: Net, data: Any, loss_of: Callable[..., Any] = loss_of) -> reference.Outcome:
     there = dict(stack)
     if "qat" in there:
-        reference.round_layers(net, **there["qat"])
+        reference.round_layers(net)
     window = there.get("accumulate", {}).get("window", 1)
     total = EPOCHS * math.ceil(len(data) / window)
     schedule: Callable[[Any], Any] = lambda optimizer: warmup_cosine(optimizer, 2, total)  # noqa: E731
