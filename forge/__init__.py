@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from forge.contract.step import Step
     from forge.contract.task import TaskModule
     from forge.distributed.positions import positions
-    from forge.engine.repeat import repeat
     from forge.engine.trainer import FitResult, Trainer
     from forge.errors import (
         CheckpointError,
@@ -80,7 +79,6 @@ _HOME = {
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
     "positions": "forge.distributed.positions",
-    "repeat": "forge.engine.repeat",
     "seed": "forge.rng",
 }
 
@@ -116,7 +114,6 @@ __all__ = [
     "load_weights",
     "on",
     "positions",
-    "repeat",
     "seed",
     "testing",
     "tuning",

@@ -1,23 +1,21 @@
-"""`forge.repeat`: train the same again with other seeds, or on other folds of the data, as one group of runs."""
+"""Repeat a run with other seeds, or on other folds of the data, as one group: each in a process of its own."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge import options
-from forge.config.recipe import Recipe, load_recipe, read_recipe
+from forge.config.recipe import Recipe
 from forge.config.schema import maker_of
-from forge.engine.trainer import Trainer
 from forge.errors import ForgeError, Interrupted, RecipeError
-from forge.runs.card import group_of, new_run_dir
+from forge.runs.card import new_run_dir
 from forge.runs.folder import RunFolder
-from forge.runs.group import FOLD, RunGroup, members, newest_group, open_group
+from forge.runs.group import FOLD, RunGroup, newest_group
 from forge.runs.lock import RunLock
 from forge.util.children import OUTPUT, Children, cause_of_death, in_jobs, signals_to
 from forge.util.files import absolute, make_folder
@@ -26,74 +24,6 @@ from forge.util.text import short_path
 Values = Mapping[str, int]
 """The options that tell a run of a group from the others: {"trainer.seed": 1}."""
 FINISHED, STOPPED = "finished", "interrupted"
-
-
-def repeat(
-    what: str | Path | Callable[..., Any],
-    *,
-    seeds: Iterable[int] = (),
-    folds: int | None = None,
-    run_dir: str | Path | None = None,
-    resume: str | Path | None = None,
-    jobs: int = 1,
-    overrides: Sequence[str] = (),
-    add: Sequence[str] = (),
-    remove: Sequence[str] = (),
-    task: Callable[..., Any] | None = None,
-    data: Callable[..., Any] | None = None,
-) -> RunGroup:
-    """Train the same again with other seeds, or on other folds of the data, and return the group of runs.
-
-    `what` is a recipe, with `overrides`, `add` and `remove` as in `load_recipe`; or a function that trains, which gets
-    `seed`, or `fold` and `folds`, and `run_dir` and `resume` for its Trainer:
-    `def train(seed, **trainer): forge.Trainer(seed=seed, max_epochs=3, **trainer).fit(Task(), loader)`. With `folds`
-    the recipe's data function gets `fold` (from 0) and `folds`. The runs are in one folder, `run_dir`, by default
-    runs/NAME/TIME-ID; `resume="auto"` continues that folder, or the newest group of the same job, and `resume=FOLDER`
-    that one: runs that are finished are not made again. Each run is the same, bit for bit, as if it were made alone.
-    `jobs` run at a time, with several GPUs each on its own. A recipe's runs have a process each; a function, and a
-    recipe with `task` or `data` given in code, run in this process, one at a time. `group.final` has the mean of every
-    metric, with its standard deviation (`std`), `interval`, `worst` and `n`.
-    """
-    runs = members(seeds, folds)
-    check_jobs(jobs)
-    in_code = callable(what) or task is not None or data is not None
-    if in_code and jobs > 1:
-        raise ForgeError(
-            "Runs in this process are made one at a time. Name a recipe, without a task in code, for jobs."
-        )
-    stack = [word for name in (*add, *(f"no:{name}" for name in remove)) for word in ("-p", name)]
-    makers = [maker.__qualname__ for maker in (what, task, data) if callable(maker)]
-    words = [*([] if callable(what) else [str(what)]), *overrides, *stack]
-    job = [*words, *makers]
-    if callable(what):
-        name = makers[0]
-    else:
-        recipe = read_recipe(what, overrides, add, remove, task=task, data=data)
-        name = group_of(recipe, task.__name__ if task else "")
-        check_members(recipe, runs)
-    home = choose_folder(name, job, run_dir, resume)
-    group = open_group(home, shlex.join(job), job, runs)
-
-    def train(values: Values, folder: Path) -> None:
-        if callable(what):
-            given: dict[str, Any] = {key.rpartition(".")[2]: value for key, value in values.items()}
-            what(**given, run_dir=folder, resume="auto")
-            return
-        recipe = load_recipe(what, [*overrides, *as_overrides(values)], add, remove, task=task, data=data)
-        trainer = Trainer(recipe=recipe, run_dir=folder, resume="auto")
-        model = recipe.make_task()
-        splits = recipe.make_data(model)
-        trainer.fit(model, splits.train, splits.val)
-
-    if in_code:
-        with RunLock(group.path):
-            for name in unfinished(group):
-                train(group.members[name], group.path / name)
-    else:
-        failed = train_apart(group, lambda values: [*words, *as_overrides(values), "--quiet"], jobs)
-        if failed:
-            raise ForgeError(f"{len(failed)} of {len(group.members)} runs failed: {failed}")
-    return RunGroup(group.path)
 
 
 def as_overrides(values: Values) -> list[str]:

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 
 import forge
+from forge import cli
 from forge.data import epoch_order
+from forge.runs.folder import RunFolder
 from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
@@ -202,19 +204,15 @@ def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, 
     assert_same_weights(*ended)
 
 
-def test_folds_are_a_plain_loop_over_parts_of_the_data(tmp_path: Path) -> None:
+def test_folds_are_a_plain_loop_over_parts_of_the_data(empty_folder: Path) -> None:
     made: dict[str, Any] = {"__name__": "kfold"}
-    exec(blocks("docs/groups.md", "python")[0].text, made)
+    exec(code := blocks("docs/groups.md", "python")[0].text, made)
+    (empty_folder / "kfold.py").write_text(code)
     folds, fixed = 3, ["trainer.max_epochs=2", f"trainer.seed={SEED}", "trainer.device=cpu"]
-    group = forge.repeat(
-        "default",
-        folds=folds,
-        task=made["Digits"],
-        data=made["data"],
-        overrides=fixed,
-        remove=["progress", "tensorboard", "first_look"],
-        run_dir=tmp_path,
-    )
+    without = [word for name in ("progress", "tensorboard", "first_look") for word in ("-p", f"no:{name}")]
+    for fold in range(folds):
+        own = [f"data.fold={fold}", f"data.folds={folds}", "--run-dir", str(empty_folder / f"fold-{fold}")]
+        assert cli.main(["fit", str(empty_folder / "kfold.py:Digits"), *fixed, *without, *own]) == 0
     arrays = np.load(files("forge_recipes").joinpath("digits.npz").open("rb"))
     images, labels = torch.from_numpy(arrays["images"]).float() / 16, torch.from_numpy(arrays["labels"]).long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).tolist()
@@ -234,9 +232,11 @@ def test_folds_are_a_plain_loop_over_parts_of_the_data(tmp_path: Path) -> None:
                 optimizer.zero_grad()
         with torch.no_grad():
             right = task.eval()(images[val]).argmax(1) == labels[val]
-        run = forge.load(tmp_path / f"fold-{fold}", made["Digits"])
+        run = forge.load(empty_folder / f"fold-{fold}", made["Digits"])
         assert_same_weights(run, task)
-        assert group.runs[fold].final["val/accuracy"] == pytest.approx(float(right.float().mean()))
+        assert RunFolder(empty_folder / f"fold-{fold}").final["val/accuracy"] == pytest.approx(
+            float(right.float().mean())
+        )
     assert sorted(held_out) == list(range(len(labels)))  # each sample once
 
 

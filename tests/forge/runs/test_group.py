@@ -8,14 +8,10 @@ import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import forge
 from forge import cli
-from forge.data import Splits
-from forge.errors import CheckpointError, ForgeError, RecipeError
 from forge.runs.folder import RunFolder
 from forge.runs.group import RunGroup, members
 from forge.runs.spread import Spread, mean_curve, student_t
@@ -23,7 +19,6 @@ from forge.runs.wording import number
 from forge.util import children
 from tests.support import forked
 from tests.support.profiles import some
-from tests.support.tasks import Classifier, make_batches
 
 TASK = """
 import json, os, signal
@@ -179,95 +174,23 @@ class TestOneCommand:
             (["--seeds", "1", "task.odd=1"], "no option of task"),
             (["--jobs", "2"], "for several runs"),
             (["--folds", "1"], "two folds or more"),
+            (["--seeds", "1", "--run-dir", "there"], "already holds a group"),
             (["--folds", "3", "--data", "mine.py:whole"], "'whole' takes nothing, not fold and folds"),
         ],
     )
     def test_a_mistake_is_said_before_any_run(
         self, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        Path("there").mkdir()
+        Path("there/group.json").write_text(json.dumps({"runs": {"seed-1": {"trainer.seed": 1}}}))
         assert cli.main([*WORDS, *words]) == 2
         assert why in capsys.readouterr().err
         assert not list(Path().glob("runs/*/*/*"))
 
 
-def data(fold: int = 0, folds: int = 2) -> Splits:
-    return Splits(train=make_batches(4, seed=fold), val=make_batches(2, seed=9))
-
-
-def train(seed: int, **trainer: Any) -> None:
-    forge.Trainer(seed=seed, max_epochs=1, plugins=["checkpoint"], **trainer).fit(Classifier(), *splits())
-
-
-def splits() -> tuple[Any, Any]:
-    return make_batches(4), make_batches(2, seed=1)
-
-
-def by_name() -> None:
-    subprocess.Popen = forked.Popen
-    options: dict[str, Any] = {"overrides": ["trainer.max_updates=2"], "remove": ["first_look", "tensorboard"]}
-    forge.repeat("quickstart", seeds=[4, 5], jobs=2, run_dir="g", **options)
-
-
-class TestInPython:
-    def test_a_function_is_called_for_each_seed(self, tmp_path: Path) -> None:
-        group = forge.repeat(train, seeds=[0, 1, 2], run_dir=tmp_path / "g")
-        values = []
-        for seed in (0, 1, 2):
-            alone = forge.Trainer(seed=seed, max_epochs=1, plugins=[], run_dir=tmp_path / "alone" / f"seed-{seed}")
-            values.append(alone.fit(Classifier(), *splits()).metrics["val/loss"])
-        assert weights(tmp_path / "g") == weights(tmp_path / "alone")
-        loss = group.final["val/loss"]
-        assert isinstance(loss, Spread)
-        assert loss.values == tuple(values)
-        assert loss.worst == (f"seed-{values.index(max(values))}", max(values))
-
-    def test_a_recipe_with_folds_runs_in_this_process(self, tmp_path: Path) -> None:
-        words = ["trainer.max_epochs=1", "trainer.seed=0"]
-        kept: dict[str, Any] = {"overrides": words, "remove": ["progress", "tensorboard"], "task": Classifier}
-        group = forge.repeat("default", folds=2, run_dir=tmp_path / "g", data=data, **kept)
-        assert list(group.members) == ["fold-0", "fold-1"]
-        assert group.status == "finished"
-        assert len(set(weights(tmp_path / "g").values())) == 2
-        with pytest.raises(ForgeError, match="already holds a group"):
-            forge.repeat("default", folds=2, run_dir=tmp_path / "g", data=data, **kept)
-        again = forge.repeat("default", folds=2, run_dir=tmp_path / "g", resume="auto", data=data, **kept)
-        assert again.final == group.final
-        with pytest.raises(CheckpointError, match="a group of other runs"):
-            forge.repeat(train, seeds=[0], resume=tmp_path / "g")
-
-    def test_an_error_is_raised_and_the_rest_is_made_later(self, tmp_path: Path) -> None:
-        seen: list[int] = []
-
-        def odd(seed: int, **trainer: Any) -> None:
-            seen.append(seed)
-            if seed == 1 and seen.count(1) == 1:
-                raise RuntimeError("once")
-            train(seed, **trainer)
-
-        with pytest.raises(RuntimeError, match="once"):
-            forge.repeat(odd, seeds=[0, 1, 2], run_dir=tmp_path)
-        assert forge.repeat(odd, seeds=[0, 1, 2], run_dir=tmp_path, resume="auto").status == "finished"
-        assert seen == [0, 1, 1, 2]
-
-    @pytest.mark.slow
-    def test_a_recipe_by_name_has_a_process_for_each_run(self) -> None:
-        done = forked.call(by_name)
-        assert done.returncode == 0, done.stderr
-        assert [run.card["seed"] for run in RunGroup("g").runs] == [4, 5]
-        assert RunGroup("g").status == "finished"
-        assert len(set(weights("g").values())) == 2
-
-    def test_what_makes_no_group_is_refused(self) -> None:
-        with pytest.raises(ForgeError, match="seeds, or folds"):
-            forge.repeat(train)
-        with pytest.raises(ForgeError, match="one at a time"):
-            forge.repeat(train, seeds=[0], jobs=2)
-        with pytest.raises(RecipeError, match="takes nothing, not fold and folds"):
-            forge.repeat("default", folds=3, task=Classifier, data=splits)
-
-    def test_seeds_and_folds_make_every_pair(self) -> None:
-        assert members([7, 8], 2)["seed-8-fold-1"] == {"trainer.seed": 8, "data.fold": 1, "data.folds": 2}
-        assert len(members([7, 8], 2)) == 4
+def test_seeds_and_folds_make_every_pair() -> None:
+    assert members([7, 8], 2)["seed-8-fold-1"] == {"trainer.seed": 8, "data.fold": 1, "data.folds": 2}
+    assert len(members([7, 8], 2)) == 4
 
 
 class TestSpread:
