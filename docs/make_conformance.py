@@ -27,8 +27,8 @@ $ forge plugins check forge-demo --out build
 
 It prints a table, exits with 1 if a plugin breaks the contract, and writes two files:
 
-- `build/conformance.json`: the versions of forge, torch and Python, and for each plugin the checks that it passed, what
-  it costs per update, or what is wrong.
+- `build/conformance.json`: the versions of forge, torch and Python, and for each plugin the checks that it passed, or
+  what is wrong.
 - `build/badge.json`, for an [endpoint badge of shields.io](https://shields.io/badges/endpoint-badge). Publish it, for
   instance on the branch of your pages, and put `https://img.shields.io/endpoint?url=ADDRESS` into your README.
 

@@ -60,7 +60,7 @@ def _resolves(address: str) -> bool:
 
 
 def own_address(endpoint: str) -> str | None:
-    """Return this host's address on its way to HOST:PORT, where the other hosts find it even if no name server knows it.
+    """Return this host's address on its way to HOST:PORT: other hosts find it even if no name server knows it.
 
     None if that way does not leave this host: its name is better then.
     """

@@ -262,8 +262,8 @@ class RunFolder:
 
     @property
     def _later_lines(self) -> list[dict[str, Any]]:
-        """The lines of the last update, a test after the fit included; earlier versions wrote that at update 0."""
-        return list(takewhile(lambda line: line["update"] in (0, self.updates), reversed(self.records)))[::-1]
+        """The lines of the last update, a test after the fit included."""
+        return list(takewhile(lambda line: line["update"] == self.updates, reversed(self.records)))[::-1]
 
     # -- what it left -------------------------------------------------------------------------------------------------
 

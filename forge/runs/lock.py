@@ -2,9 +2,8 @@
 
 The lock belongs to an open file description (F_OFD_SETLK), not to the process: it stays when a plugin opens and closes
 the file again, say to copy the folder, and a query (F_OFD_GETLK) takes no lock, so a listing of runs never refuses a
-run. It conflicts with the POSIX locks of earlier versions, and works over NFS like those. Where a system has no such
-locks, flock is used, which also belongs to the description; its query takes a shared lock for an instant, so `acquire`
-tries a few times.
+run. It works over NFS. Where a system has no such locks, flock is used, which also belongs to the description; its
+query takes a shared lock for an instant, so `acquire` tries a few times.
 
 The kernel releases the lock when the process ends in any way. Forked processes, such as data workers, would keep it
 alive, so they close its descriptor. The file stays after a release: removing it would let two processes lock two files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from forge import options
 from forge.contract.plugin import Plugin
 from forge.contract.stack import check_hooks
 from forge.errors import StackError
-from forge.testing import cost
 from forge.testing.capturable import check_capturable
 from forge.testing.exceptions import check_exceptions
 from forge.testing.files import check_files
@@ -41,16 +39,9 @@ class PluginReport:
     name: str
     checked: tuple[str, ...]
     "The checks that were run."
-    cost_us: float
-    "Microseconds that the plugin adds to an update of a tiny task on this machine; NaN if not measured."
-    update_us: float
-    "Microseconds of such an update without the plugin; NaN if not measured."
 
     def __str__(self) -> str:
-        text = f"{self.name} keeps the contract ({', '.join(self.checked)})"
-        if math.isnan(self.cost_us):
-            return f"{text}."
-        return f"{text}; it adds {self.cost_us:.0f} µs to an update of {self.update_us:.0f} µs."
+        return f"{self.name} keeps the contract ({', '.join(self.checked)})."
 
 
 def check_plugin(
@@ -58,7 +49,6 @@ def check_plugin(
     *,
     beside: Callable[[], Iterable[Plugin]] = tuple,
     leave_out: Iterable[str] = (),
-    max_cost_us: float | None = None,
 ) -> PluginReport:
     """Raise AssertionError unless the plugin keeps the contract. One line is a whole test::
 
@@ -82,16 +72,15 @@ def check_plugin(
     - exceptions: an error of the task or of another plugin leaves the fit unchanged, everything is restored, and the
       object can serve the next fit;
     - `capturable = True`: no hook inside an update reads a value of the device;
-    - order: the position beside forge's own plugins makes no difference, unless `before` or `after` define it;
-    - the cost per update, which is measured and returned; it fails only above `max_cost_us`.
+    - order: the position beside forge's own plugins makes no difference, unless `before` or `after` define it.
 
     `beside` makes the other plugins that this one `requires`. `leave_out` names situations that the plugin refuses on
-    purpose, such as "a fit with two optimizers" (with a message of its own), or checks ("order", "cost").
+    purpose, such as "a fit with two optimizers" (with a message of its own), or checks ("order").
     """
     left = set(leave_out)
-    unknown = left - {*CHECKS, "cost", *(situation.name for situation in SITUATIONS)}
+    unknown = left - {*CHECKS, *(situation.name for situation in SITUATIONS)}
     assert not unknown, (
-        f"leave_out names {', '.join(sorted(unknown))}; known are {', '.join([*CHECKS, 'cost'])}, and the situations "
+        f"leave_out names {', '.join(sorted(unknown))}; known are {', '.join(CHECKS)}, and the situations "
         f"{', '.join(repr(situation.name) for situation in SITUATIONS)}."
     )
     checked = subject(plugin, beside, left)
@@ -104,13 +93,7 @@ def check_plugin(
         checks.pop("purity", None)
     for check in checks.values():
         check(checked)
-    unmeasured = cost.PluginCost(float("nan"), float("nan"))
-    spent = unmeasured if "cost" in left and max_cost_us is None else cost.measure(checked)
-    assert max_cost_us is None or spent.own_us <= max_cost_us, (
-        f"{checked.name!r} adds {spent.own_us:.0f} µs to an update of {spent.alone_us:.0f} µs; allowed are "
-        f"{max_cost_us:g}."
-    )
-    return PluginReport(checked.name, tuple(checks), spent.own_us, spent.alone_us)
+    return PluginReport(checked.name, tuple(checks))
 
 
 def check_class(plugin: Plugin) -> None:

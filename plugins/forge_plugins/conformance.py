@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import platform
 import re
 from argparse import ArgumentParser, Namespace
@@ -48,10 +47,9 @@ def run(args: Namespace) -> int:
     for name, content in {RESULT: result, BADGE: badge(result)}.items():
         with atomic_write(args.out / name) as beside:
             beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    grid = show.table("plugin", "keeps the contract", "cost per update", wrap=["keeps the contract"])
+    grid = show.table("plugin", "keeps the contract", wrap=["keeps the contract"])
     for name, found in result["plugins"].items():
-        cost = "–" if found["cost_us"] is None else f"{found['cost_us']:.0f} µs"
-        grid.add_row(name, found["problem"] or f"yes: {', '.join(found['checked'])}", cost)
+        grid.add_row(name, found["problem"] or f"yes: {', '.join(found['checked'])}")
     console = show.console()
     console.print(grid)
     console.print(f"Wrote {args.out / RESULT} and {args.out / BADGE}.", soft_wrap=True)
@@ -93,7 +91,7 @@ def badge(result: dict[str, Any]) -> dict[str, Any]:
 def _checked(name: str, leave_out: Collection[str]) -> dict[str, Any]:
     from forge.testing import check_plugin
 
-    found: dict[str, Any] = {"checked": [], "cost_us": None, "problem": ""}
+    found: dict[str, Any] = {"checked": [], "problem": ""}
     logging.disable(logging.WARNING)  # of the kit's own small fits
     try:
         kind = registry.load("plugin", name)
@@ -102,8 +100,7 @@ def _checked(name: str, leave_out: Collection[str]) -> dict[str, Any]:
         return {**found, "problem": str(error).strip() or type(error).__name__}
     finally:
         logging.disable(logging.NOTSET)
-    cost = None if math.isnan(report.cost_us) else round(report.cost_us, 1)
-    return {**found, "checked": list(report.checked), "cost_us": cost}
+    return {**found, "checked": list(report.checked)}
 
 
 def _canonical(name: str) -> str:

@@ -137,7 +137,7 @@ def test_a_kernel_of_an_absent_thing_is_refused_if_named(
     assert "toy" in ran()
 
 
-LEFT_OUT = ["cost", "a fit with accumulation", "a fit with two optimizers"] if PROFILE == "quick" else []
+LEFT_OUT = ["a fit with accumulation", "a fit with two optimizers"] if PROFILE == "quick" else []
 """A fit with both accumulation and two optimizers stands for either."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -226,30 +225,6 @@ def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path)
         assert can_acquire(tmp_path)
     finally:
         os.write(done[1], b"x")
-
-
-def test_a_run_of_an_older_version_is_seen(tmp_path: Path) -> None:
-    """Earlier versions of forge held a POSIX record lock."""
-    ready, done = os.pipe(), os.pipe()
-    child = forked.fork()
-    if child == 0:
-        try:
-            with (tmp_path / ".lock").open("w") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.write("process 7 on here\n")
-                file.flush()
-                os.write(ready[1], b"x")
-                os.read(done[0], 1)
-        finally:
-            os._exit(0)
-    os.read(ready[0], 1)
-    try:
-        assert lock.is_held(tmp_path)
-        with pytest.raises(CheckpointError, match="in use by process 7 on here"):
-            RunLock(tmp_path).acquire()
-    finally:
-        os.write(done[1], b"x")
-        os.waitpid(child, 0)
 
 
 def test_without_ofd_locks_another_kind_holds_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
