@@ -3,9 +3,6 @@
     python -m benchmarks.planned            # on a GPU: both models, with and without remat and amp; about a minute
     python -m benchmarks.planned --json     # one JSON object per line: the machine, then the rows
     python -m benchmarks.planned --size tiny    # smoke test with small models
-    python -m benchmarks.planned --cluster [--ranks 1,2,4,8] [--cuda]    # time and memory of ranks on this machine
-    python -m benchmarks.planned --published [--write]    # runs that others have published
-    python -m benchmarks.planned --efficiency   # on a GPU: the shares of its data sheet that the planner starts from
 
 Each row predicts one step on fake tensors, then trains a few updates with the same stack by `forge.Trainer.fit` and
 reads `torch.cuda.max_memory_allocated`. The bar is a ratio within 10 % of 1. Without CUDA only the prediction is shown.
@@ -178,15 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--size", choices=list(SIZES), default="full", help="what is trained (default full)")
-    parser.add_argument("--cluster", action="store_true", help="time and memory of ranks beside forge plan --cluster")
-    parser.add_argument("--ranks", default="1,2", help="with --cluster: numbers of ranks (default 1,2)")
-    parser.add_argument("--cuda", action="store_true", help="with --cluster: one rank on this machine's GPU")
-    parser.add_argument("--published", action="store_true", help="published speeds and memory beside predictions")
-    parser.add_argument("--write", action="store_true", help="with --published: write predictions into the data file")
-    parser.add_argument("--efficiency", action="store_true", help="shares of a GPU's data sheet that a step reaches")
     options = parser.parse_args(arguments)
-    if options.published or options.cluster or options.efficiency:
-        return clusters(options)
     rows: list[Row] = []
     if options.json:
         print(json.dumps({"machine": machine.describe()}), flush=True)
@@ -198,42 +187,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(machine.sentence())
         Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
     return 1 if any(row.ratio is not None and abs(row.ratio - 1) > BAR for row in rows) else 0
-
-
-def clusters(options: argparse.Namespace) -> int:
-    """Print predictions of `forge plan --cluster` beside runs or published figures, or what they start from."""
-    from benchmarks import planned_efficiency, planned_published, planned_ranks
-    from forge_cluster.planning import published_rows
-
-    if options.json:
-        print(json.dumps({"machine": machine.describe()}), flush=True)
-    missed = 0
-    if options.efficiency:
-        found: list[Any] = list(planned_efficiency.rows())
-    elif options.published:
-        rows = list(published_rows())
-        works = planned_published.workloads(rows)
-        every = planned_published.factors(rows, works)
-        found = list(planned_published.compared(rows, works, every))
-        if options.write:
-            planned_published.write(found, every)
-    else:
-        found = list(
-            planned_ranks.rows([1] if options.cuda else [int(n) for n in options.ranks.split(",")], options.cuda)
-        )
-        times = [row for row in found if row.bar and abs(row.time_ratio - 1) > planned_ranks.TIME_BAR]
-        memories = [row for row in found if row.bar and abs(row.memory_ratio - 1) > planned_ranks.MEMORY_BAR]
-        missed = len(times) + len(memories)
-    if options.json:
-        for row in found:
-            print(json.dumps(asdict(row)))
-    else:
-        shown = Table(*asdict(found[0]))
-        for row in found:
-            shown.add_row(*("" if value is None else str(value) for value in asdict(row).values()))
-        print(machine.sentence())
-        Console(width=None if sys.stdout.isatty() else 140).print(shown)
-    return 1 if missed else 0
 
 
 def table(rows: list[Row]) -> Table:

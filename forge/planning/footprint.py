@@ -35,7 +35,7 @@ class Footprint:
     activations: int
     "Tensors that a forward keeps for backward."
     moments: Mapping[str, Moment]
-    "By phase: forward, backward, optimizer; if watched, of backward the `loss` and the `blocks`."
+    "By phase: forward, backward, optimizer."
     block: int
     "Parameters of the largest repeated block; 0 without one."
     outside: int

@@ -24,8 +24,6 @@ class Tracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self.moments: dict[str, Moment] = {}
-        self.in_blocks: bool | None = None
-        "Whether backward has come from the `loss` to the repeated `blocks`, whose worst moments are kept too."
 
     def watch(self, task: nn.Module) -> None:
         """Count the task's parameters, buffers and gradients separately from other tensors."""
@@ -53,11 +51,6 @@ class Tracker(MemTracker):
         moment = Moment(now["Total"], now[MemKind.GRAD])
         if phase not in self.moments or self.moments[phase].total < moment.total:
             self.moments[phase] = moment
-        if self.in_blocks is not None and phase == "backward":
-            part = "blocks" if self.in_blocks else "loss"
-            known = self.moments.get(part, Moment(0, 0))
-            if known.total - known.gradients < moment.total - moment.gradients:  # strategies divide gradients
-                self.moments[part] = moment
 
     def _ignore(self, *args: Any) -> None:
         pass

@@ -34,11 +34,6 @@ NAMES = {
     "stage_backward_weight": Internal(
         "torch.distributed.pipelining._backward.stage_backward_weight", _SPLIT, _NO_SPLIT
     ),
-    "without_dispatch_modes": Internal(
-        "torch.utils._python_dispatch._disable_current_modes",
-        "copy a task while a dry run watches",
-        "`forge plan --cluster` does not work for a task on the meta device.",
-    ),
     "without_function_modes": Internal(
         "torch._C.DisableTorchFunction",
         "leave out the mode that sees the task's calls where torch's own ring makes them",

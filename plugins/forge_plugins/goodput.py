@@ -63,7 +63,7 @@ class Goodput(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         promised: float | None = None
-        "The share that was expected, from `forge plan --cluster`, shown beside the measured one: 0.93."
+        "The share that was expected, shown beside the measured one: 0.93."
 
     config: Config
     observer = True

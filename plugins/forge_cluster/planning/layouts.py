@@ -1,171 +1,83 @@
-"""Layouts: every way to divide a task over the GPUs of a cluster."""
+"""Layouts: the ways to divide an update among the GPUs of a cluster that a plan compares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from forge_cluster.planning.hardware import Cluster
-from forge_cluster.planning.pipeline_events import INTERLEAVED, SCHEDULES
-from forge_cluster.planning.workload import Variant, Workload
+if TYPE_CHECKING:
+    from forge_cluster.planning.hardware import Cluster
+    from forge_cluster.planning.step import Step
 
-CHUNKS = 2
-"""Stages of a rank in interleaved schedules."""
-DEEPEST, LONGEST = 64, 64
-"""The most ranks of a pipeline, and of one sequence."""
+DEEPEST = 8
+"""The most stages that are planned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to train: ranks are numbered tensor first, then context, data and pipeline."""
+    """How many ranks divide what, by the axes of the mesh; `data` beside `shard` is hybrid sharding."""
 
-    data: str
-    "single, ddp, zero1, zero2 or fsdp."
-    variant: Variant
+    data: int = 1
     shard: int = 1
-    "Ranks of data parallelism that divide state (fsdp), or all of them (ddp, zero)."
-    replicate: int = 1
-    "Groups of such ranks with all state each: hybrid sharding."
-    tensor: int = 1
+    pipe: int = 1
     context: int = 1
-    pipeline: int = 1
-    schedule: str | None = None
+    expert: int = 1
+    tensor: int = 1
+    zero: int = 0
+    "ZeRO's stage, 1 or 2; 0 without."
     micros: int = 1
-    "Micro-batches of a rank in an update: of the pipeline, or accumulated."
-    sequence: bool = False
-    "Whether tensor parallelism divides norms and what blocks hand on by positions, as its style `sequence` does."
-    split_loss: bool = False
-    "Whether tensor parallelism divides the loss by classes; otherwise every rank has all logits."
-    scatters: bool = False
-    "Whether fsdp scatters gradients with every micro-batch (`reduce=micro`), so that a window sums shards of them."
-    torchtitan: bool = False
-    """Whether pipelines are torchtitan's: only the first stage has the embedding and only the last the head, the ranks
-    of a stage are neighbours, and gradients are exchanged during the backward pass. In forge's every stage has what is
-    outside of blocks, the ranks of a pipeline are neighbours, and gradients are exchanged after it."""
-
-    @property
-    def data_ranks(self) -> int:
-        return self.shard * self.replicate
-
-    @property
-    def gpus(self) -> int:
-        return self.data_ranks * self.tensor * self.context * self.pipeline
-
-    @property
-    def chunks(self) -> int:
-        return CHUNKS if self.schedule in INTERLEAVED else 1
-
-    @property
-    def divided(self) -> dict[str, int]:
-        """Ranks that divide one sample, by the plugin that divides it."""
-        return {"tensor_parallel": self.tensor, "context_parallel": self.context}
+    "Micro-batches of a pipeline."
+    schedule: str = "1f1b"
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axes of the mesh with more than one rank."""
-        copies, parts = (self.replicate, self.shard) if self.data == "fsdp" else (self.data_ranks, 1)
-        sizes = {"data": copies, "shard": parts, "pipe": self.pipeline, "context": self.context, "tensor": self.tensor}
-        return {axis: size for axis, size in sizes.items() if size > 1}
+        """Return the axes with more than one rank, outermost first."""
+        return {axis: size for axis, size in list(asdict(self).items())[:6] if size > 1}
+
+    @property
+    def samplers(self) -> int:
+        """Return the ranks that have different samples."""
+        return self.data * self.shard * self.expert
 
     @property
     def holders(self) -> int:
-        """Ranks that divide state. Those with slices of the same sequences do too: gradients are averaged over both."""
-        return 1 if self.data in ("single", "ddp") else self.shard * self.context
+        """Return the ranks that divide weights under fsdp: all whose gradients are averaged, but for `data`."""
+        return self.shard * self.context * self.expert if self.shard > 1 else 1
+
+    def samples(self, batch: int) -> float:
+        """Return the samples of a micro-batch on one rank."""
+        return batch / self.samplers / self.micros
 
     @property
-    def shards_stages(self) -> bool:
-        """Whether FSDP2 divides the stages of a pipeline among the pipelines, as `pipeline.shard` does."""
-        return self.data == "fsdp" and self.pipeline > 1 and not self.torchtitan
-
-    @property
-    def label(self) -> str:
-        parts = [] if self.data == "single" else [f"{self.data} {self.shard}"]
-        if self.replicate > 1:
-            parts = [f"{self.data} {self.shard}×{self.replicate}"]
-        parts = [f"{part} scattering" if self.scatters else part for part in parts]
-        parts += [f"{short} {size}" for short, size in (("tp", self.tensor), ("cp", self.context)) if size > 1]
-        if self.pipeline > 1:
-            parts.append(f"pp {self.pipeline} {self.schedule}")
-        return " + ".join(parts) or "single"
-
-    @property
-    def levers(self) -> str:
-        names = [] if self.variant.precision == "fp32" else [self.variant.precision]
-        return " + ".join([*names, *(["remat"] if self.variant.remat else [])])
+    def plugins(self) -> dict[str, dict[str, Any]]:
+        """Return the plugins that train so, with their options."""
+        found: dict[str, dict[str, Any]] = {"zero": {"stage": self.zero}} if self.zero else {}
+        if self.pipe > 1:
+            found["pipeline"] = {"microbatches": self.micros, "schedule": self.schedule}
+        elif self.mesh and not self.zero:
+            found["fsdp" if self.shard > 1 else "ddp"] = {}
+        dividing = {"context_parallel": self.context, "expert_parallel": self.expert, "tensor_parallel": self.tensor}
+        return found | {name: {} for name, size in dividing.items() if size > 1}
 
 
-def layouts(work: Workload, cluster: Cluster, accepts: Callable[[Layout], bool]) -> Iterator[Layout]:
-    """Yield every layout that is accepted, uses all GPUs, and gives each a whole number of samples."""
-    gpus = cluster.gpus
-    for tensor in _tensor_sizes(work, cluster):
-        for context in _context_sizes(work, gpus // tensor):
-            for pipeline in _pipeline_sizes(work, gpus // (tensor * context)):
-                ranks = gpus // (tensor * context * pipeline)
-                if ranks > work.batch or work.batch % ranks:
-                    continue
-                share = work.batch // ranks
-                for data, shard, replicate in _data(ranks, cluster, alone=gpus == 1):
-                    if pipeline > 1 and data == "fsdp" and shard == 1:
-                        continue  # one pipeline divides no stage: the same as ddp
-                    for variant in work.lines:
-                        casts = data == "fsdp" and pipeline == 1
-                        if (variant.precision == "bf16") != casts and variant.short:
-                            continue  # fsdp casts what it gathers, the others run under amp
-                        for schedule, micros in _schedules(pipeline, share):
-                            parts = (shard, replicate, tensor, context, pipeline, schedule, micros)
-                            layout = Layout(data, variant, *parts)
-                            if accepts(layout):
-                                yield layout
-                                if data == "fsdp" and pipeline == 1 < micros:
-                                    yield replace(layout, scatters=True)
-
-
-@cache
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _tensor_sizes(work: Workload, cluster: Cluster) -> list[int]:
-    """Inside a node, where links are fast, and only if it divides the heads."""
-    if not work.heads or not work.blocks or cluster.gpus == 1:
-        return [1]
-    return [n for n in _divisors(cluster.gpus_per_node) if work.heads % n == 0]
-
-
-def _context_sizes(work: Workload, ranks: int) -> list[int]:
-    if not work.positions or not work.heads:
-        return [1]
-    return [n for n in _divisors(ranks) if n <= LONGEST and work.positions % (2 * n) == 0]
-
-
-def _pipeline_sizes(work: Workload, ranks: int) -> list[int]:
-    return [n for n in _divisors(ranks) if n == 1 or n <= min(DEEPEST, work.blocks)]
-
-
-def _data(ranks: int, cluster: Cluster, alone: bool) -> Iterator[tuple[str, int, int]]:
-    if alone:
-        yield "single", 1, 1
-        return
-    yield "fsdp", ranks, 1
-    yield "ddp", ranks, 1
-    if ranks > 1:
-        yield "zero1", ranks, 1
-        yield "zero2", ranks, 1
-    for replicate in _divisors(ranks):
-        if 1 < replicate < ranks and ranks // replicate <= 8 * cluster.gpus_per_node:
-            yield "fsdp", ranks // replicate, replicate
-
-
-def _schedules(pipeline: int, share: int) -> Iterator[tuple[str | None, int]]:
-    if pipeline == 1:
-        yield from ((None, micros) for micros in (1, 2, 4, 8, 16) if share % micros == 0)
-        return
-    for micros in _divisors(share):
-        if micros < min(pipeline, share) or micros > 8 * pipeline:
-            continue
-        for schedule in SCHEDULES:
-            if schedule != "GPipe" and micros < pipeline:
-                continue  # torch refuses it
-            if schedule not in INTERLEAVED or micros % pipeline == 0:
-                yield schedule, micros
+def layouts(step: Step, cluster: Cluster) -> Iterator[Layout]:
+    """Yield the layouts that divide the batch evenly; what divides a layer stays inside a node."""
+    gpus, node, stages = cluster.gpus, cluster.gpus_per_node, min(DEEPEST, cluster.gpus_per_node)
+    every = [Layout(data=gpus)]
+    if gpus > 1:
+        every += [Layout(data=gpus, zero=1), Layout(data=gpus, zero=2), Layout(shard=gpus)]
+    if gpus > node > 1:
+        every.append(Layout(data=gpus // node, shard=node))
+    if step.blocks and gpus > node > 1:
+        every += [Layout(shard=gpus // node, tensor=node), Layout(shard=gpus // node, context=node)]
+    if step.experts and node > 1:
+        every += [Layout(data=gpus // node, expert=node), Layout(shard=gpus // node, expert=node)]
+    if step.blocks >= stages > 1:
+        every += [Layout(data=gpus // stages, pipe=stages), Layout(shard=gpus // stages, pipe=stages)]
+    for layout in dict.fromkeys(every):
+        share = step.batch // layout.samplers
+        if step.batch % layout.samplers == 0 and layout.pipe == 1:
+            yield layout
+        elif step.batch % layout.samplers == 0 and share % layout.pipe == 0:
+            yield replace(layout, micros=max(n for n in range(1, 4 * stages + 1) if share % n == 0))
