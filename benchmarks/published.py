@@ -20,7 +20,7 @@ from pathlib import Path
 from forge_cluster.planning.formulas import memory_of, time_of
 from forge_cluster.planning.hardware import load_cluster
 from forge_cluster.planning.layouts import Layout
-from forge_cluster.planning.step import StepCost
+from forge_cluster.planning.step import UpdateCost
 
 PAGE = Path(__file__).parents[1] / "docs/planning-clusters.md"
 BEGIN, END = "<!-- by python -m benchmarks.published --write -->", "<!-- end of the table -->"
@@ -110,7 +110,7 @@ ROWS = [
 KINDS = [[row for row in ROWS if row.cluster.startswith(kind) and row.layout.mesh] for kind in ("h100", "a100")]
 
 
-def step_of(row: Published) -> StepCost:
+def step_of(row: Published) -> UpdateCost:
     """Return the step of a decoder in bf16, with AdamW in float32, by its shape; a sample has `length` tokens.
 
     A weight costs 6 operations a token and 2 more where forward is repeated, attention 7 × length × width a layer, in
@@ -123,7 +123,7 @@ def step_of(row: Published) -> StepCost:
     kept = length * 34 * shape.width * shape.layers
     again = length * (2 * shape.width * shape.layers + 34 * shape.width)
     products = shape.parameters - (0 if shape.tied else shape.words * shape.width)
-    return StepCost(
+    return UpdateCost(
         batch=row.batch,
         parameters=4 * shape.parameters,
         gradients=4 * shape.parameters,
@@ -178,7 +178,7 @@ def typical_error(found: Sequence[float]) -> float:
 def scaling_of_the_guide() -> float:
     """Return how much faster four A100 are than one, for 350 million parameters and 80 ms of compute."""
     cluster, parameters = load_cluster("a100,gpus_per_node=4"), 4 * 350e6
-    step = StepCost(
+    step = UpdateCost(
         batch=4,
         parameters=parameters,
         gradients=parameters,

@@ -27,7 +27,7 @@ from forge.planning import DryStep, rows, run_dry
 from forge_cluster.planning.formulas import memory_of, time_of
 from forge_cluster.planning.hardware import load_cluster
 from forge_cluster.planning.layouts import Layout, layouts
-from forge_cluster.planning.step import StepCost, count_step
+from forge_cluster.planning.step import UpdateCost, count_step
 
 WIDTH, LENGTH, BATCH = 32, 16, 16
 
@@ -65,11 +65,11 @@ def batch(samples: int = BATCH) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def step() -> StepCost:
+def step() -> UpdateCost:
     return count_step(load_recipe("default", [], [], [], task=Net, data=lambda: Splits(train=[batch()])))
 
 
-def test_what_a_dry_run_counts_follows_from_the_shape(step: StepCost) -> None:
+def test_what_a_dry_run_counts_follows_from_the_shape(step: UpdateCost) -> None:
     weights = sum(p.numel() for n, p in Net().named_parameters() if p.dim() == 2 and "embed" not in n)
     assert step.matmul == 6 * weights * LENGTH
     assert (step.batch, step.blocks, step.hidden) == (BATCH, 8, 4 * LENGTH * WIDTH)
@@ -77,21 +77,21 @@ def test_what_a_dry_run_counts_follows_from_the_shape(step: StepCost) -> None:
     assert step.attention > 0
 
 
-def test_memory_equals_the_plan_of_one_machine(step: StepCost) -> None:
+def test_memory_equals_the_plan_of_one_machine(step: UpdateCost) -> None:
     whole = {(): run_dry(Net, batch(BATCH // 4))}
     planned = {row.strategy: row.peak for row in rows(DryStep(whole, whole, devices=4))}
     assert memory_of(step, Layout(data=4)) == pytest.approx(planned["ddp"], rel=0.05)
     assert memory_of(step, Layout(shard=4)) == pytest.approx(planned["fsdp"], rel=0.05)
 
 
-def test_zero_divides_state_and_only_state(step: StepCost) -> None:
+def test_zero_divides_state_and_only_state(step: UpdateCost) -> None:
     sizes = [memory_of(step, Layout(data=8, zero=stage)) for stage in (0, 1, 2)]
     assert sizes[0] - sizes[1] == pytest.approx(step.optimizer * 7 / 8)
     assert sizes[1] - sizes[2] == pytest.approx(step.gradients * 7 / 8)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipe"])
-def test_what_divides_a_sample_divides_its_activations(step: StepCost, axis: str) -> None:
+def test_what_divides_a_sample_divides_its_activations(step: UpdateCost, axis: str) -> None:
     heavy = dataclasses.replace(step, held=2.0**40)
     sizes: Any = {axis: 4, "micros": 4 if axis == "pipe" else 1}
     share = {"tensor": (10 + 24 / 4) / 34, "context": 1 / 4, "pipe": 1 / 4}[axis]
@@ -110,13 +110,13 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
 @pytest.mark.parametrize(
     ("schedule", "share"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 1 / 2), ("zbv", 1 / 3)]
 )
-def test_a_bubble_is_that_of_the_closed_form(step: StepCost, schedule: str, share: float) -> None:
+def test_a_bubble_is_that_of_the_closed_form(step: UpdateCost, schedule: str, share: float) -> None:
     step, cluster = dataclasses.replace(step, seconds=1.6), load_cluster("h100")
     time = time_of(step, Layout(pipe=4, micros=16, schedule=schedule), cluster)
     assert time.bubble / (1.41 * 1.6 / 4) == pytest.approx(3 / 16 * share)
 
 
-def test_data_parallel_waits_for_what_backward_does_not_hide(step: StepCost) -> None:
+def test_data_parallel_waits_for_what_backward_does_not_hide(step: UpdateCost) -> None:
     cluster, layout = load_cluster("a100"), Layout(data=8)
     quick, slow = (dataclasses.replace(step, gradients=4e9, seconds=seconds) for seconds in (1e-6, 1e3))
     whole = 2 * cluster.ring(4e9, 8)
@@ -124,7 +124,7 @@ def test_data_parallel_waits_for_what_backward_does_not_hide(step: StepCost) -> 
     assert time_of(slow, layout, cluster).waits == pytest.approx(whole / 9)  # the last of eight blocks and the rest
 
 
-def test_every_strategy_is_planned_and_taken_by_a_trainer(step: StepCost) -> None:
+def test_every_strategy_is_planned_and_taken_by_a_trainer(step: UpdateCost) -> None:
     mixture = dataclasses.replace(step, batch=512, experts=step.block)
     found = [layout for name in ("h100", "h100x4") for layout in layouts(mixture, load_cluster(name))]
     named = {name for layout in found for name in layout.plugins}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from forge.planning.footprint import WORKSPACE
 from forge_cluster.planning.hardware import LAUNCH, Cluster
 from forge_cluster.planning.layouts import Layout
-from forge_cluster.planning.step import StepCost
+from forge_cluster.planning.step import UpdateCost
 
 GATHERED = 2
 """Blocks that fsdp holds whole at a time: the one that computes, and the next one."""
@@ -36,7 +36,7 @@ class RankWeights(NamedTuple):
         return self.dense + self.experts
 
 
-class UpdateTiming(NamedTuple):
+class UpdateTime(NamedTuple):
     """Seconds of an update."""
 
     compute: float
@@ -49,14 +49,14 @@ class UpdateTiming(NamedTuple):
         return sum(self)
 
 
-def weights_of(step: StepCost, layout: Layout) -> RankWeights:
+def weights_of(step: UpdateCost, layout: Layout) -> RankWeights:
     block = (step.block - step.experts / max(1, step.blocks)) / layout.tensor
     outside = (step.parameters - step.block * step.blocks) / layout.tensor
     dense = block * -(-step.blocks // layout.pipe) + outside
     return RankWeights(dense, step.experts / layout.pipe / layout.expert, block, outside)
 
 
-def memory_of(step: StepCost, layout: Layout) -> float:
+def memory_of(step: UpdateCost, layout: Layout) -> float:
     """Return the bytes that torch allocates on the fullest GPU."""
     w, gradient = weights_of(step, layout), step.gradients / step.parameters
     kept = w.dense / layout.holders + w.experts / max(1, layout.holders // layout.expert)
@@ -70,7 +70,7 @@ def memory_of(step: StepCost, layout: Layout) -> float:
     return state + gathered + gradient * (max(w.block, w.outside) + kept)
 
 
-def _held(step: StepCost, layout: Layout) -> float:
+def _held(step: UpdateCost, layout: Layout) -> float:
     """Return the activations, with all else that the worst moment holds beside the state."""
     held = step.held_fixed + step.held * layout.samples(step.batch) * _mixed(layout) / layout.context
     in_flight = layout.micros if layout.schedule == "gpipe" else min(layout.micros, layout.pipe)
@@ -81,7 +81,7 @@ def _mixed(layout: Layout) -> float:
     return 1 - CUT + CUT / layout.tensor
 
 
-def time_of(step: StepCost, layout: Layout, cluster: Cluster) -> UpdateTiming:
+def time_of(step: UpdateCost, layout: Layout, cluster: Cluster) -> UpdateTime:
     """Return the time of an update."""
     forward, backward = _computed(step, layout, cluster)
     w = weights_of(step, layout)
@@ -89,10 +89,10 @@ def time_of(step: StepCost, layout: Layout, cluster: Cluster) -> UpdateTiming:
     divided = layout.holders * (layout.data * layout.context if layout.zero else 1)
     compute = layout.micros * (forward + backward) + stepped / divided / cluster.bytes_per_second
     waits = layout.micros * _inside(step, layout, cluster) + _exchanged(step, layout, cluster, forward, backward)
-    return UpdateTiming(compute, waits, (layout.pipe - 1) * (forward + backward) * BUBBLE[layout.schedule])
+    return UpdateTime(compute, waits, (layout.pipe - 1) * (forward + backward) * BUBBLE[layout.schedule])
 
 
-def _computed(step: StepCost, layout: Layout, cluster: Cluster) -> tuple[float, float]:
+def _computed(step: UpdateCost, layout: Layout, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of forward and backward of a micro-batch on one rank."""
     samples, parts = layout.samples(step.batch), layout.context * layout.pipe
     many = cluster.shares["many"] if layout.mesh else 1.0
@@ -105,7 +105,7 @@ def _computed(step: StepCost, layout: Layout, cluster: Cluster) -> tuple[float, 
     return seconds * step.forward, seconds * (1 - step.forward)
 
 
-def _inside(step: StepCost, layout: Layout, cluster: Cluster) -> float:
+def _inside(step: UpdateCost, layout: Layout, cluster: Cluster) -> float:
     """Return what a micro-batch waits for inside its layers: nothing hides what a layer needs at once."""
     passed = step.hidden * layout.samples(step.batch) / layout.context
     blocks, repeats = -(-step.blocks // layout.pipe), 1 if step.forward < 0.3 else 0
@@ -119,7 +119,7 @@ def _inside(step: StepCost, layout: Layout, cluster: Cluster) -> float:
     return seconds + (4 * cluster.ring(passed, 2, layout.tensor * layout.context) if layout.pipe > 1 else 0.0)
 
 
-def _exchanged(step: StepCost, layout: Layout, cluster: Cluster, forward: float, backward: float) -> float:
+def _exchanged(step: UpdateCost, layout: Layout, cluster: Cluster, forward: float, backward: float) -> float:
     """Return what an update waits for weights and gradients, beyond what hides behind its passes."""
     w, peers, stride = weights_of(step, layout), layout.samplers * layout.context, layout.tensor * layout.pipe
     gradients, units = step.gradients / step.parameters * w.total, -(-step.blocks // layout.pipe) + 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge_cluster.planning.hardware import Cluster
-    from forge_cluster.planning.step import StepCost
+    from forge_cluster.planning.step import UpdateCost
 
 DEEPEST = 8
 """The most stages that are planned."""
@@ -61,7 +61,7 @@ class Layout:
         return found | {name: {} for name, size in dividing.items() if size > 1}
 
 
-def layouts(step: StepCost, cluster: Cluster) -> Iterator[Layout]:
+def layouts(step: UpdateCost, cluster: Cluster) -> Iterator[Layout]:
     """Yield the layouts that divide the batch evenly; what divides a layer stays inside a node."""
     gpus, node, stages = cluster.gpus, cluster.gpus_per_node, min(DEEPEST, cluster.gpus_per_node)
     every = [Layout(data=gpus)]

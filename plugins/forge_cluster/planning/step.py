@@ -1,4 +1,4 @@
-"""StepCost: what an update of a task costs one device, counted in dry runs on a few samples."""
+"""Step: what an update of a task costs one device, counted in dry runs on a few samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS = ".experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
+class UpdateCost:
     """Bytes of the state; bytes and operations of one sample."""
 
     batch: int
@@ -105,7 +105,7 @@ class OpCounter(TorchDispatchMode):
         return out
 
 
-def count_step(recipe: Recipe) -> StepCost:
+def count_step(recipe: Recipe) -> UpdateCost:
     """Run a step of the recipe dry, on a few samples and on twice as many: what grows with them grows linearly."""
     batch = first_batch(recipe)
     samples = batch_size(batch)
@@ -125,7 +125,7 @@ def count_step(recipe: Recipe) -> StepCost:
     total = sum(counter.flops.values())
     attention = sum(flops for (is_attention, _), flops in counter.flops.items() if is_attention)
     half = 0.5 if recipe.plugins.get("fsdp", {}).get("mixed_precision") else 1.0
-    return StepCost(
+    return UpdateCost(
         batch=samples,
         parameters=least.parameters,
         gradients=least.gradients,
