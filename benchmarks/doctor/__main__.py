@@ -1,12 +1,11 @@
-"""Examine every planted bug and every healthy model, and count what is found and what is a false alarm.
+"""Examine every planted bug and every healthy program, and count what is found and what is a false alarm.
 
-    python -m benchmarks.doctor [bugs] [zoo] [bases] [--fit] [--cuda] [--jobs N] [--only NAME ...]
+    python -m benchmarks.doctor [bugs] [healthy] [bases] [--fit] [--cuda] [--jobs N] [--only NAME ...]
         [--out FILE] [--record] [--write FOLDER]
 
 A bug is a small change of a healthy program: `bugs.diff` holds the changes and the findings that are right for
 each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the
-programs, `zoo.diff` has healthy changes of them, and `zoo/` has models of other packages: there,
-every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says instead.
+programs, and `healthy.diff` has healthy changes of them: there, every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says instead.
 Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted. Calls with
 the same FILE and `--only` examine these anew, and add to what is recorded.
 All run on the CPU, or with `--cuda` on a GPU, each then in a process of its own.
@@ -29,7 +28,7 @@ from typing import Any
 from benchmarks.doctor.cases import items, one
 from benchmarks.doctor.changes import HERE, changes, written
 
-HEALTHY = ("zoo", "bases")
+HEALTHY = ("healthy", "bases")
 """Sets without bugs."""
 
 
@@ -64,7 +63,7 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("sets", nargs="*", help="bugs, zoo, bases (all of them)")
+    parser.add_argument("sets", nargs="*", help="bugs, healthy, bases (all of them)")
     parser.add_argument("--fit", action="store_true", help="what a plain fit says, in place of forge doctor")
     parser.add_argument("--cuda", action="store_true", help="run on a GPU")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -73,7 +72,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help="write FOUND.json")
     parser.add_argument("--write", metavar="FOLDER", help="write the programs, and examine nothing")
     args = parser.parse_args()
-    args.sets = args.sets or ["bugs", "zoo", "bases"]
+    args.sets = args.sets or ["bugs", "healthy", "bases"]
     return args
 
 
@@ -132,7 +131,7 @@ def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> N
         mine = [row for row in mine if not only or row["name"].partition("/")[2] in only]
         if mine:
             print()
-            (_report_zoo if kind in HEALTHY else _report_bugs)(kind, mine)
+            (_report_healthy if kind in HEALTHY else _report_bugs)(kind, mine)
 
 
 def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
@@ -150,14 +149,14 @@ def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
             print(f"  {name}: found {told}; right {', '.join(sorted(right.get(name, [])))}")
 
 
-def _report_zoo(kind: str, results: list[dict[str, Any]]) -> None:
+def _report_healthy(kind: str, results: list[dict[str, Any]]) -> None:
     by_level = {
         level: [sum(found[0] == level for found in row["findings"]) for row in results]
         for level in ("error", "warning", "note")
     }
     alarmed = sum(bool(row["error"]) or any(found[0] != "note" for found in row["findings"]) for row in results)
     print(
-        f"{kind}: {len(results)} healthy models; errors on {sum(map(bool, by_level['error']))}, warnings on "
+        f"{kind}: {len(results)} healthy programs; errors on {sum(map(bool, by_level['error']))}, warnings on "
         f"{sum(map(bool, by_level['warning']))}, quiet {1 - alarmed / len(results):.1%}; notes: median "
         f"{statistics.median(by_level['note']):g}, most {max(by_level['note'])}"
     )

@@ -1,9 +1,7 @@
-"""The planted bugs and the healthy models, and how one of them is examined."""
+"""The planted bugs and the healthy programs, and how one of them is examined."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
 import io
 import logging
@@ -33,28 +31,12 @@ def items(sets: list[str], only: list[str]) -> list[tuple[str, str]]:
 def names(kind: str) -> list[str]:
     if kind == "bases":
         return sorted(path.stem for path in (HERE / "bases").glob("*.py"))
-    return [*changes(kind), *(models() if kind == "zoo" else ())]
-
-
-@functools.cache
-def models() -> dict[str, Any]:
-    """The models of other packages by name; those whose package is not installed are left out."""
-    found: dict[str, Any] = {}
-    for path in sorted((HERE / "zoo").glob("*.py")):
-        if path.stem in ("__init__", "common"):
-            continue
-        try:
-            found |= importlib.import_module(f"benchmarks.doctor.zoo.{path.stem}").MODELS
-        except ImportError as error:
-            print(f"zoo/{path.name} is left out: {error}")
-    return found
+    return list(changes(kind))
 
 
 def made(kind: str, name: str, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     """The task, its loaders, and more arguments of `forge.doctor`: a program is written into the folder."""
-    change = Change(name, name, []) if kind == "bases" else changes(kind).get(name)
-    if change is None:
-        return *models()[name](), {}
+    change = Change(name, name, []) if kind == "bases" else changes(kind)[name]
     path = written(change, folder)
     own = loaded(path)
     recipe = {"recipe": path.with_suffix(".yaml")} if change.recipe else {}

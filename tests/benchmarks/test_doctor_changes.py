@@ -11,7 +11,7 @@ from benchmarks.doctor.changes import HERE, changes
 from forge_doctor.findings import FINDINGS
 from tests.support.profiles import some
 
-TABLES = ("bugs", "zoo")
+TABLES = ("bugs", "healthy")
 
 
 @pytest.mark.parametrize("kind", some(TABLES))
