@@ -18,10 +18,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 REPO = Path(__file__).resolve().parent.parent
 PICTURES = REPO / "docs" / "pictures" / "examples"
-sys.path.insert(0, str(REPO))
 
-from benchmarks.examples import EXAMPLES  # noqa: E402
-
+EXAMPLES = {
+    "shapes.py": ("images-in-folders", slice(1, 3)),
+    "orders.py": ("examples/two-losses", slice(0, 1)),
+    "staged.py": ("examples/staged-finetuning", slice(0, 1)),
+    "backwards.py": ("examples/sequence-to-sequence", slice(0, 1)),
+    "vae.py": ("examples/vae", slice(0, 1)),
+}
+"""The page of each, and which of its Python blocks are the example."""
 EPOCHS = {"shapes.py": 60, "orders.py": 30, "staged.py": 24, "backwards.py": 40, "vae.py": 60}
 """How long each is trained for its picture."""
 CURVES = {"orders.py": "f1", "staged.py": "accuracy", "backwards.py": "accuracy"}
@@ -30,17 +35,20 @@ CURVES = {"orders.py": "f1", "staged.py": "accuracy", "backwards.py": "accuracy"
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    for example in EXAMPLES:
-        if example.twin in EPOCHS:
-            with tempfile.TemporaryDirectory() as folder:
-                run = train(example.twin, example.code, Path(folder))
-                keep(example.twin, run)
+    for name, (page, used) in EXAMPLES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            keep(name, train(name, "\n\n".join(blocks(page)[used]), Path(folder)))
+
+
+def blocks(page: str) -> list[str]:
+    """The Python of a page."""
+    text = (REPO / "docs" / f"{page}.md").read_text()
+    return re.findall(r"^```py(?:thon)?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def train(name: str, code: str, folder: Path) -> Path:
     """Run an example, after what its page does first; return its run folder."""
-    before = (REPO / "docs" / "images-in-folders.md").read_text() if name == "shapes.py" else ""
-    made = re.findall(r"^```python\n(.*?)^```$", before, flags=re.MULTILINE | re.DOTALL)[:1]
+    made = blocks("images-in-folders")[:1] if name == "shapes.py" else []
     longer = re.sub(r"max_epochs=\d+", f"max_epochs={EPOCHS[name]}", code)
     (folder / name).write_text("\n".join([*made, longer, "print(result.metrics)"]))
     subprocess.run([sys.executable, name], cwd=folder, check=True, env={**os.environ, "NO_COLOR": "1"})

@@ -5,7 +5,8 @@
 
 A bug is a small change of a healthy program: `bugs.diff` holds the changes and the findings that are right for
 each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the
-programs, and `healthy.diff` has healthy changes of them: there, every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says instead.
+programs, and `healthy.diff` has healthy changes of them: there, every error and warning is a false alarm.
+`--fit` counts what a plain fit with the recipe `default` says instead.
 Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted. Calls with
 the same FILE and `--only` examine these anew, and add to what is recorded.
 All run on the CPU, or with `--cuda` on a GPU, each then in a process of its own.
