@@ -30,7 +30,7 @@ EXIT_CODES = """\
 | code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a crash, with its traceback, or a negative verdict: `--at-least`, `early_stop.floor`, `verify-resume`, `ckpt` |
+| 1 | a crash, with its traceback, or a negative verdict: `--at-least`, `verify-resume`, `ckpt` |
 | 2 | a mistake in the input; the message explains it |
 | 85 | stopped by a signal; the run can be [resumed](surviving.md#signals) |"""
 

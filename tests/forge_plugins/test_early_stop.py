@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.errors import NegativeVerdict, RecipeError, StackError
+from forge.checkpoint import Checkpoints, StoredCheckpoint
+from forge.errors import RecipeError, StackError
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import Checkpoint, EarlyStop
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
@@ -242,46 +244,72 @@ def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], messa
         EarlyStop(**options)
 
 
-# -- the floor --------------------------------------------------------------------------------------------------------
+def test_the_first_of_several_that_is_due_stops_the_run() -> None:
+    other = EarlyStop("val/other", mode="max", patience=4)
+    other.name = "early_stop@other"
+    result = fit([EarlyStop(patience=2), other], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
+    assert (result.epochs, result.stop_reason.split()[1]) == (5, "val/other")
+
+
+class Losing(TinyTask):
+    """Logs these training metrics, one per epoch, and the last one ever after."""
+
+    def __init__(self, values: Any = (3.0, 2.0, 2.5, 2.25, 1.0)):
+        super().__init__()
+        self.values = list(values)
+
+    def training_step(self, batch: Any) -> Any:
+        assert self.trainer is not None
+        epoch = min(self.trainer.progress.epoch, len(self.values) - 1)
+        return {**super().training_step(batch), "score": torch.tensor(self.values[epoch])}
+
+
+# -- training metrics -------------------------------------------------------------------------------------------------
+
+
+def test_a_training_metric_needs_no_validation() -> None:
+    result = fit([EarlyStop("train/score", mode="min", patience=2)], task=Losing(), val=None)
+    assert result.epochs == 4
+    assert result.stop_reason == "early_stop: train/score has not improved on 2 (update 4) for 2 logs"
+
+
+def test_a_training_metric_that_is_not_logged_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"which this run does not log\. Did you mean 'train/score'"):
+        fit([EarlyStop("train/scor")], task=Losing(), val=None)
+
+
+# -- divergence -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("floor", "values", "failed_after"),
+    ("values", "mode", "threshold", "epochs"),
     [
-        (0.8, [0.1, 0.5, 0.9, 0.95, 0.3], 5),  # reached, then lost
-        (0.8, [0.1, 0.5, 0.9, 0.85, 0.8], None),
-        (0.8, [0.9, math.nan], 2),
-        (0.8, [math.nan], 1),
-        ("20%", [0.1, 0.5, 0.45, 0.41, 0.3], 5),
-        ("20%", [0.1, 0.5, 0.45, 0.41, 0.9], None),
-        ("20%", [0.5, math.inf], 2),
-        ("20%", [0.5, 0.1], 2),
+        ([1.0, 4.0, 6.0], "min", 5.0, 3),
+        ([1.0, 5.0, 5.0], "min", 5.0, 6),
+        ([1.0, math.nan], "min", 5.0, 2),
+        ([0.5, 0.4, 0.1], "max", 0.2, 3),
     ],
 )
-def test_a_collapse_below_the_floor_fails(floor: Any, values: list[float], failed_after: int | None) -> None:
-    early = EarlyStop(monitor="val/score", mode="max", floor=floor, patience=100)
-    task = Scripted(values, "score")
-    if failed_after is None:
-        assert fit([early], task=task, max_epochs=len(values)).epochs == len(values)
-        return
-    with pytest.raises(NegativeVerdict, match=r"val/score is .*below early_stop\.floor") as caught:
-        fit([early], task=task, max_epochs=len(values) + 2)
-    assert f"at update {2 * failed_after}" in str(caught.value)
+def test_a_diverged_run_stops(values: list[float], mode: str, threshold: float, epochs: int) -> None:
+    stop = EarlyStop(mode=mode, divergence_threshold=threshold, patience=5)
+    result = fit([stop], values, max_epochs=9)
+    assert result.epochs == epochs
+    assert ("divergence threshold" in result.stop_reason) == (epochs < 6)
 
 
-def test_a_run_that_ends_below_its_floor_has_failed() -> None:
-    early = EarlyStop(monitor="val/score", mode="max", floor=0.8)
-    with pytest.raises(NegativeVerdict, match=r"0\.6 at the end of the run, below early_stop\.floor=0\.8"):
-        fit([early], task=Scripted([0.1, 0.6], "score"))
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+BEST = {"monitor": "train/score", "mode": "min"}
 
 
-def test_after_says_from_when_on_the_floor_holds() -> None:
-    early = EarlyStop(monitor="val/score", mode="max", floor=0.8, after="3 epochs", patience=9)
-    with pytest.raises(NegativeVerdict, match="at update 6"):
-        fit([early], task=Scripted([0.1, 0.2, 0.3, 0.9], "score"))
+def test_the_best_checkpoint_by_a_training_metric(tmp_path: Path) -> None:
+    fit([Checkpoint("1 epoch", keep=1, best=BEST)], task=Losing([3.0, 1.0, 2.0]), max_epochs=3, run_dir=tmp_path)
+    folder = Checkpoints(tmp_path / "checkpoints")
+    assert [StoredCheckpoint(path).update for path in folder.all()] == [4, 6]
+    assert (folder.folder / "best").resolve().name == "update-00000004"
 
 
-@pytest.mark.parametrize("floor", ["low", "%", "-5%", math.nan, "inf"])
-def test_a_floor_that_is_none_is_refused(floor: Any) -> None:
-    with pytest.raises(RecipeError, match=r"early_stop\.floor"):
-        EarlyStop(floor=floor)
+def test_all_checkpoints_can_be_kept(tmp_path: Path) -> None:
+    fit([Checkpoint("2 updates", keep="all")], task=Losing(), max_epochs=2, run_dir=tmp_path)
+    there = [StoredCheckpoint(path).update for path in Checkpoints(tmp_path / "checkpoints").all()]
+    assert there == [2, 4]

@@ -1,4 +1,4 @@
-"""One rule of `early_stop`: a metric, its best value so far, and when it ends the run."""
+"""The rule of `early_stop`: a metric, its best value so far, and when it ends the run."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import forge
 from forge.contract.run_lengths import moment, reached
-from forge.errors import NegativeVerdict, RecipeError
+from forge.errors import RecipeError
+from forge.runs.directions import mode_of
 
 logger = logging.getLogger("forge")
-
-MORE_IS_BETTER = frozenset(
-    {"acc", "accuracy", "ap", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "r2", "recall"}
-)
-"""Words in the name of a metric of which more is better."""
-LESS_IS_BETTER = frozenset({"loss", "error", "err"})
-"""Words in the name of a metric of which less is better; they take precedence."""
 
 
 class StopRule:
     """Compares a metric with its best value; `config` is an `EarlyStop.Config`."""
 
     def __init__(self, config: Any):
+        self.config = config
         if config.patience < 1:
             raise RecipeError(f"early_stop.patience is {config.patience}; it must be at least 1.")
         if not 0 <= config.min_delta < math.inf:
@@ -35,8 +30,6 @@ class StopRule:
             value = getattr(config, name)
             if value is not None and not math.isfinite(value):
                 raise RecipeError(f"early_stop.{name} is {value:g}; it must be a finite number.")
-        self.config = config
-        self._floor, self._share = floor_of(config.floor)
         self._after = moment(config.after, "early_stop.after") if config.after is not None else None
         check_monitor(config.monitor)
         self.of_validation = config.monitor.startswith("val/")
@@ -55,8 +48,6 @@ class StopRule:
         "The value that was compared last."
         self._early = False
         "Whether there was a value before `after`."
-        self._reached, self.verdict = self._after is not None or self._share is not None, ""
-        "Whether the floor holds by now; how the last value broke it."
 
     def compare(self, trainer: forge.Run, metrics: Mapping[str, Any]) -> None:
         """Compare a new value with the best so far."""
@@ -68,7 +59,7 @@ class StopRule:
         if self._after is not None and not reached(self._after, **done):
             self._early = True
             return
-        self.last, self.verdict = value, self._broken_floor(value, progress.update)
+        self.last = value
         better = self._best is None or self._sign * (value - self._best) > config.min_delta
         if better and math.isfinite(value):
             self._best, self._best_at, self._waited = value, progress.update, 0
@@ -89,20 +80,6 @@ class StopRule:
             f"early_stop.monitor is {monitor!r}, which {source}.{meant} Metrics: "
             f"{', '.join(sorted(numbers)) or 'none'}."
         )
-
-    def _broken_floor(self, value: float, update: int) -> str:
-        """Return how a value breaks the floor, "" if it does not. A number holds from the value that reaches it on."""
-        config, best = self.config, self._best
-        floor = self._floor
-        if self._share is not None:
-            floor = None if best is None else best - self._sign * self._share * abs(best)
-        below = floor is not None and self._sign * (value - floor) < 0
-        self._reached |= floor is not None and not below
-        if config.floor is None or (math.isfinite(value) and not (below and self._reached)):
-            return ""
-        known = "" if best is None else f"; the best was {best:.5g} at update {self._best_at}"
-        beyond = f"{self._beyond()} early_stop.floor={config.floor}"
-        return f"{config.monitor} is {value:.5g} at update {update}, {beyond}{known}"
 
     def _beyond(self) -> str:
         return "below" if self._sign > 0 else "above"
@@ -125,14 +102,6 @@ class StopRule:
             return f"{config.monitor} has not been a finite number for {span}"
         return f"{config.monitor} has not improved on {self._best:.5g} (update {self._best_at}) for {span}"
 
-    def refuse_end_below_floor(self) -> None:
-        """Raise if the run ends below the floor."""
-        if self.last is not None and self._floor is not None and self._sign * (self.last - self._floor) < 0:
-            raise NegativeVerdict(
-                f"{self.config.monitor} is {self.last:.5g} at the end of the run, {self._beyond()} "
-                f"early_stop.floor={self.config.floor}."
-            )
-
     def why_nothing(self) -> str | None:
         """Return why nothing was compared, where it is not for want of a validation."""
         if self._early:
@@ -142,18 +111,14 @@ class StopRule:
 
     def state_dict(self) -> dict[str, Any]:
         watched = {"monitor": self.config.monitor, "mode": "max" if self._sign > 0 else "min"}
-        reached = {"reached": True} if self._floor is not None and self._reached else {}
         standing = {"best": self._best, "best_at": self._best_at, "waited": self._waited, "last": self.last}
-        return {**watched, **standing, **reached}
+        return {**watched, **standing}
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the state of the rule with the same metric and mode, if there is one."""
-        own = (self.config.monitor, "max" if self._sign > 0 else "min")
-        state = next((state for state in states if (state["monitor"], state["mode"]) == own), None)
-        if state is not None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of the same metric and mode."""
+        if (state.get("monitor"), state.get("mode")) == (self.config.monitor, "max" if self._sign > 0 else "min"):
             self._best, self._best_at = state["best"], state["best_at"]
             self._waited, self.last = state["waited"], state["last"]
-            self._reached |= state.get("reached", False)
 
 
 def check_monitor(monitor: str) -> None:
@@ -167,25 +132,9 @@ def check_monitor(monitor: str) -> None:
         )
 
 
-def floor_of(floor: float | str | None) -> tuple[float | None, float | None]:
-    """Return the option `floor` as (a number, None) or (None, a share of the best)."""
-    if floor is None:
-        return None, None
-    text = str(floor).strip()
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = math.nan
-    share = text.endswith("%")
-    if not math.isfinite(value) or (share and value <= 0):
-        raise RecipeError(f"early_stop.floor is {floor!r}; it must be a number, or a share of the best such as 20%.")
-    return (None, value / 100) if share else (value, None)
-
-
 def sign(monitor: str, mode: str | None) -> float:
     """Return 1.0 if a larger value is better, else -1.0; refuse to guess for names such as accuracy."""
-    words = re.split(r"[^a-z0-9]+", monitor.rsplit("/", 1)[-1].lower())
-    if mode is None and not MORE_IS_BETTER.isdisjoint(words) and LESS_IS_BETTER.isdisjoint(words):
+    if mode is None and mode_of(monitor) == "max":
         raise RecipeError(
             f"early_stop.monitor is {monitor!r}, where larger seems better, but early_stop.mode is not set. "
             "Write early_stop.mode=max, or early_stop.mode=min if smaller is better."
