@@ -55,7 +55,7 @@ LEVERS: dict[str, dict[str, dict[str, Any]]] = {
     "bf16+max-autotune": {"amp": {"dtype": "bf16"}, "compile": {"mode": "max-autotune"}},
     "remat": {"remat": {"modules": "Block"}},
     "remat-every-2": {"remat": {"modules": "Block", "every": 2}},
-    "remat-half": {"remat": {"modules": "Block", "budget": 0.5}},
+    "remat-half": {"remat": {"modules": "Block", "every": 2}},
     "bf16+remat": {"amp": {"dtype": "bf16"}, "remat": {"modules": "Block"}},
     "accumulate-4": {"accumulate": {"window": 4}},
     "clip": {"clip": {"max_norm": 1.0}},

@@ -14,23 +14,6 @@ HEADS = ("val", "test", "train")
 LESS = {"loss", "error", "err", "nll", "perplexity", "ppl", "bpc", "mse", "mae", "rmse", "wer", "cer", "fid", "entropy"}
 MORE = {"accuracy", "acc", "f1", "ap", "map", "auc", "auroc", "precision", "recall", "iou", "miou", "dice", "r2"}
 MORE |= {"bleu", "rouge", "score"}
-    "accuracy",
-    "acc",
-    "ap",
-    "map",
-    "miou",
-    "f1",
-    "auc",
-    "auroc",
-    "precision",
-    "recall",
-    "iou",
-    "dice",
-    "r2",
-    "bleu",
-    "rouge",
-    "score",
-}
 
 
 def mode_of(name: str) -> Mode | None:

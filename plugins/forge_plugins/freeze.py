@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 import forge
@@ -35,15 +34,14 @@ class Freeze(forge.Plugin):
     `thaw` sets when frozen parts begin to train: one moment for all, or moments by pattern, for gradual unfreezing from
     the top. A parameter that matches several patterns thaws at the earliest of their moments; one that matches none
     stays frozen. Parameters to be thawed must be in an optimizer from the start: pass it all of `self.parameters()`;
-    parameters without a gradient are skipped. The learning rate at the thaw is the schedule's at that update; with
-    `warmup` that of the thawed parameters rises to it from 0, over so many updates.
+    parameters without a gradient are skipped. The learning rate at the thaw is the schedule's at that update.
 
     It acts in `fit` only, and restores the task's flags at the end. Thawed parameters are saved with the run, so a
     resume is exact; `thaw` may be changed for parts that are still frozen.
 
     ::
 
-        forge fit quickstart -p freeze freeze.modules=net.1 freeze.thaw='2 epochs' freeze.warmup=20
+        forge fit quickstart -p freeze freeze.modules=net.1 freeze.thaw='2 epochs'
         forge fit quickstart -p freeze freeze.modules='net.*' freeze.keep='net.7.*'
         forge fit quickstart -p freeze "freeze.modules='*.bias'" "freeze.thaw={net.7: 1 epoch, net.4: 2 epochs}"
     """
@@ -56,8 +54,6 @@ class Freeze(forge.Plugin):
         "Patterns of modules or parameters that stay trained."
         thaw: str | dict[str, str] | None = None
         "When to thaw: '3 epochs', '500 updates', or moments by pattern; null: never."
-        warmup: int = 0
-        "Updates over which the learning rate of thawed parameters rises to the schedule's."
         norm: bool = True
         "Keep frozen BatchNorm, and other modules with running statistics, in evaluation mode."
 
@@ -71,10 +67,6 @@ class Freeze(forge.Plugin):
             raise RecipeError("freeze.modules is empty, so nothing is frozen. Name some, such as backbone.*.")
         thaw = {"*": config.thaw} if isinstance(config.thaw, str) else config.thaw or {}
         self._thaw = {pattern: moment(text, "freeze.thaw") for pattern, text in thaw.items()}
-        if config.warmup < 0:
-            raise RecipeError(f"freeze.warmup is {config.warmup}; it must be at least 0.")
-        if not config.warmup:
-            self.forge_optimizer_step = None  # pyright: ignore[reportAttributeAccessIssue]
         if not self._thaw and not config.norm:
             self.forge_step_end = None  # pyright: ignore[reportAttributeAccessIssue]
         self._begin()
@@ -84,8 +76,6 @@ class Freeze(forge.Plugin):
         self._chosen: dict[str, list[forge.Interval]] = {}
         "Parameters and norms changed in the task, by name, with the moments at which they thaw."
         self._thawed: set[str] = set()
-        self._warming: dict[str, int] = {}
-        "Thawed parameters whose rate still rises, by name, with the number of updates at their thaw."
         self._ahead: list[forge.Interval] = []
         "Moments not reached yet."
         self._frozen_norms: list[nn.Module] = []
@@ -123,29 +113,6 @@ class Freeze(forge.Plugin):
             come = [at for at in self._ahead if reached(at, updates=step.index + 1, epochs=epochs, samples=samples)]
             if come:
                 self._thaw_now(come, step)
-
-    def due(self, step: forge.Step) -> bool:
-        return bool(self._warming)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_optimizer_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        rising = self._rising(step) if self._warming else []
-        before = [parameter.detach().clone() for parameter, _ in rising]
-        result = yield
-        with torch.no_grad():
-            for (parameter, factor), old in zip(rising, before, strict=True):
-                parameter.copy_(old.lerp(parameter, factor))  # an update is in proportion to the rate
-        return result
-
-    def _rising(self, step: forge.Step) -> list[tuple[nn.Parameter, float]]:
-        """Return the parameters of this update whose rate still rises, with the share of it that they get."""
-        ours, length = {id(parameter) for parameter in step.parameters()}, self.config.warmup
-        self._warming = {name: at for name, at in self._warming.items() if step.index - at + 1 < length}
-        return [
-            (parameter, (step.index - self._warming[name] + 1) / length)
-            for name, parameter in step.trainer.task.named_parameters()
-            if name in self._warming and id(parameter) in ours
-        ]
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
@@ -246,8 +213,6 @@ class Freeze(forge.Plugin):
             self._frozen_norms = self._norms(step.trainer.task)
             for module in self._frozen_norms:
                 module.training = False
-            if self.config.warmup > 1:
-                self._warming |= dict.fromkeys(thawed, step.index + 1)
             many, values = counted(len(thawed), "parameter"), sum(each.numel() for each in thawed.values())
             text = "freeze: thawed %s after update %d, %s values: %s."
             logger.info(text, many, step.index + 1, f"{values:,}", listed(thawed))
@@ -286,8 +251,7 @@ class Freeze(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        warming = {"warming": dict(self._warming)} if self._warming else {}
-        return {"frozen": sorted(self._chosen), "thawed": sorted(self._thawed), **warming}
+        return {"frozen": sorted(self._chosen), "thawed": sorted(self._thawed)}
 
     @forge.hookimpl
     def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
@@ -301,7 +265,6 @@ class Freeze(forge.Plugin):
             )
         switch(trainer.task, then - self._chosen.keys(), on=True)
         self._thawed = self._chosen.keys() & set(state["thawed"])
-        self._warming = {name: at for name, at in state.get("warming", {}).items() if name in self._thawed}
         self._apply(trainer.task)
 
 

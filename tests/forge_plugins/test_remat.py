@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +18,8 @@ import forge
 from forge.errors import RecipeError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Remat
-from forge_plugins.remat.budget import Meter
 from tests.support import reference
-from tests.support.profiles import covering, few, some
+from tests.support.profiles import covering, few
 
 WIDTH = 16
 
@@ -114,7 +111,7 @@ def kept_bytes(plugins: list[forge.Plugin], task: forge.TaskModule | None = None
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    covering([Deep, Autocast], [{}, {"every": 2}, {"modules": "Block"}, {"modules": "blocks.[12]"}, {"budget": 0.5}]),
+    covering([Deep, Autocast], [{}, {"every": 2}, {"modules": "Block"}, {"modules": "blocks.[12]"}]),
 )
 def test_weights_and_buffers_are_bit_for_bit_those_without_it(kind: type[Deep], options: dict[str, Any]) -> None:
     plain, again = deep(kind), deep(kind)
@@ -208,46 +205,6 @@ def test_less_is_kept_for_backward() -> None:
     assert everything - nothing > 4 * 4 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("budget", some([0.9, 0.6, 0.35], quick=1))
-def test_a_budget_takes_as_few_blocks_as_it_needs(budget: float, caplog: pytest.LogCaptureFixture) -> None:
-    task = deep(blocks=6)
-    batch = tiny_batches([64])
-    with caplog.at_level(logging.INFO):
-        taken = forwards([Remat(budget=budget)], task, train=batch)
-    meter = Meter(task, dict(task.blocks.named_children()))
-    with meter.measuring():
-        task.training_step(batch[0])
-    whole = meter.kept()
-    assert meter.kept(name.removeprefix("blocks.") for name in taken) <= budget * whole
-    assert meter.kept(name.removeprefix("blocks.") for name in taken[1:]) > budget * whole
-    assert f"remat computes {len(taken)} of 6 blocks (Block) again" in caplog.text
-
-
-def test_the_measured_bytes_are_those_that_autograd_keeps() -> None:
-    task, batch = deep(), tiny_batches([64])[0]
-    meter = Meter(task, dict(task.blocks.named_children()))
-    kept: dict[int, int] = {}
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*task.parameters(), *task.buffers()]}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.random.fork_rng(devices=[]), meter.measuring():
-        task.training_step(batch)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = task.training_step(batch)["loss"]
-    assert meter.kept() == sum(kept.values())
-    del loss
-
-
-def test_a_budget_that_cannot_be_met_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    taken = forwards([Remat(budget="1 kB")], deep(), train=tiny_batches([64]))
-    assert taken == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    assert "remat.budget=1 kB cannot be met" in caplog.text
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Which blocks
 
@@ -336,9 +293,6 @@ def test_a_pattern_without_a_match_is_refused() -> None:
     [
         ({"every": 0}, r"remat\.every is 0; it must be at least 1"),
         ({"modules": []}, r"remat\.modules is an empty list"),
-        ({"budget": 1.5}, r"remat\.budget is 1\.5; a share is between 0 and 1\. For a size write '2 GB'"),
-        ({"budget": "half"}, r"remat\.budget is 'half'; write a share"),
-        ({"budget": 0.5, "every": 2}, r"remat\.every and remat\.budget both"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -371,21 +325,3 @@ def test_evaluation_runs_the_blocks_as_they_are(monkeypatch: pytest.MonkeyPatch)
 
     result = fit_tiny([Remat(), from_now_on], task=deep(), max_updates=1, validate_every="1 updates")[1]
     assert "val/loss" in result.metrics
-
-
-def test_measuring_leaves_rng_buffers_and_gradients_alone() -> None:
-    plain, again = deep(), deep()
-    drawn: list[tuple[float, float]] = []
-
-    class Draws(forge.Plugin):
-        @forge.hookimpl(wrapper=True)
-        def forge_prepare_batch(self) -> Any:
-            batch = yield
-            drawn.append((random.random(), float(torch.rand(()))))
-            return batch
-
-    fit_tiny([Draws()], task=plain, max_updates=2, validate_every=None)
-    first, drawn = drawn, []
-    fit_tiny([Remat(budget=0.5), Draws()], task=again, max_updates=2, validate_every=None)
-    assert drawn == [first[0], *first]  # the measurement draws what the first batch draws again
-    assert_same_weights(again, plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,9 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge.util.blocks import repeated
 from forge.util.patterns import MANY, as_list, chosen, listed
-from forge.util.text import format_bytes
 from forge_plugins.remat.block import install, remove
-from forge_plugins.remat.budget import Meter, size_in_bytes
 
 logger = logging.getLogger("forge")
 
@@ -36,11 +33,10 @@ class Remat(forge.Plugin):
     `modules` names the blocks, by class (`TransformerBlock`) or by name (`encoder.layers.*`); a list such as
     `encoder.layers` stands for its members. By default the repeated blocks are chosen: modules of one class, with
     layers in them, in one ModuleList or Sequential. `every=2` takes every second block: half the saving for half the
-    work. `budget` takes as few blocks as needed to keep activations within a share (0.5) of their size, or within a
-    size (`2 GB`); it is measured on the first batch. For a plain chain of N layers without blocks the usual choice is
-    √N segments of √N layers: group them into nn.Sequential and name those.
+    work. For a plain chain of N layers without blocks the usual choice is √N segments of √N layers: group them into
+    nn.Sequential and name those.
 
-    What you see: the log names the blocks, and with `budget` the measurement.
+    What you see: the log names the blocks.
 
     Together with: `compile` works, and sees the same blocks. Evaluation is not affected. At the end of a run the task's
     own forwards are restored; names in checkpoints do not change.
@@ -48,7 +44,7 @@ class Remat(forge.Plugin):
     ::
 
         forge fit quickstart -p remat remat.modules=net
-        forge fit quickstart -p remat remat.modules='net.*' remat.budget=0.7
+        forge fit quickstart -p remat remat.modules='net.*' remat.every=2
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -57,8 +53,6 @@ class Remat(forge.Plugin):
         "Which blocks: classes or patterns of module names; null: the repeated blocks of the task."
         every: int = 1
         "Take every k-th block."
-        budget: float | str | None = None
-        "Take as few blocks as keep activations within a share (0.5) or a size (2 GB); null: all."
 
     config: Config
     provides = ("activation_checkpointing",)
@@ -71,19 +65,14 @@ class Remat(forge.Plugin):
             raise RecipeError(f"remat.every is {config.every}; it must be at least 1.")
         if config.modules is not None and not as_list(config.modules):
             raise RecipeError("remat.modules is an empty list. Name some blocks, or leave it out to have them found.")
-        self._limit = _limit(config.budget)
-        if self._limit is None:
-            self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
-        elif config.every > 1:
-            raise RecipeError("remat.every and remat.budget both say how many blocks to take. Set one of them.")
         self._begin()
 
     @classmethod
     def for_plan(cls, given: Mapping[str, Any], task: nn.Module | None) -> Mapping[str, Any] | str:
-        """A budget is met by measuring, so every block is planned as recomputed."""
+        """A task without repeated blocks needs the names of some."""
         if not given and task is not None and not repeated(task):
             return "The task has no repeated blocks for {name}; to plan with it: -p {name} {name}.modules=NAME."
-        return {key: value for key, value in given.items() if key != "budget"}
+        return given
 
     def _begin(self) -> None:
         """Reset the state of one run."""
@@ -91,7 +80,6 @@ class Remat(forge.Plugin):
         "Blocks that may be recomputed."
         self._installed: dict[str, Any] = {}
         "Blocks that are recomputed, with the forward that was in their `__dict__`."
-        self._measured: set[str | None] = set()
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -111,61 +99,16 @@ class Remat(forge.Plugin):
                 type(task).__name__,
                 _example(task),
             )
-        elif self._limit is None:
+        else:
             names = list(self._blocks)[:: self.config.every]
             self._install(names)
             logger.info("remat computes %s again in backward: %s.", self._counted(names), listed(names, MANY))
-
-    @forge.hookimpl(wrapper=True)
-    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """With a budget only: measure the first batch of each optimizer."""
-        if step.name not in self._measured:
-            self._measured.add(step.name)
-            if self._blocks:
-                self._fit_budget(step)
-        return (yield)
 
     @forge.hookimpl
     def forge_end(self) -> None:
         for name, own in self._installed.items():
             remove(self._blocks[name], own)
         self._begin()
-
-    # -- the budget ---------------------------------------------------------------------------------------------------
-
-    def _fit_budget(self, step: forge.Step) -> None:
-        assert self._limit is not None
-        meter = self._measure(step)
-        before = meter.kept()
-        limit = self._limit if isinstance(self._limit, int) else self._limit * before
-        picked = meter.choose(limit, self._installed)
-        self._install([name for name in picked if name not in self._installed])
-        after = meter.kept(picked)
-        turn = "" if step.name is None else f" of {step.name}"
-        share = f"{format_bytes(after)} of {format_bytes(before)} ({after / max(before, 1):.0%})"
-        kept = f"activations{turn} kept: {share}, by the first batch"
-        again = f"{self._counted(picked)} again in backward: {listed(picked, MANY)}" if picked else "nothing again"
-        logger.info("remat computes %s; %s.", again, kept)
-        if after > limit:
-            text = "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of "
-            text += "the blocks, or is their input. Name larger blocks, or reduce the batch size."
-            logger.warning(text, self.config.budget, format_bytes(after), turn)
-
-    def _measure(self, step: forge.Step) -> Meter:
-        """Measure one forward of the first batch without recomputation and without side effects."""
-        trainer, installed = step.trainer, dict(self._installed)
-        meter = Meter(trainer.task, self._blocks)
-        for name, own in installed.items():
-            remove(self._blocks[name], own)
-        try:
-            with without_side_effects(trainer), uncompiled():
-                batch = trainer.hooks.forge_prepare_batch(step, step.window[0])
-                with meter.measuring():
-                    output = trainer.hooks.forge_forward(step, batch)
-                del output
-        finally:
-            self._install(installed)
-        return meter
 
     def _counted(self, names: list[str]) -> str:
         """ "8 blocks (Block)", "4 of 8 blocks (Block, Attention)"."""
@@ -182,15 +125,3 @@ class Remat(forge.Plugin):
 def _example(task: nn.Module) -> str:
     children = [name for name, child in task.named_children() if next(child.parameters(), None) is not None]
     return children[0] if children else type(task).__name__
-
-
-def _limit(budget: float | str | None) -> int | float | None:
-    """Return a share as a float, a size as an int."""
-    if isinstance(budget, str):
-        size = size_in_bytes(budget)
-        if size is None:
-            raise RecipeError(f"remat.budget is {budget!r}; write a share, as in 0.5, or a size, as in '2 GB'.")
-        return size
-    if budget is not None and not 0 <= budget <= 1:
-        raise RecipeError(f"remat.budget is {budget:g}; a share is between 0 and 1. For a size write '2 GB'.")
-    return budget
