@@ -10,13 +10,12 @@ A task has a metric as an attribute, updates it in a step, and may return it::
         self.accuracy.update(logits, y)
         return {"loss": loss, "accuracy": self.accuracy}
 
-forge does not import torchmetrics: it recognises its classes by name. In a step, this code runs only if a metric is
-returned.
+It recognises torchmetrics' classes by name, and imports it only where ranks gather, which is torchmetrics' own work. In
+a step, this code runs only if a metric is returned.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,7 +91,9 @@ class TaskMetrics:
         chosen = {path: m for path, m in self.metrics.items() if not named or self._is_named(path, m)}
         if env is not None:
             self._take_states(env)
-        updated = self._agreed(env, chosen) if env is not None else [_is_updated(each) for each in chosen.values()]
+        updated = (
+            self._agreed(env, chosen) if env is not None and chosen else [_is_updated(each) for each in chosen.values()]
+        )
         values: dict[str, Any] = {}
         for (path, metric), is_updated in zip(chosen.items(), updated, strict=True):
             if is_updated:
@@ -121,35 +122,18 @@ class TaskMetrics:
             )
 
     def _agreed(self, env: Env, chosen: Mapping[str, Any]) -> list[int]:
-        """Return whether each metric was updated on any rank, and make list states gatherable: torchmetrics gathers
-        entry by entry, so every rank needs as many."""
-        if not chosen:
-            return []
-        own = [(int(_is_updated(metric)), _digest(metric)) for metric in chosen.values()]
-        numbers = env.all_max([number for updated, digest in own for number in (updated, digest, -digest)])
-        for (path, metric), largest, negated in zip(chosen.items(), numbers[1::3], numbers[2::3], strict=True):
-            if largest != -negated:
-                self._align_lists(env, path, metric)
-        return numbers[::3]
-
-    def _align_lists(self, env: Env, path: str, metric: Any) -> None:
-        """Give a rank without entries an empty one of another rank's dtype and shape."""
-        lists = _lists(metric)
-        by_rank = env.gather([_described(entries) for _, _, entries in lists])
-        for (inner, name, entries), described in zip(lists, zip(*by_rank, strict=True), strict=True):
-            counts = [count for count, _, _ in described]
-            if _is_joined(inner, name):
-                kinds = [(dtype, shape) for count, dtype, shape in described if count]
-                if kinds and not entries:
-                    dtype, shape = kinds[0]
-                    entries.append(torch.empty((0, *shape[1:]), dtype=getattr(torch, dtype), device=inner.device))
-                entries[:] = [entry.reshape(1) if entry.ndim == 0 else entry for entry in entries]
-            elif len(set(counts)) > 1:
+        """Return whether each metric was updated on any rank. Refuse lists that torchmetrics cannot gather: entry by
+        entry, and the ranks have other numbers of them."""
+        own = [(int(_is_updated(metric)), _separate_entries(metric)) for metric in chosen.values()]
+        numbers = env.all_max([number for updated, count in own for number in (updated, count, -count)])
+        for (path, metric), most, least in zip(chosen.items(), numbers[1::3], numbers[2::3], strict=True):
+            if most != -least:
                 raise TaskError(
-                    f"{self.task}.{path}: {type(inner).__name__} keeps {name!r} as a list whose entries are not joined "
-                    f"into one, and the ranks have {', '.join(map(str, counts))} of them, so they cannot be gathered. "
-                    "Drop the last, uneven batch (drop_last=True), or evaluate in one process."
+                    f"{self.task}.{path}: {type(metric).__name__} keeps lists whose entries are not joined into one, "
+                    f"and the ranks have {-least} to {most} of them, so they cannot be gathered. Drop the last, uneven "
+                    "batch (drop_last=True), or evaluate in one process."
                 )
+        return numbers[::3]
 
     @property
     def is_updated(self) -> bool:
@@ -334,36 +318,36 @@ def _remembered(metric: Any) -> dict[str, Tensor]:
     return {name: value for name, value in vars(metric).items() if isinstance(value, Tensor) and name[0] != "_"}
 
 
-def _lists(metric: Any) -> list[tuple[Any, str, list[Any]]]:
-    """Return (metric, name, entries) of every list state that is gathered from all ranks."""
-    _members(metric)  # makes the metrics of a collection that share their states refer to the same lists
-    return [
-        (inner, name, value)
+def _separate_entries(metric: Any) -> int:
+    """Return the number of entries in lists that are gathered one by one."""
+    return sum(
+        len(value)
         for inner in _inner(metric)
         if inner.sync_on_compute and not _is_wrapper(inner)
         for name, value in inner.metric_state.items()
-        if isinstance(value, list)
-    ]
+        if isinstance(value, list) and getattr(inner._reductions[name], "__name__", "") != "dim_zero_cat"
+    )
 
 
-def _is_joined(metric: Any, name: str) -> bool:
-    """Whether a list's entries are joined into one tensor before they are gathered."""
-    return getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat"
+def _gather_over(env: Env) -> Callable[..., list[Tensor]]:
+    """Return what torchmetrics gathers a state with: its own way, where a rank without entries has an empty tensor.
 
+    torchmetrics gives such a rank numbers in one dimension, whatever the others have.
+    """
 
-def _described(entries: list[Any]) -> tuple[int, str, tuple[int, ...]]:
-    """Return (number of entries, dtype, shape of the first)."""
-    first = entries[0] if entries and isinstance(entries[0], Tensor) else torch.empty(0)
-    return len(entries), str(first.dtype).removeprefix("torch."), tuple(first.shape)
+    def gather(own: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import gather_all_tensors
 
+        kinds = env.gather((str(own.dtype).removeprefix("torch."), tuple(own.shape), own.numel()))
+        filled = [(dtype, shape) for dtype, shape, count in kinds if count]
+        if filled and not own.numel():
+            dtype, shape = filled[0]
+            own = torch.empty((0, *shape[1:]), dtype=getattr(torch, dtype), device=own.device)
+        if any(shape for _, shape, _ in kinds) and own.ndim == 0:  # one number, where another rank has several
+            own = own.reshape(1)
+        return gather_all_tensors(own, group)
 
-def _digest(metric: Any) -> int:
-    """Return a checksum that is equal on two ranks whose lists can be gathered unchanged."""
-    kinds = [
-        (bool(entries), len(entries) == 1 and entries[0].ndim == 0) if _is_joined(inner, name) else len(entries)
-        for inner, name, entries in _lists(metric)
-    ]
-    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7]) if kinds else 0
+    return gather
 
 
 def _listed(value: Any) -> Any:
@@ -385,16 +369,22 @@ def _over_data_ranks(env: Env | None, metric: Any) -> Iterator[None]:
     """Let torchmetrics compute over one rank of each model: ranks that hold one model together have the same data. A
     rank without a batch is no mistake."""
     inner = list(_inner(metric))
-    groups = [m.process_group for m in inner]
+    before = [(m.process_group, m.dist_sync_fn) for m in inner]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
         try:
             for m in inner:
                 m.process_group = m.process_group if m.process_group is not None else _data_group(env)
+                if (
+                    env is not None
+                    and m.dist_sync_fn is None
+                    and any(isinstance(v, list) for v in m._defaults.values())
+                ):
+                    m.dist_sync_fn = _gather_over(env)
             yield
         finally:
-            for m, group in zip(inner, groups, strict=True):
-                m.process_group = group
+            for m, (group, gather) in zip(inner, before, strict=True):
+                m.process_group, m.dist_sync_fn = group, gather
 
 
 def _data_group(env: Env | None) -> Any:
