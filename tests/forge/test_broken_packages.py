@@ -56,6 +56,7 @@ def test_a_broken_entry_is_one_line_where_it_is_used(value: str, tmp_path: Path)
     done = limited.call(partial(_run_all, folder))
     assert done.returncode == 0, done.stderr
     assert " ".join(done.stderr.split()).count("their-package 1.2") == len(USES)
+    assert "no_such_module" in done.stderr or value != "no module", "the cause is named"
     assert "Traceback" not in done.stderr
 
 

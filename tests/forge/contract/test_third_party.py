@@ -16,36 +16,11 @@ from tests.support import forked
 EXAMPLE = REPO / "plugins" / "example-lookahead"
 PORTED = REPO / "plugins" / "example-image-sampler"
 
-INFO = "forge_example_broken-1.2.3.dist-info"
-BROKEN = {
-    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: forge-example-broken\nVersion: 1.2.3\n",
-    f"{INFO}/entry_points.txt": "[forge.plugins]\nbroken = forge_broken:Broken\n",
-    "forge_broken/__init__.py": """
-import a_package_that_nobody_has
-import forge
-
-
-class Broken(forge.Plugin):
-    '''Would do wonders if it could be imported.'''
-""",
-}
-"""The files of an installed package."""
-
 
 @pytest.fixture(scope="session")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the example package was installed into."""
     return install(EXAMPLE, tmp_path_factory.mktemp("example"))
-
-
-@pytest.fixture(scope="session")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a package with a failing import was installed into."""
-    folder = tmp_path_factory.mktemp("broken")
-    for name, text in BROKEN.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
 
 
 def install(source: Path, target: Path) -> Path:
@@ -54,27 +29,6 @@ def install(source: Path, target: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A good one
-
-
-def test_forge_does_not_know_the_example() -> None:
-    folders = [REPO / "forge", REPO / "plugins" / "forge_plugins", REPO / "recipes"]
-    files = [
-        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".yaml", ".tmpl", ".toml")
-    ]
-    assert files
-    texts = [path.read_text().lower() for path in [*files, REPO / "pyproject.toml"]]
-    assert not [text for text in texts if "lookahead" in text or "image_sampler" in text]
-
-
-@pytest.mark.slow
-def test_it_is_not_there_until_it_is_installed(run_forge: Run) -> None:
-    done = run_forge("plugins")
-    assert done.returncode == 0, done.stderr
-    assert "lookahead" not in done.stdout
 
 
 def test_an_installed_plugin_is_listed_with_its_package(example: Path, run_forge: Run) -> None:
@@ -109,14 +63,6 @@ def test_its_recipe_trains(example: Path, run_forge: Run, empty_folder: Path) ->
     (plugin,) = (plugin for plugin in stack if plugin["name"] == "lookahead")
     assert (plugin["class"], plugin["options"]) == ("Lookahead", {"every": 3, "alpha": 0.5})
     assert "lookahead/distance" in (run / "metrics.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_it_can_be_added_to_any_recipe_by_name(example: Path, run_forge: Run, empty_folder: Path) -> None:
-    done = run_forge("fit", "quickstart", "-p", "lookahead", "trainer.max_updates=10", paths=[example])
-    assert done.returncode == 0, done.stderr
-    (run,) = empty_folder.glob("runs/quickstart/*")
-    assert "lookahead" in (run / "card.md").read_text()
 
 
 def test_its_options_are_checked_like_a_built_ins(example: Path, run_forge: Run) -> None:
@@ -161,33 +107,3 @@ def test_a_callback_that_was_ported_draws_pictures_in_a_run(run_forge: Run, empt
     assert done.returncode == 0, done.stderr
     (run,) = empty_folder.glob("runs/gan_digits/*")
     assert any(b"samples" in path.read_bytes() for path in run.glob("tensorboard/*"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A broken one
-
-
-@pytest.mark.slow
-def test_a_broken_package_is_listed_and_breaks_nothing(broken: Path, run_forge: Run) -> None:
-    done = run_forge("plugins", paths=[broken])
-    assert done.returncode == 0, done.stderr
-    assert "broken" in done.stdout
-    assert "clip" in done.stdout
-
-
-@pytest.mark.slow
-def test_training_without_the_broken_plugin_goes_on(broken: Path, run_forge: Run) -> None:
-    done = run_forge("fit", "quickstart", "trainer.max_updates=2", paths=[broken])
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("command", [["plugins", "broken"], ["fit", "quickstart", "-p", "broken"]], ids=" ".join)
-def test_naming_the_broken_plugin_says_which_package_is_broken(
-    command: list[str], broken: Path, run_forge: Run
-) -> None:
-    done = run_forge(*command, paths=[broken])
-    assert done.returncode == 2
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "forge-example-broken 1.2.3" in said
-    assert "a_package_that_nobody_has" in said
-    assert "Traceback" not in said
