@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from forge import Trainer, load_recipe
+import forge
 from forge_recipes.fashion_mlp import FashionMLP
 from forge_recipes.fashion_mnist import fashion_mnist
 
@@ -26,8 +26,8 @@ def main() -> None:
     start = time.perf_counter()
     torch.manual_seed(options.seed)  # initial weights
 
-    recipe = load_recipe("fashion_mlp", [f"trainer.seed={options.seed}", f"trainer.max_epochs={options.epochs}"])
-    trainer = Trainer(recipe=recipe, run_dir=options.run_dir, device="cpu")
+    recipe = forge.recipe("fashion_mlp", [f"trainer.seed={options.seed}", f"trainer.max_epochs={options.epochs}"])
+    trainer = forge.Trainer(recipe=recipe, run_dir=options.run_dir, device="cpu")
     data = fashion_mnist(root=options.data)
     result = trainer.fit(FashionMLP(fused=options.fused), data.train, data.val)
 

@@ -27,7 +27,7 @@ MODULES = [
 ]
 FIRST = [
     *("Trainer", "Run", "TaskModule", "FitResult", "Step", "Interval"),
-    *("Plugin", "hookimpl", "on", "load_recipe", "load_weights"),
+    *("Plugin", "hookimpl", "on", "recipe", "load_weights"),
 ]
 """Names that come first, in this order; the others follow by name."""
 ELSEWHERE = {"hookimpl": "Mark a method of a plugin as the implementation of the hook of that name: [hooks](hooks.md)."}

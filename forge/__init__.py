@@ -22,7 +22,7 @@ from forge.version import __version__ as __version__
 if TYPE_CHECKING:
     from forge import data, testing, tuning
     from forge.checkpoint import load_weights
-    from forge.config import load_recipe
+    from forge.config.recipe import recipe
     from forge.contract.frozen import adapter, frozen
     from forge.contract.hooks import hookimpl
     from forge.contract.plugin import Plugin, on
@@ -75,10 +75,10 @@ _HOME = {
     "frozen": "forge.contract.frozen",
     "hookimpl": "forge.contract.hooks",
     "load": "forge.runs.trained_task",
-    "load_recipe": "forge.config",
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
     "positions": "forge.distributed.positions",
+    "recipe": "forge.config.recipe",
     "seed": "forge.rng",
 }
 
@@ -110,10 +110,10 @@ __all__ = [
     "frozen",
     "hookimpl",
     "load",
-    "load_recipe",
     "load_weights",
     "on",
     "positions",
+    "recipe",
     "seed",
     "testing",
     "tuning",

@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from forge.cli import ranks, target
-from forge.config.recipe import read_recipe
 from forge.errors import ForgeError, NegativeVerdict
 from forge.runs.folder import is_group
 from forge.util import show
@@ -57,7 +56,7 @@ def run(args: Namespace) -> int:
     runs = members(parse_seeds(args.seeds), args.folds) if asked else RunGroup(args.run_dir).members
     if not runs:
         raise ForgeError(f"{args.run_dir} names no runs: add --seeds or --folds.")
-    recipe = target.load(args, loader=read_recipe)
+    recipe = target.read(args)
     repeat.check_members(recipe, runs)
     first = [*args.overrides, *repeat.as_overrides(next(iter(runs.values())))]
     target.load(Namespace(**{**vars(args), "overrides": first}), to_train=True)  # refuses what no run could use

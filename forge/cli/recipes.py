@@ -10,7 +10,8 @@ from typing import Any
 from rich.syntax import Syntax
 
 from forge.config import Recipe, list_recipes, read_recipe
-from forge.config.files import locate, omegaconf
+from forge.config.files import locate
+from forge.config.guard import omegaconf
 from forge.errors import ForgeError
 from forge.util import show
 
@@ -88,7 +89,7 @@ def annotated(recipe: Recipe) -> str:
 
 
 def _lines(values: Mapping[str, Any], origin: Mapping[str, str], parent: str = "") -> Iterator[tuple[str, str]]:
-    conf = omegaconf().OmegaConf
+    conf = omegaconf()
     indent = "  " * (parent.count(".") + 1 if parent else 0)
     for key, value in values.items():
         name = f"{parent}.{key}" if parent else str(key)

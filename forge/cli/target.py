@@ -11,14 +11,13 @@ import sysconfig
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forge.config import Recipe, list_recipes, load_recipe
+from forge.config import Recipe, list_recipes, read_recipe
 from forge.config.recipe import DEFAULT
 from forge.config.schema import options_of
 from forge.config.trainer_defaults import Settings
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from forge.data import Splits
     from forge.engine.trainer import Trainer
 
-ALLOCATION = "allocation"
-"""What a strategy provides that allocates the weights itself: the task is built on `meta`."""
 EPOCHS = 10
 """Length of a fit on a task from a file, unless its recipe or the command line sets one."""
 
@@ -106,8 +103,13 @@ def load_seeded(args: Namespace) -> Recipe:
     return recipe.with_trainer({"seed": 0}) if recipe.trainer.get("seed") is None else recipe
 
 
-def load(args: Namespace, to_train: bool = False, loader: Callable[..., Recipe] = load_recipe) -> Recipe:
-    """Load the recipe that the arguments describe, with the user's own task and data in it."""
+def load(args: Namespace, to_train: bool = False) -> Recipe:
+    """Load the recipe that the arguments describe, with the user's own task and data in it, and check it."""
+    return read(args, to_train).checked()
+
+
+def read(args: Namespace, to_train: bool = False) -> Recipe:
+    """Like `load`, unchecked and without defaults."""
     add = [name for name in args.plugins if not name.startswith("no:")]
     remove = [name.removeprefix("no:") for name in args.plugins if name.startswith("no:")]
     name, stack, task, data = args.target, args.recipe, None, None
@@ -122,26 +124,21 @@ def load(args: Namespace, to_train: bool = False, loader: Callable[..., Recipe] 
         if not _is_python(args.data):
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
         data = function(args.data)
-    recipe = loader(name, args.overrides, add, remove, stack=stack, task=task, data=data)
+    recipe = read_recipe(name, args.overrides, add, remove, stack=stack, task=task, data=data)
     if to_train and task is not None and not {"max_epochs", "max_updates", "max_time"} & recipe.trainer.keys():
         overrides = [*args.overrides, f"trainer.max_epochs={EPOCHS}"]
-        recipe = loader(name, overrides, add, remove, stack=stack, task=task, data=data)
+        recipe = read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data)
         recipe.origin["trainer.max_epochs"] = DEFAULT
     return recipe
 
 
 def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, TaskModule, Splits]:
     """Build the Trainer, which sets the seed, then the task and the data."""
-    import torch
-
     from forge.engine.trainer import Trainer
 
     given: dict[str, Any] = {} if run_dir is None else {"run_dir": run_dir}
     trainer = Trainer(recipe=recipe, **given)
-    allocates = any(ALLOCATION in plugin.provides for plugin in trainer.stack)
-    with torch.device("meta") if allocates else nullcontext():
-        task = recipe.make_task()
-    return trainer, task, recipe.make_data(task)
+    return trainer, *trainer.build()
 
 
 def name_of(recipe: Recipe) -> str:

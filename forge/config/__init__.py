@@ -11,12 +11,13 @@
       two: null                                # null removes
       one@other: {option: 2.0}                 # the part after the @ labels a second instance
 
-Every value has an origin: a file and line, the command line, or a default. A recipe passes through four files, in this
-order: `files` (YAML and line numbers), `merge` (layers and overrides), `schema` (types and defaults) and `recipe` (the
-Recipe itself).
+Every value has an origin: a file and line, the command line, Python, or a default. A recipe passes through these files,
+in this order: `files` (finds it and its bases), `guard` (looks at its text, and notes the line of each key), `merge`
+(layers and overrides), `references`, `schema` (types and defaults) and `recipe` (the Recipe itself). Between them
+OmegaConf reads, merges and resolves the values.
 """
 
 from forge.config.files import RecipeFile, list_recipes
-from forge.config.recipe import Recipe, load_recipe, read_recipe
+from forge.config.recipe import Recipe, read_recipe
 
-__all__ = ["Recipe", "RecipeFile", "list_recipes", "load_recipe", "read_recipe"]
+__all__ = ["Recipe", "RecipeFile", "list_recipes", "read_recipe"]

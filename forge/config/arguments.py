@@ -6,12 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from forge import registry
 from forge.config.build import make_plugin, make_plugins
-from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
+from forge.config.recipe import DEFAULT, Given, Recipe, as_recipe
 from forge.config.trainer_defaults import CARRIED, FOLDERS, Settings
 from forge.contract.plugin import Plugin, plugin_options
 from forge.errors import StackError, did_you_mean
@@ -24,7 +23,7 @@ Plugins = Iterable[Plugin | type[Plugin] | str] | Options
 
 
 def resolve(
-    recipe: str | Path | Recipe | None, plugins: Plugins | None, given: Mapping[str, Any]
+    recipe: Given | None, plugins: Plugins | None, given: Mapping[str, Any]
 ) -> tuple[Recipe | None, Settings, list[Plugin]]:
     """Return the recipe, the settings and the plugins of a Trainer.
 
@@ -36,9 +35,9 @@ def resolve(
     own: list[Plugin] | Options | None = None
     if plugins is not None:
         own = cast(Options, plugins) if isinstance(plugins, Mapping) else make_plugins(plugins)
-    if isinstance(recipe, (str, Path)):
+    if recipe is not None and not isinstance(recipe, Recipe):
         replaced = own if isinstance(own, Mapping) else [plugin.name for plugin in own or ()]
-        recipe = load_unbuilt(recipe, frozenset(replaced))
+        recipe = as_recipe(recipe).checked(replaced)
     if recipe is None:
         return None, *_switched(settings, own if isinstance(own, list) else make_plugins(own))
     recipe = recipe.with_trainer({key: value for key, value in given.items() if key not in FOLDERS})

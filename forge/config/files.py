@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from forge import registry
+from forge.config.guard import RecipeGuard
+from forge.config.references import DEEPEST
 from forge.errors import RecipeError, did_you_mean
-from forge.util.budget import Budget
 from forge.util.files import check_name
 
 TOP_LEVEL = ("description", "extends", "task", "data", "trainer", "plugins")
@@ -45,19 +44,10 @@ class SourceFile:
     lines: dict[str, int]
 
     def where(self, key: str) -> str:
-        """Return the file and line of a key; a key from an anchor has its parent's line."""
+        """Return the file and line of a key; one that YAML reads otherwise than it is written has its parent's line."""
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
         return f"{self.path.name}:{self.lines[key]}" if key else self.path.name
-
-
-def omegaconf() -> Any:
-    """Import OmegaConf, or raise an error with the fix."""
-    try:
-        import omegaconf
-    except ImportError as error:
-        raise RecipeError("Recipes need omegaconf: pip install omegaconf, or pass plugins=[...] instead.") from error
-    return omegaconf
 
 
 def locate(name: str | Path, beside: Path | None = None) -> Path:
@@ -80,7 +70,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
 def with_bases(path: Path) -> list[SourceFile]:
     """Return a recipe after all its bases, each once, so that a shared base cannot undo what another base changed."""
     done: dict[Path, SourceFile] = {}
-    budget = Budget(f"{path.name} with its bases")
+    guard = RecipeGuard()
 
     def visit(path: Path, chain: list[Path]) -> None:
         path = path.resolve()
@@ -89,8 +79,11 @@ def with_bases(path: Path) -> list[SourceFile]:
             raise RecipeError(f"Recipes extend each other in a circle: {' -> '.join(names)}. Break it in one of them.")
         if path in done:
             return
-        file = read(path)
-        budget.spend(path.stat().st_size, len(chain))
+        if len(chain) > DEEPEST:
+            raise RecipeError(
+                f"{chain[0].name} extends {path.name} over more than {DEEPEST} recipes. Merge some of them."
+            )
+        file = read(path, guard)
         bases = file.values.pop("extends", None) or []
         for base in [bases] if isinstance(bases, str) else bases:
             visit(locate(base, beside=path), [*chain, path])
@@ -103,19 +96,18 @@ def with_bases(path: Path) -> list[SourceFile]:
     return [*bases, own]
 
 
-def read(path: Path) -> SourceFile:
+def read(path: Path, guard: RecipeGuard | None = None) -> SourceFile:
     """Read one file, unresolved, and check its shape."""
-    from forge.util import strict_yaml
-
-    omegaconf()
-    values, lines = deepcopy(_parsed(path, strict_yaml.read(path)))
-    _settle_optional(values, lines)
-    file = SourceFile(path, values, lines)
-    check_shape(values, file.where)
+    values, lines = (guard or RecipeGuard()).read(path)
+    if not isinstance(values, dict | None):
+        raise RecipeError(f"{path.name}:1 is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
+    file = SourceFile(path, values or {}, lines)
+    settle_optional(file.values, lines)
+    check_shape(file.values, file.where)
     return file
 
 
-def _settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
+def settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
     """Take in the plugins that a recipe writes as `NAME?` where they are installed; leave out the others."""
     plugins = values.get("plugins")
     if not isinstance(plugins, dict) or not any(str(name).endswith("?") for name in plugins):
@@ -129,19 +121,6 @@ def _settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
             settled[plain] = options
             lines[f"plugins.{plain}"] = lines.get(f"plugins.{name}", 0)
     values["plugins"] = settled
-
-
-@lru_cache(maxsize=32)
-def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the values of a recipe and the line of each key; the same text is parsed once."""
-    from forge.util import strict_yaml
-
-    values, root = strict_yaml.compose(text, path.name)
-    if root is None:
-        return {}, {}
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path.name} is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
-    return values, dict(_lines(root))
 
 
 def check_shape(values: Mapping[str, Any], where: Where) -> None:
@@ -177,15 +156,6 @@ def _keys(value: Any, parent: str = "") -> Iterator[str]:
         name = f"{parent}.{key}" if parent else str(key)
         yield name
         yield from _keys(inner, name)
-
-
-def _lines(node: Any, parent: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the line of every key of a YAML mapping, by full key."""
-    for key, value in node.value:
-        name = f"{parent}.{key.value}" if parent else str(key.value)
-        yield name, key.start_mark.line + 1
-        if value.id == "mapping":
-            yield from _lines(value, name)
 
 
 def _installed() -> dict[str, tuple[Path, str]]:

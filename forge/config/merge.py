@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forge import registry
-from forge.config import references
 from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape
+from forge.config.guard import LONGEST, RecipeGuard, omegaconf
+from forge.config.references import DEEPEST, refuse_growth
 from forge.config.schema import Maker, label, options_of
 from forge.errors import RecipeError, did_you_mean
-from forge.util.budget import LONGEST, Budget
 
 COMMAND_LINE = "command line"
 
@@ -29,10 +29,19 @@ class Layers:
             now, then = self.values.get(section, {}).get("name"), layer.get(section, {}).get("name")
             if now and then and now != then:  # options of another task do not apply
                 self.drop(section)
-        for name, given in layer.get("plugins", {}).items():
-            if given is None and name not in self.values.get("plugins", {}):
+        removed = [name for name, given in layer.get("plugins", {}).items() if given is None]
+        for name in removed:
+            if name not in self.values.get("plugins", {}):
                 refuse_unknown_plugin(name, f"{where(f'plugins.{name}')}: plugins.{name} cannot be removed")
-        self._lay(layer, self.values, where, "")
+        for key, value in _all(layer):
+            if isinstance(value, Mapping):
+                self.origin.setdefault(key, where(key))
+            else:
+                self.origin[key] = where(key)
+        conf = omegaconf()
+        self.values = conf.to_container(conf.unsafe_merge(_without_replaced(self.values, layer), layer))
+        for name in removed:
+            self.drop(f"plugins.{name}")
 
     def drop(self, key: str) -> None:
         """Delete a key and everything under it."""
@@ -40,7 +49,9 @@ class Layers:
         holder = self.values
         for parent in parents:
             holder = holder.get(parent, {})
-        self._forget(key, holder.pop(last, None))
+        holder.pop(last, None)
+        for inside in [name for name in self.origin if name == key or name.startswith(f"{key}.")]:
+            del self.origin[inside]
 
     def change_stack(self, add: Sequence[str], remove: Sequence[str]) -> None:
         """Add plugins with their defaults and remove others, by name."""
@@ -60,42 +71,31 @@ class Layers:
     def override(self, overrides: Sequence[str], local: Mapping[str, Maker]) -> None:
         """Merge "key=value" overrides; `name.option=0.5` is short for `plugins.name.option=0.5`."""
         layer: dict[str, Any] = {}
+        guard = RecipeGuard()
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals or not key:
                 raise RecipeError(f"{text!r} is no override: write key=value, as in trainer.max_epochs=3.")
             parts = self._full_key(key, local)
-            Budget(f"{key[:80]} ({COMMAND_LINE})").spend(len(text), len(parts))
+            if len(parts) > DEEPEST:
+                raise RecipeError(f"{key[:80]} ({COMMAND_LINE}) is nested deeper than {DEEPEST} levels. Nest less.")
             holder = layer
             for part in parts[:-1]:
                 inner = holder.get(part)
                 holder[part] = holder = inner if isinstance(inner, dict) else {}
-            holder[parts[-1]] = _parse(key, value)
+            holder[parts[-1]] = _parse(key, value, guard)
         check_shape(layer, lambda key: COMMAND_LINE)
         self.add(layer, lambda key: COMMAND_LINE)
 
+    @property
+    def ordered(self) -> dict[str, Any]:
+        """The values, with references as they are written."""
+        return {key: self.values[key] for key in TOP_LEVEL if key in self.values}
+
     def resolved(self) -> dict[str, Any]:
         """Return the values as plain data, with references between keys resolved; nothing else is evaluated."""
-        ordered = {key: self.values[key] for key in TOP_LEVEL if key in self.values}
-        return references.resolved(ordered, lambda key: label(key, self.origin))
-
-    def _lay(self, layer: Mapping[str, Any], onto: dict[str, Any], where: Where, parent: str) -> None:
-        for key, value in layer.items():
-            name = f"{parent}.{key}" if parent else str(key)
-            if parent == "plugins" and value is None:
-                self.drop(name)
-                continue
-            if not (isinstance(value, Mapping) and isinstance(onto.get(key), dict)):
-                self._forget(name, onto.get(key))
-                self.origin[name] = where(name)
-                onto[key] = {} if isinstance(value, Mapping) else value
-            if isinstance(value, Mapping):
-                self._lay(value, onto[key], where, name)
-
-    def _forget(self, key: str, value: Any) -> None:
-        self.origin.pop(key, None)
-        for inner in value if isinstance(value, Mapping) else ():
-            self._forget(f"{key}.{inner}", value[inner])
+        refuse_growth(self.ordered, lambda key: label(key, self.origin))
+        return plain(self.ordered, lambda key: label(key, self.origin))
 
     def _full_key(self, key: str, local: Mapping[str, Maker]) -> list[str]:
         parts = key.split(".")
@@ -121,6 +121,39 @@ class Layers:
         return RecipeError(f"{root!r} ({COMMAND_LINE}) is neither a section of a recipe nor a plugin.{near}")
 
 
+def plain(values: Mapping[str, Any], said: Callable[[str], str]) -> dict[str, Any]:
+    """Return values, or a DictConfig, as plain data, with references resolved by OmegaConf; `said` words a key."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    conf = omegaconf()
+    try:
+        held = values if conf.is_config(values) else conf.create(values)
+        return conf.to_container(held, resolve=True, throw_on_missing=True, enum_to_str=True)
+    except OmegaConfBaseException as error:
+        why = str(error.msg or error).partition("\n")[0]
+        raise RecipeError(f"{said(str(error.full_key or ''))}: {why}") from error
+
+
+def _all(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every (full key, value), mappings too."""
+    for key, value in values.items():
+        name = f"{parent}.{key}" if parent else str(key)
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from _all(value, name)
+
+
+def _without_replaced(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without the texts that `layer` replaces: OmegaConf would merge into what a reference names."""
+    return {
+        key: _without_replaced(value, layer[key])
+        if isinstance(value, Mapping) and isinstance(layer.get(key), Mapping)
+        else value
+        for key, value in values.items()
+        if key not in layer or not isinstance(value, str)
+    }
+
+
 def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every (full key, value); a value is no mapping, or an empty one."""
     for key, value in values.items():
@@ -139,18 +172,16 @@ def refuse_unknown_plugin(name: str, problem: str) -> None:
         raise RecipeError(f"{problem}: {missing or f'no plugin {base!r} is installed.{did_you_mean(base, known)}'}")
 
 
-def _parse(key: str, text: str) -> Any:
+def _parse(key: str, text: str, guard: RecipeGuard) -> Any:
     """Read a value as YAML: 1e-3 is a float, [1, 2] a list, null None."""
-    from forge.util import strict_yaml
-
     try:
-        return strict_yaml.load(text, "it")
+        return guard.parse(text, COMMAND_LINE)[0]
     except RecipeError as error:
         problem = getattr(error.__cause__, "problem", None) or error
+        if len(text) > LONGEST or "${" in text:
+            raise RecipeError(f"{key[:80]}={text[:40]}: {error}") from error
         meant = "{}='{}'".format(key, text.replace("'", "''"))
         meant = shlex.quote(meant) if set(meant) & set('"$`\\!') else f'"{meant}"'
-        if len(text) > LONGEST:
-            raise RecipeError(f"{key[:80]}={text[:40]}… ({COMMAND_LINE}): {error}") from error
         raise RecipeError(
             f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML ({problem}). If it is text, quote it for "
             f"YAML, and all of it for the shell: {meant}."

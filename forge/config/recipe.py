@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forge import options
 from forge.config.build import make_plugin
-from forge.config.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
-from forge.config.merge import COMMAND_LINE, Layers, leaves
+from forge.config.files import SECTIONS, SourceFile, check_shape, locate, settle_optional, with_bases
+from forge.config.guard import RecipeGuard, omegaconf
+from forge.config.merge import COMMAND_LINE, Layers, leaves, plain
 from forge.config.schema import TASK, Maker, check_plugin, check_section, label, maker_of, taken_from_recipe
 from forge.config.trainer_defaults import FOLDERS
 from forge.contract.plugin import Plugin
@@ -21,21 +22,30 @@ from forge.errors import RecipeError
 from forge.util.files import absolute
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from omegaconf.basecontainer import BaseContainer
+
     from forge.contract.task import TaskModule
     from forge.data import Splits
 
 DEFAULT = "default"
+PYTHON = "Python"
+"""The origin of what is given in code."""
+
+
+Given: TypeAlias = "str | Path | Mapping[str, Any] | BaseContainer | Recipe"
+"""What `recipe=` takes. A DictConfig is a mapping, but what OmegaConf.merge returns is declared as any container."""
 
 
 @dataclass
 class Recipe:
-    """A loaded recipe. `load_recipe` makes one; `Trainer(recipe=...)` takes one."""
+    """A recipe as it was read, with the origin of every value; `trainer.recipe` is one."""
 
     name: str
     config: dict[str, Any]
     "The given values, merged and with interpolations resolved."
     origin: dict[str, str]
-    'The origin of each value, by full key: "quickstart.yaml:12", "command line" or "default".'
+    'The origin of each value, by full key: "quickstart.yaml:12", "command line", "Python" or "default".'
     resolved: dict[str, Any] = field(default_factory=dict)
     "`config` with every default filled in."
     local: dict[str, Maker] = field(default_factory=dict)
@@ -57,11 +67,27 @@ class Recipe:
         """Return the given options of the Trainer."""
         return self.config.get("trainer", {})
 
+    def checked(self, unbuilt: Collection[str] = ()) -> Recipe:
+        """Check every option, fill in defaults and build the plugins, but for those in `unbuilt`."""
+        self.resolved = {"description": self.description} if self.description else {}
+        for section in SECTIONS:
+            if section == "plugins" and section in self.config:
+                checked = {
+                    name: check_plugin(name, values, self.origin, name not in unbuilt)
+                    for name, values in self.plugins.items()
+                }
+                self.resolved[section] = {name: values for name, (values, _) in checked.items()}
+                self.built = {name: plugin for name, (_, plugin) in checked.items() if plugin is not None}
+            elif section in self.config or section in self.local or section == "trainer":
+                self.resolved[section] = check_section(section, self.config, self.local, self.origin)
+        self.origin |= {key: DEFAULT for key, _ in leaves(self.resolved) if key not in self.origin}
+        return self
+
     def with_trainer(self, settings: Mapping[str, Any]) -> Recipe:
         """Return this recipe with other settings for the Trainer, given in code."""
         if not settings:
             return self
-        origin = self.origin | {f"trainer.{key}": "code" for key in settings}
+        origin = self.origin | {f"trainer.{key}": PYTHON for key in settings}
         trainer = {**self.trainer, **settings}
         return replace(self, config={**self.config, "trainer": trainer}, origin=origin)
 
@@ -107,7 +133,7 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Write one self-contained recipe, without `extends`: loading it gives the same config."""
-        conf = omegaconf().OmegaConf
+        conf = omegaconf()
         notes = [
             f"# {section}: {maker.__qualname__} of {maker.__module__} was given in code; give it again.\n"
             for section, maker in self.local.items()
@@ -127,55 +153,59 @@ class Recipe:
         return maker(**handed, **options.check(known, values, section))
 
 
-def load_recipe(
+def recipe(
     name: str | Path,
     overrides: Sequence[str] = (),
+    *,
     add: Sequence[str] = (),
     remove: Sequence[str] = (),
-    *,
     stack: str | Path | None = None,
-    task: Maker | None = None,
-    data: Maker | None = None,
-) -> Recipe:
-    """Load an installed recipe by name, or a .yaml file by path, and check every option.
+) -> DictConfig:
+    """Return an installed recipe by name, or a .yaml file by path, as a DictConfig, with every option checked.
 
     `overrides` are "key=value" as on the command line; `add` and `remove` name plugins; `stack` is a second recipe,
-    one without a task, merged over the first. `task` and `data` replace the task and data that the recipe names.
+    one without a task, merged over the first. What you change in it is yours: `OmegaConf.merge(forge.recipe("default"),
+    {"trainer": {"seed": 1}})`. Give it to `forge.Trainer(recipe=...)`.
     """
-    return _checked(read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data))
+    layers = _layers(name, overrides, add, remove, stack, {})
+    _recipe_of(name, layers, {}).checked()
+    return omegaconf().create(layers.ordered)
 
 
-def load_unbuilt(name: str | Path, unbuilt: frozenset[str]) -> Recipe:
-    """Like `load_recipe`, without building the plugins `unbuilt`, whose options the caller replaces."""
-    return _checked(read_recipe(name), unbuilt)
+def as_recipe(given: Given) -> Recipe:
+    """Return the recipe that a Trainer was given, unchecked: by name, by path, or as a DictConfig."""
+    if isinstance(given, Recipe):
+        return given
+    if isinstance(given, (str, Path)):
+        return read_recipe(given)
+    if isinstance(given, Mapping):
+        return _from_python(given)
+    raise RecipeError(f"recipe={str(given)[:80]}: write a recipe's name, its file, or a DictConfig as of forge.recipe.")
 
 
-def _checked(recipe: Recipe, unbuilt: frozenset[str] = frozenset()) -> Recipe:
-    """Check every option, fill in defaults and build the plugins."""
-    recipe.resolved = {"description": recipe.description} if recipe.description else {}
-    for section in SECTIONS:
-        if section == "plugins" and section in recipe.config:
-            checked = {
-                name: check_plugin(name, values, recipe.origin, name not in unbuilt)
-                for name, values in recipe.plugins.items()
-            }
-            recipe.resolved[section] = {name: values for name, (values, _) in checked.items()}
-            recipe.built = {name: plugin for name, (_, plugin) in checked.items() if plugin is not None}
-        elif section in recipe.config or section in recipe.local or section == "trainer":
-            recipe.resolved[section] = check_section(section, recipe.config, recipe.local, recipe.origin)
-    _refuse_outside_folders(recipe)
-    recipe.origin |= {key: DEFAULT for key, _ in leaves(recipe.resolved) if key not in recipe.origin}
-    return recipe
+def _from_python(given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a DictConfig, or of plain mappings, whose values the user's own code chose."""
+    config = options.plain(plain(given, lambda key: f"{key} ({PYTHON})"))
+    if "extends" in config:
+        raise RecipeError("extends (Python): only files extend others. Read the file by forge.recipe('FILE.yaml').")
+    settle_optional(config, {})
+    check_shape(config, lambda key: PYTHON)
+    if "plugins" in config:
+        config["plugins"] = {name: given for name, given in config["plugins"].items() if given is not None}
+    kept = [*(key for key, _ in leaves(config)), *(f"plugins.{name}" for name in config.get("plugins", {}))]
+    found = Recipe(config.get("task", {}).get("name", "python"), config, dict.fromkeys(kept, PYTHON))
+    RecipeGuard().parse(found.to_yaml(), "The recipe given in Python")  # a run writes it, and is to read it again
+    return found
 
 
 def _refuse_outside_folders(recipe: Recipe) -> None:
-    """Raise if a recipe file names a run folder outside the working directory; the user may, on the command line.
+    """Raise if a recipe file names a run folder outside the working directory; the user's command line may.
 
     The folder of runs may be a link to another disk.
     """
     for setting in FOLDERS:
         key, value = f"trainer.{setting}", recipe.trainer.get(setting)
-        if not isinstance(value, str) or value == "auto" or recipe.origin.get(key) in (COMMAND_LINE, "code"):
+        if not isinstance(value, str) or value == "auto" or recipe.origin.get(key) in (COMMAND_LINE, PYTHON):
             continue
         real, *inside = (Path(os.path.realpath(absolute(folder))) for folder in (value, ".", "runs"))
         if Path(value).is_absolute() or not any(map(real.is_relative_to, inside)):
@@ -195,11 +225,25 @@ def read_recipe(
     task: Maker | None = None,
     data: Maker | None = None,
 ) -> Recipe:
-    """Like `load_recipe`, but unchecked and without defaults; tasks, data and plugins are not imported."""
-    path = locate(name)
+    """Return a recipe by name or path, unchecked and without defaults; tasks, data and plugins are not imported.
+
+    `task` and `data` replace the task and data that the recipe names; the others are as in `recipe`.
+    """
     local: dict[str, Maker] = {key: given for key, given in (("task", task), ("data", data)) if given is not None}
+    return _recipe_of(name, _layers(name, overrides, add, remove, stack, local), local)
+
+
+def _layers(
+    name: str | Path,
+    overrides: Sequence[str],
+    add: Sequence[str],
+    remove: Sequence[str],
+    stack: str | Path | None,
+    local: Mapping[str, Maker],
+) -> Layers:
+    """Return a recipe with its bases, merged with what is given beside it."""
     layers = Layers()
-    files = list(with_bases(path))
+    files = list(with_bases(locate(name)))
     if stack is not None:
         files += _over(stack, files)
     for file in files:
@@ -209,6 +253,11 @@ def read_recipe(
             layers.drop(section)
     layers.change_stack(add, remove)
     layers.override(overrides, local)
+    return layers
+
+
+def _recipe_of(name: str | Path, layers: Layers, local: dict[str, Maker]) -> Recipe:
+    """Return the recipe that merged layers make, with references resolved."""
     for section, maker in local.items():
         if "name" in layers.values.get(section, {}):
             kind = {"data": "data set"}.get(section, section)
@@ -218,7 +267,10 @@ def read_recipe(
             raise RecipeError(f"{whose} {cure}")
     config = layers.resolved()
     kept = {key for key, _ in leaves(config)} | {f"plugins.{name}" for name in config.get("plugins", {})}
-    return Recipe(path.stem, config, {key: at for key, at in layers.origin.items() if key in kept}, local=local)
+    origin = {key: at for key, at in layers.origin.items() if key in kept}
+    found = Recipe(Path(name).stem, config, origin, local=local)
+    _refuse_outside_folders(found)
+    return found
 
 
 def _over(stack: str | Path, files: list[SourceFile]) -> list[SourceFile]:

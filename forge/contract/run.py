@@ -27,7 +27,7 @@ from forge.progress import Counters, Interval
 
 
 class AnyRecipe(Protocol):
-    """A recipe, as far as a run knows it; `forge.load_recipe` makes one."""
+    """A recipe, as far as a run knows it."""
 
     name: str
     config: dict[str, Any]

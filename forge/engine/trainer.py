@@ -22,13 +22,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
+
 from forge.checkpoint import check_savable, wait_until_written
 from forge.config.arguments import Plugins, answers_foreign_arguments, resolve
-from forge.config.recipe import Recipe
+from forge.config.recipe import Given, Recipe
 from forge.config.trainer_defaults import GivenSettings, signature
 from forge.contract.plugin import Plugin
 from forge.contract.requests import SIGNAL
@@ -36,6 +39,7 @@ from forge.contract.run import Run
 from forge.contract.stack import Stack
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
+from forge.data import Splits
 from forge.data.accumulation_windows import batch_size, count_samples
 from forge.data.sharding import Portion, RankWindow, rank_window
 from forge.diagnose import checks
@@ -44,6 +48,7 @@ from forge.distributed.agreement import Agreement
 from forge.distributed.consistency import refuse_different_windows
 from forge.engine.session import Session
 from forge.engine.signals import Signals
+from forge.errors import RecipeError
 from forge.metrics.means import PendingMeans
 from forge.metrics.media import numbers_of
 from forge.progress import Interval
@@ -53,6 +58,9 @@ from forge.snapshot.capture import capture
 from forge.snapshot.restore import load_for, restore
 
 logger = logging.getLogger("forge")
+
+ALLOCATION = "allocation"
+"""What a strategy provides that allocates the weights itself: the task is built on `meta`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +79,9 @@ class FitResult:
 class Trainer(Run):
     """Trains, validates, tests and predicts with any stack of plugins.
 
-    `recipe` names a stack (and may hold settings of the Trainer); `plugins` is merged over it. `plugins` alone is the
-    whole stack (`[]`: nothing); with neither, the recipe "default" is used. Settings given here win over the recipe's.
+    `recipe` names a stack (and may hold settings of the Trainer), or is one: a DictConfig, as `forge.recipe` gives it.
+    `plugins` is merged over it. `plugins` alone is the whole stack (`[]`: nothing); with neither, the recipe "default"
+    is used. Settings given here win over the recipe's.
 
     `resume="auto"` continues `run_dir` (without one: the newest run of the same job) from its newest valid
     checkpoint, and starts a new run where there is none. A path continues that run folder, or begins a new run from
@@ -85,7 +94,7 @@ class Trainer(Run):
     def __init__(
         self,
         *,
-        recipe: str | Path | Recipe | None = None,
+        recipe: Given | None = None,
         plugins: Plugins | None = None,
         **given: Unpack[GivenSettings],
     ):
@@ -105,13 +114,22 @@ class Trainer(Run):
             keep_numbers()
             seed(self.seed)  # the task is often made next, and draws its weights
 
-    __signature__ = signature(recipe="str | Path | Recipe | None", plugins="Plugins | None")
+    __signature__ = signature(recipe="str | Path | Mapping[str, Any] | Recipe | None", plugins="Plugins | None")
 
     def reset(self) -> None:
         super().reset()
         self._agreement: Agreement | None = None
         self._savable = False
         self._late_log: tuple[int, PendingMeans, dict[str, float]] | None = None
+
+    def build(self) -> tuple[TaskModule, Splits]:
+        """Build the task and the data that the recipe names: `task, data = trainer.build()`."""
+        if not isinstance(self.recipe, Recipe):
+            raise RecipeError("This Trainer has no recipe, so nothing names a task. Give it one: recipe='quickstart'.")
+        allocates = any(ALLOCATION in plugin.provides for plugin in self.stack)
+        with torch.device("meta") if allocates else nullcontext():
+            task = self.recipe.make_task()
+        return task, self.recipe.make_data(task)
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 

@@ -301,10 +301,10 @@ class RunFolder:
 
 def recipe_section(run: RunFolder, name: str) -> dict[str, Any]:
     """Return a section of the recipe in config.yaml, with the values that were given; empty if it cannot be read."""
-    from forge.util import strict_yaml
+    from forge.config.guard import RecipeGuard
 
     with suppress(RecipeError):
-        return as_dict(as_dict(strict_yaml.load(run.recipe_text, "config.yaml")).get(name))
+        return as_dict(as_dict(RecipeGuard().parse(run.recipe_text, "config.yaml")[0]).get(name))
     return {}
 
 

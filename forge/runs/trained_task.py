@@ -18,7 +18,7 @@ from forge.checkpoint.checkpoint import NAME, averages
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.weights import BEST, RAW, best_of, fill, find_weights, read_weights, split_best
 from forge.config.files import read
-from forge.config.recipe import Recipe, load_recipe
+from forge.config.recipe import Recipe, read_recipe
 from forge.contract.task import TaskModule
 from forge.data import Splits
 from forge.errors import CheckpointError, ForgeError
@@ -190,7 +190,7 @@ def _recipe(folder: Path, task: Callable[..., TaskModule] | None = None) -> Reci
         return None
     try:
         plugins = list(read(file).values.get("plugins") or {})
-        return load_recipe(file, remove=plugins, task=task)
+        return read_recipe(file, remove=plugins, task=task).checked()
     except ForgeError as error:
         raise ForgeError(f"{file}: {error}") from error
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from forge.config.recipe import load_unbuilt
+from forge.config.recipe import as_recipe
 from forge.contract.plugin import Plugin
 
 
@@ -68,6 +67,4 @@ def readiness(plugins: Iterable[Plugin], has_val: bool, seed: int | None) -> lis
 def planned(trainer: dict[str, Any]) -> dict[str, Any]:
     """The settings of the planned run: the arguments of a Trainer over those of its recipe."""
     recipe = trainer.get("recipe")
-    if isinstance(recipe, (str, Path)):
-        recipe = load_unbuilt(recipe, frozenset())
-    return {**(recipe.trainer if recipe is not None else {}), **trainer}
+    return {**(as_recipe(recipe).trainer if recipe is not None else {}), **trainer}

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from forge.config import Recipe, load_recipe
+from forge.config import Recipe, read_recipe
 from forge.engine.repeat import as_overrides, check_jobs, check_members
 from forge.errors import ForgeError, Interrupted, did_you_mean
 from forge.runs.folder import RunFolder
@@ -98,11 +98,11 @@ def sweep(
     interrupted, and with more `trials` one that was complete; with one job the trials are the same as without the
     interruption. `jobs` trials run at a time; the same call on other machines takes part, if `folder` is shared, or
     `storage` is the URL of a database (it is written nowhere). `overrides`, `add` and `remove` change the recipe as in
-    `load_recipe`. Each trial has a process of its own; a `task` or `data` given in code runs in this one.
+    `forge.recipe`. Each trial has a process of its own; a `task` or `data` given in code runs in this one.
     """
 
     def load(more: Sequence[str]) -> Recipe:
-        return load_recipe(recipe, [*overrides, *more], add, remove, task=task, data=data)
+        return read_recipe(recipe, [*overrides, *more], add, remove, task=task, data=data).checked()
 
     def words(more: Sequence[str]) -> list[str]:
         stack = [word for name in (*add, *(f"no:{name}" for name in remove)) for word in ("-p", name)]

@@ -70,8 +70,8 @@ def test_the_commands_on_a_page_work(
 def test_the_recipes_on_a_page_load(page: str, empty_folder: Path, small_data: Path) -> None:
     for path in write_files(page, empty_folder):
         if path.suffix == ".yaml":
-            recipe = forge.load_recipe(path)
-            assert "task" not in recipe.config or recipe.make_task() is not None
+            trainer = forge.Trainer(recipe=path)
+            assert "task" not in forge.recipe(path) or trainer.build() is not None
 
 
 def write_files(page: str, folder: Path) -> list[Path]:

@@ -176,7 +176,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a hook without its mark": lambda: fit(None, None, plugin("Watcher", forge_step_end=lambda self: None)),
     "an unknown option": lambda: Clip(max_nrom=1.0),
     "an option of the wrong type": lambda: Accumulate(window="4"),  # pyright: ignore[reportArgumentType]
-    "an unknown recipe": lambda: forge.load_recipe("quikstart"),
+    "an unknown recipe": lambda: forge.recipe("quikstart"),
     "two owners of one action": own_the_window_twice,
     "a missing requirement": lambda: fit(None, None, plugin("Needy", requires=("grad_scaler",))),
     "plugins that wait for each other": both_behind_each_other,

@@ -17,7 +17,7 @@ import forge
 from benchmarks import published
 from forge import registry
 from forge.cli import main
-from forge.config import load_recipe
+from forge.config import read_recipe
 from forge.config.build import make_plugins
 from forge.contract import axes
 from forge.contract.stack import Stack
@@ -66,7 +66,7 @@ def batch(samples: int = BATCH) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def step() -> UpdateCost:
-    return count_step(load_recipe("default", [], [], [], task=Net, data=lambda: Splits(train=[batch()])))
+    return count_step(read_recipe("default", task=Net, data=lambda: Splits(train=[batch()])).checked())
 
 
 def test_what_a_dry_run_counts_follows_from_the_shape(step: UpdateCost) -> None:

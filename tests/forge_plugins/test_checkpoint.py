@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import forge
 from forge.checkpoint import Checkpoints, publish
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.config import load_recipe
 from forge_plugins.checkpoint import Best, Checkpoint, ranking
 from tests.support.patience import PATIENCE
 from tests.support.ranks import in_threads
@@ -580,4 +579,4 @@ def test_a_metric_alone_for_best_is_answered_with_the_right_form(metric: str, mo
     with pytest.raises(forge.RecipeError, match=form):
         Checkpoint(best=metric)
     with pytest.raises(forge.RecipeError, match=form):
-        load_recipe("quickstart", [f"checkpoint.best={metric}"])
+        forge.recipe("quickstart", [f"checkpoint.best={metric}"])

@@ -123,10 +123,9 @@ class TestAlarms:
 
     @pytest.mark.slow
     def test_the_quickstart_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
-        recipe = forge.load_recipe("quickstart", ["trainer.max_epochs=2"])
-        data = recipe.make_data()
-        trainer = forge.Trainer(recipe=recipe, plugins=[Monitor("5 updates")], run_dir=False)
-        trainer.fit(recipe.make_task(), data.train, data.val)
+        trainer = forge.Trainer(recipe="quickstart", max_epochs=2, plugins=[Monitor("5 updates")], run_dir=False)
+        task, data = trainer.build()
+        trainer.fit(task, data.train, data.val)
         assert [text for text in alarms(caplog) if text.startswith("monitor")] == []
 
     def test_a_vanishing_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge.config import load_recipe
 
 SMALL = {
     "fashion_cnn": ["task.widths=[8,16]", "task.depths=[0,1]"],
@@ -149,9 +148,9 @@ def made(name: str) -> tuple[forge.TaskModule, Any]:
             for batch in batches:
                 task(*batch[:-1])
         return task.eval(), batches
-    plugins = list(load_recipe(name).plugins)
-    recipe = load_recipe(name, SMALL[name], remove=plugins)
-    return recipe.make_task().eval(), recipe.make_data().val
+    recipe = forge.recipe(name, SMALL[name], remove=list(forge.recipe(name).plugins))
+    task, data = forge.Trainer(recipe=recipe, run_dir=False).build()
+    return task.eval(), data.val
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 
 import forge
+from forge.config import read_recipe
 from forge.data import Splits
 from forge.errors import ForgeError, RecipeError
 from forge.runs.find import rows_in, runs_in
@@ -93,7 +94,7 @@ def test_a_grid_tries_everything_and_trials_are_runs(tmp_path: Path) -> None:
 def test_the_best_recipe_repeats_the_best_trial(tmp_path: Path) -> None:
     found = sweep(tmp_path)
     assert found.best is not None
-    recipe = forge.load_recipe(found.recipe, task=Odd, data=data)
+    recipe = read_recipe(found.recipe, task=Odd, data=data).checked()
     trainer = forge.Trainer(recipe=recipe, run_dir=tmp_path / "again")
     result = trainer.fit(recipe.make_task(), data().train, data().val)
     assert result.metrics["val/loss"] == found.best.value

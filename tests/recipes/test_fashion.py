@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import forge
-from forge.config import load_recipe
+from forge.config import read_recipe
 from forge.data import Splits, TensorLoader
 from forge_recipes.fashion_cnn import moved
 from forge_recipes.fashion_mlp import FashionMLP
@@ -146,7 +146,7 @@ def test_a_file_that_is_broken_is_refused_by_name(content: bytes, tmp_path: Path
 
 
 def test_the_recipe_is_the_labs() -> None:
-    recipe = load_recipe("fashion_mlp").resolved
+    recipe = read_recipe("fashion_mlp").checked().resolved
     expected = {"hidden": 256, "dropout": 0.2, "lr": 1e-3, "fused": False}
     assert {key: recipe["task"][key] for key in expected} == expected
     assert recipe["data"]["batch_size"] == 64
@@ -182,10 +182,9 @@ def test_fashion_mlp_trains_as_the_loop_by_hand_does_bit_for_bit(fused: bool, sm
 
 
 def recipe_run(name: str, overrides: list[str], updates: int, **given: Any) -> tuple[forge.Trainer, Any, Splits]:
-    recipe = load_recipe(name, ["trainer.device=cpu", "trainer.seed=3", *overrides])
-    torch.manual_seed(3)
-    task, data = recipe.make_task(), recipe.make_data()
-    return forge.Trainer(recipe=recipe, max_updates=updates, **given), task, data
+    recipe = forge.recipe(name, ["trainer.device=cpu", "trainer.seed=3", *overrides])
+    trainer = forge.Trainer(recipe=recipe, max_updates=updates, **given)
+    return trainer, *trainer.build()
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import forge
-from forge.config import load_recipe
 from forge.data import TensorLoader
 from forge_plugins import CudaGraph
 from forge_recipes.fashion_cnn import moved
@@ -21,13 +20,9 @@ QUIET = ["progress", "jsonl", "tensorboard", "checkpoint"]
 
 def test_the_recipe_is_captured_whole_and_learns(small_data: Path) -> None:
     small = ["task.widths=[8,16]", "task.depths=[0,1]", "task.lr=0.02", "data.batch_size=32", "ema.decay=0.9"]
-    recipe = load_recipe(
+    recipe = forge.recipe(
         "fashion_cnn", [*small, "trainer.max_epochs=6", "trainer.seed=3", "cuda_graph.strict=true"], remove=QUIET
     )
-    torch.manual_seed(3)
-    task, data = recipe.make_task(), recipe.make_data()
-    assert isinstance(data.train, TensorLoader)
-    assert data.train.device.type == "cuda"
     seen: dict[str, Any] = {}
 
     @forge.on("log")
@@ -35,6 +30,9 @@ def test_the_recipe_is_captured_whole_and_learns(small_data: Path) -> None:
         seen.update(metrics)
 
     trainer = forge.Trainer(recipe=recipe, run_dir=False, plugins=[keep])
+    task, data = trainer.build()
+    assert isinstance(data.train, TensorLoader)
+    assert data.train.device.type == "cuda"
     trainer.fit(task, data.train, data.val)
     graph = next(plugin for plugin in trainer.stack if isinstance(plugin, CudaGraph))
     assert graph.replayed >= trainer.progress.update - 8  # the warm-up, and the updates that first_look looks at

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.config import load_recipe
 from forge_recipes.digits import digits
 from forge_recipes.finetune import PARTS, Finetune
 
@@ -65,11 +64,9 @@ def test_without_a_network_weights_are_random_and_it_says_so(
 @pytest.mark.slow
 def test_the_recipe_trains_the_head_then_the_top_then_everything() -> None:
     freeze = ["freeze.thaw={backbone.layer4: 2 updates, backbone: 4 updates}"]
-    recipe = load_recipe("finetune", ["task.weights=false", "data.batch_size=4", "trainer.seed=1", *freeze])
-    assert recipe.resolved["plugins"]["freeze"]["modules"] == "backbone"
-    task = recipe.make_task()
-    assert isinstance(task, Finetune)
-    states = [state_of(task)]
+    recipe = forge.recipe("finetune", ["task.weights=false", "data.batch_size=4", "trainer.seed=1", *freeze])
+    assert recipe.plugins.freeze.modules == "backbone"
+    states: list[Any] = []
 
     @forge.on("step_end")
     def note(step: forge.Step) -> None:
@@ -78,6 +75,9 @@ def test_the_recipe_trains_the_head_then_the_top_then_everything() -> None:
     trainer = forge.Trainer(
         recipe=recipe, max_updates=6, run_dir=False, device="cpu", validate_every=None, plugins=[note]
     )
+    task, _ = trainer.build()
+    assert isinstance(task, Finetune)
+    states.append(state_of(task))
     trainer.fit(task, digits(batch_size=4).train)
     seen = [moved(before, after) for before, after in pairwise(states)]
     assert seen[:2] == [{"head"}] * 2

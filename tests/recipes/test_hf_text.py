@@ -99,8 +99,8 @@ def test_speeches_are_filled_up_to_the_longest(text: Path) -> None:
 @pytest.mark.slow
 def test_the_recipe_trains_writes_a_text_and_ships_a_folder(text: Path, tmp_path: Path) -> None:
     options = {**SIZES, "sample": 8}
-    recipe = forge.load_recipe("hf_text", [f"task.{name}={value}" for name, value in options.items()])
-    assert recipe.config["task"]["name"] == "hf_text"
+    recipe = forge.recipe("hf_text", [f"task.{name}={value}" for name, value in options.items()])
+    assert recipe.task.name == "hf_text"
     splits = speeches(batch_size=8)
     made = task(sample=8)
     trainer = forge.Trainer(max_epochs=1, plugins=["jsonl"], run_dir=tmp_path / "run", device="cpu")

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import forge
 from forge.cli import main
-from forge.config import load_recipe
 from forge.data import TokenStream
 from forge_recipes.gpt import GPT
 from forge_recipes.resnet import ResNet18
@@ -111,8 +110,8 @@ IN_SMALL = {
     "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in IN_SMALL if name != "mlp")]
 )
 def test_each_recipe_trains_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_recipe(name).description
-    compiled = ["-p", "no:compile"] if "compile" in load_recipe(name).plugins else []
+    assert forge.recipe(name).description
+    compiled = ["-p", "no:compile"] if "compile" in forge.recipe(name).plugins else []
     assert main(["fit", name, "trainer.device=cpu", *IN_SMALL[name], *compiled]) == 0
     assert "train/loss" in capsys.readouterr().out
 

@@ -10,7 +10,6 @@ import torch
 
 import forge
 from forge.cli import main
-from forge.config import load_recipe
 from forge.data import Environments, Rollouts, epoch_order
 from forge.rng import seed_rank
 from forge.testing import assert_same_weights
@@ -158,7 +157,7 @@ def test_grpo_cut_in_a_collection_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", some(["ppo", "dqn", "grpo"]))
 def test_each_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_recipe(name).description
+    assert forge.recipe(name).description
     words = ["fit", name, "trainer.max_updates=6", "trainer.validate_every=6 updates", "-p", "no:tensorboard"]
     code = main([*words, *SMALL[name]])
     printed, errors = capsys.readouterr()

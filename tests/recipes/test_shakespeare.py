@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import forge
 from forge.cli import main
-from forge.config import load_recipe
 from forge.data import TokenStream
 from forge_recipes import shakespeare
 from forge_recipes.shakespeare import ALPHABET, CharGPT, decode, encode
@@ -80,7 +79,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
 
 
 def test_the_recipe_is_nanogpts_setting_for_a_gpu() -> None:
-    recipe = load_recipe("shakespeare_char")
+    recipe = forge.recipe("shakespeare_char")
     assert recipe.trainer["max_updates"] == 5000
     assert recipe.plugins["schedule"] == {"kind": "cosine", "warmup": 100, "min_ratio": 0.1}
     assert recipe.plugins["clip"] == {"max_norm": 1.0}

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import forge
 from forge.cli import main
-from forge.config import load_recipe
 from forge.data import Loader, Splits, TensorLoader, pad_collate
 from forge.metrics import drawing
 from forge.testing import assert_same_weights
@@ -60,7 +59,7 @@ def whole(loader: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", some(NAMES))
 def test_each_recipe_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_recipe(name).description
+    assert forge.recipe(name).description
     words = ["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"]
     code = main([*words, *NAMES[name]])
     printed, errors = capsys.readouterr()
@@ -203,8 +202,7 @@ def test_figures_of_regression_are_those_of_the_whole_set() -> None:
 @pytest.mark.slow
 def test_regression_learns_what_can_be_learned() -> None:
     torch.manual_seed(0)
-    recipe = load_recipe("regression")
-    task, splits = recipe.make_task(), recipe.make_data()
+    task, splits = forge.Trainer(recipe="regression").build()
     _, targets = whole(splits.train)
     assert isinstance(task, regression.Regression)
     assert task.mean == pytest.approx(float(targets.mean()), rel=0.01)

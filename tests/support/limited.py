@@ -1,4 +1,4 @@
-"""Run something in a process that is killed beyond ten seconds of CPU time, and that cannot have 200 MB more memory."""
+"""Run something in a process that is killed beyond some CPU time, and that cannot have 200 MB more memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ SECONDS = 10.0  # limit: CPU time, of what takes a tenth of it; other load is no
 BYTES = 200 * 2**20
 
 
-def call(work: Callable[[], object], env: Mapping[str, str] | None = None) -> forked.Completed:
+def call(
+    work: Callable[[], object], env: Mapping[str, str] | None = None, seconds: float = SECONDS
+) -> forked.Completed:
     """Call `work` so; the exit code is the integer that it returns, 1 after an error, -SIGPROF out of time."""
-    return forked.call(partial(_call, work), env)
+    return forked.call(partial(_call, work, seconds), env)
 
 
 def forge(*words: str, paths: Sequence[Path] = ()) -> forked.Completed:
@@ -25,7 +27,7 @@ def forge(*words: str, paths: Sequence[Path] = ()) -> forked.Completed:
     return call(partial(forked._forge, words, tuple(map(str, paths))))
 
 
-def _call(work: Callable[[], object]) -> object:
+def _call(work: Callable[[], object], seconds: float) -> object:
     forked.warm_up()
     for kind in registry.GROUPS:
         registry.installed(kind)
@@ -33,5 +35,5 @@ def _call(work: Callable[[], object]) -> object:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # counts the time of the CPU alone, and kills
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # counts the time of the CPU alone, and kills
     return work()

@@ -159,7 +159,7 @@ KINDS: dict[str, tuple[Callable[[], forge.TaskModule], Callable[[], dict[str, An
     "plain": (
         Classifier,
         lambda: {
-            "recipe": forge.load_recipe("default", ["checkpoint.keep=1"], remove=["tensorboard"]),
+            "recipe": forge.recipe("default", ["checkpoint.keep=1"], remove=["tensorboard"]),
             "plugins": [Clip(max_norm=0.5), Schedule("cosine", warmup=2)],
         },
     ),

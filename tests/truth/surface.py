@@ -39,9 +39,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import forge
 from forge import cli, options, registry
-from forge.config import list_recipes
+from forge.config import list_recipes, read_recipe
 from forge.contract import hooks
 
 MODULES = ("forge", "forge.data", "forge_kernels", "forge.testing", "forge.tuning")
@@ -296,7 +295,7 @@ def _kernel(entry: EntryPoint) -> Lines:
 
 
 def _recipe(name: str) -> Lines:
-    config = forge.load_recipe(name).config
+    config = read_recipe(name).config
     yield f"recipe {name}"
     yield from (f"setting {name} {text}" for text in _settings(config))
 

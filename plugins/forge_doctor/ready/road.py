@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from forge.config.arguments import Plugins
+from forge.config.recipe import Recipe
 from forge.contract.task import TaskModule
 from forge.data.splits import live_loaders
 from forge.errors import ForgeError
@@ -121,7 +122,7 @@ def walk(
     with tempfile.TemporaryDirectory(prefix="forge-ready-", ignore_cleanup_errors=True) as scratch:
         run = PlannedRun(task, loaders, plugins, settings, Path(scratch), **more)
         recipe = settings.get("recipe")
-        name = group_of(recipe if not isinstance(recipe, (str, Path)) else None, name_of(task))
+        name = group_of(recipe if isinstance(recipe, Recipe) else None, name_of(task))
         report = ReadyReport(name, budget=budget)
         began = time.monotonic()
         with ended_by_signals(), no_trace(torch.device("cpu")), kept(*each(loaders).values()), quiet():

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from forge.cli import target
 from forge.config import Recipe
-from forge.config.recipe import DEFAULT
+from forge.config.recipe import DEFAULT, PYTHON
 from forge.config.schema import options_of
 from forge.errors import ForgeError
 from forge.util import show
@@ -33,7 +33,7 @@ BUDGET = 10.0
 WORDS = {"bitwise": "same bits", "rounding": "rounding", "precision": "precision"}
 NOISY = 0.15
 """From this share on, differences between equal steps are mentioned."""
-FILLED = (DEFAULT, "code")
+FILLED = (DEFAULT, PYTHON)
 """Origins of settings that the command line has filled in for the trials."""
 
 

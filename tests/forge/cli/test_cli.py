@@ -415,12 +415,12 @@ def test_recipes_lists_names_and_descriptions(forge):
 
 
 def test_a_shown_recipe_is_merged_annotated_and_loads_again(forge):
-    from forge.config import load_recipe
+    from forge.config import read_recipe
 
     out = forge("recipes", "quickstart")
     assert "# default.yaml:" in out
     Path("shown.yaml").write_text(out)
-    assert load_recipe("shown.yaml").config == load_recipe("quickstart").config
+    assert read_recipe("shown.yaml").config == read_recipe("quickstart").config
 
 
 def test_plugins_lists_every_plugin_with_its_package(forge):

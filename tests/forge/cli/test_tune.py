@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from forge.cli import main, tune
-from forge.config import load_recipe
+from forge.config import read_recipe
 from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, SpeedReport, StepReading, batch, step_timer
 from forge.tuning.lr import rate_text
 from forge.util import peak_memory
@@ -241,7 +241,7 @@ def test_the_verdict_of_speed_says_what_to_know(changed: Any, text: str) -> None
 
 
 def test_the_answer_changes_a_recipe_by_name(empty_folder: Path) -> None:
-    recipe = load_recipe("frugal")
+    recipe = read_recipe("frugal").checked()
     change = Change({"remat": None, "compile": {"dynamic": None}}, {"batch_size": 4})
     changed = tune_speed.changed_recipe(recipe, change)
     assert "remat" not in changed.plugins

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import forge
 from forge import registry
-from forge.config import list_recipes, load_recipe, read_recipe
+from forge.config import Recipe, list_recipes, read_recipe
 from forge.errors import RecipeError
 
 
@@ -29,25 +29,22 @@ def write(tmp_path):
     return write
 
 
+def load(*args, **kwargs) -> Recipe:
+    return read_recipe(*args, **kwargs).checked()
+
+
 def refused(*args, **kwargs) -> str:
     """The message with which loading is refused."""
     with pytest.raises(RecipeError) as caught:
-        load_recipe(*args, **kwargs)
+        load(*args, **kwargs)
     return str(caught.value)
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_installed_recipe_is_found_by_name():
-    recipe = load_recipe("quickstart")
-    assert recipe.name == "quickstart"
-    assert recipe.config["task"]["name"] == "digits_mlp"
-    assert recipe.description
-
-
 def test_a_recipe_file_is_found_by_path(write):
-    assert load_recipe(write("mine", "trainer: {max_epochs: 2}")).trainer == {"max_epochs": 2}
+    assert load(write("mine", "trainer: {max_epochs: 2}")).trainer == {"max_epochs": 2}
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest_name():
@@ -87,7 +84,7 @@ def test_without_omegaconf_the_message_says_what_to_do(monkeypatch):
 def test_bases_merge_left_to_right_and_the_file_itself_wins(write):
     write("a", "trainer: {max_epochs: 1, log_every: 10, seed: 1}")
     write("b", "trainer: {max_epochs: 2, log_every: 20}")
-    recipe = load_recipe(write("c", "extends: [a.yaml, b.yaml]\ntrainer: {max_epochs: 3}"))
+    recipe = load(write("c", "extends: [a.yaml, b.yaml]\ntrainer: {max_epochs: 3}"))
     assert recipe.trainer == {"max_epochs": 3, "log_every": 20, "seed": 1}
 
 
@@ -95,7 +92,7 @@ def test_a_base_that_two_recipes_share_is_applied_once(write):
     write("base", "plugins: {clip: {max_norm: 5.0}}")
     write("a", "extends: [base.yaml]\nplugins: {clip: {max_norm: 1.0}}")
     write("b", "extends: [base.yaml]\nplugins: {accumulate: {window: 2}}")
-    recipe = load_recipe(write("c", "extends: [a.yaml, b.yaml]"))
+    recipe = load(write("c", "extends: [a.yaml, b.yaml]"))
     assert recipe.plugins["clip"] == {"max_norm": 1.0}
 
 
@@ -106,56 +103,32 @@ def test_a_circle_of_extends_is_named(write):
 
 def test_plugins_merge_by_name_and_keep_their_order(write):
     write("a", "plugins: {clip: {max_norm: 1.0}, accumulate: {window: 2}}")
-    recipe = load_recipe(write("b", "extends: [a.yaml]\nplugins: {jsonl: {}, clip: {norm_type: 1.0}}"))
+    recipe = load(write("b", "extends: [a.yaml]\nplugins: {jsonl: {}, clip: {norm_type: 1.0}}"))
     assert list(recipe.plugins) == ["clip", "accumulate", "jsonl"]
     assert recipe.plugins["clip"] == {"max_norm": 1.0, "norm_type": 1.0}
 
 
 def test_a_null_plugin_is_removed(write):
     write("a", "plugins: {clip: {}, accumulate: {window: 2}}")
-    recipe = load_recipe(write("b", "extends: [a.yaml]\nplugins: {clip: null}"))
+    recipe = load(write("b", "extends: [a.yaml]\nplugins: {clip: null}"))
     assert list(recipe.plugins) == ["accumulate"]
     assert not any(key.startswith("plugins.clip") for key in recipe.origin)
 
 
 def test_a_label_makes_a_second_instance(write):
-    recipe = load_recipe(write("a", "plugins: {jsonl: {}, jsonl@more: {}}"))
+    recipe = load(write("a", "plugins: {jsonl: {}, jsonl@more: {}}"))
     assert list(recipe.plugins) == ["jsonl", "jsonl@more"]
 
 
 def test_another_task_starts_with_its_own_options(write):
     write("a", "task: {name: other, depth: 3}")
-    recipe = load_recipe(write("b", "extends: [a.yaml]\ntask: {name: digits_mlp, hidden: 8}"))
+    recipe = load(write("b", "extends: [a.yaml]\ntask: {name: digits_mlp, hidden: 8}"))
     assert recipe.config["task"] == {"name": "digits_mlp", "hidden": 8}
 
 
 def test_interpolation_is_resolved(write):
-    recipe = load_recipe(write("a", "trainer: {max_epochs: 3, log_every: '${trainer.max_epochs}'}"))
+    recipe = load(write("a", "trainer: {max_epochs: 3, log_every: '${trainer.max_epochs}'}"))
     assert recipe.trainer["log_every"] == 3
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "${oc.env:FORGE_TEST_TOKEN}",
-        "${oc.env:FORGE_TEST_TOKEN,none}",
-        "a ${oc.env:FORGE_TEST_TOKEN} b",
-        "${oc.decode:'${oc.env:FORGE_TEST_TOKEN}'}",
-        "${oc.${description}:FORGE_TEST_TOKEN}",
-        "${trainer.${oc.env:FORGE_TEST_TOKEN}}",
-        "${users_own:1}",
-    ],
-)
-def test_resolvers_are_refused(write, monkeypatch, value):
-    monkeypatch.setenv("FORGE_TEST_TOKEN", "max_epochs")
-    for text in (
-        f"description: env\ntrainer:\n  device: {value!r}",
-        f"description: env\ntask: {{a: [1, {{b: {value!r}}}]}}",
-    ):
-        message = refused(write("a", text))
-        assert "resolver" in message
-        assert "a.yaml:" in message
-    assert "resolver" in refused("quickstart", [f'trainer.device="{value}"'])
 
 
 @pytest.mark.parametrize("key", ["run_dir", "resume"])
@@ -165,20 +138,14 @@ def test_a_recipe_names_no_folder_outside_the_working_directory(write, key, valu
     message = refused(write("a", f"trainer:\n  {key}: {value}"))
     assert f"trainer.{key} (a.yaml:2) is {value!r}" in message
     assert "outside the working directory" in message
-    assert load_recipe("quickstart", [f"trainer.{key}={value}"]).trainer[key] == value
+    assert load("quickstart", [f"trainer.{key}={value}"]).trainer[key] == value
     forge.Trainer(recipe="quickstart", **{key: value})
 
 
 @pytest.mark.parametrize("value", ["out", "./a/../b", "runs/mine", "false", "null", "."])
 def test_a_recipe_may_name_a_folder_inside_it(write, value, empty_folder, tmp_path):
     (empty_folder / "runs").symlink_to(tmp_path)  # as on a cluster with a scratch disk
-    assert "run_dir" in load_recipe(write("a", f"trainer: {{run_dir: {value}}}")).trainer
-
-
-def test_a_broken_interpolation_names_its_key_and_line(write):
-    message = refused(write("a", "trainer:\n  max_epochs: ${trainer.nope}"))
-    assert "trainer.max_epochs (a.yaml:2)" in message
-    assert "nope" in message
+    assert "run_dir" in load(write("a", f"trainer: {{run_dir: {value}}}")).trainer
 
 
 def test_a_value_marked_as_missing_is_asked_for(write):
@@ -189,7 +156,7 @@ def test_a_value_marked_as_missing_is_asked_for(write):
 
 
 def test_an_override_wins_over_every_file():
-    recipe = load_recipe("quickstart", ["trainer.max_epochs=3", "task.lr=0.1", "data.batch_size=16"])
+    recipe = load("quickstart", ["trainer.max_epochs=3", "task.lr=0.1", "data.batch_size=16"])
     assert recipe.trainer["max_epochs"] == 3
     assert recipe.config["task"]["lr"] == 0.1
     assert recipe.config["data"]["batch_size"] == 16
@@ -197,23 +164,18 @@ def test_an_override_wins_over_every_file():
 
 @pytest.mark.parametrize("key", ["clip.max_norm", "plugins.clip.max_norm"])
 def test_a_plugins_option_has_a_long_and_a_short_key(key):
-    assert load_recipe("quickstart", [f"{key}=0.5"]).plugins["clip"]["max_norm"] == 0.5
-
-
-def test_values_are_read_as_in_yaml():
-    assert load_recipe("quickstart", ["task.lr=1e-3"]).config["task"]["lr"] == 1e-3
-    assert load_recipe("quickstart", ["trainer.seed=null"]).trainer["seed"] is None
+    assert load("quickstart", [f"{key}=0.5"]).plugins["clip"]["max_norm"] == 0.5
 
 
 def test_an_added_plugin_has_defaults_and_takes_overrides():
-    recipe = load_recipe("quickstart", ["accumulate.window=4"], add=["accumulate"])
+    recipe = load("quickstart", ["accumulate.window=4"], add=["accumulate"])
     assert recipe.plugins["accumulate"] == {"window": 4}
     assert recipe.origin["plugins.accumulate"] == "command line"
 
 
 def test_a_plugin_is_removed():
-    assert "clip" not in load_recipe("quickstart", remove=["clip"]).plugins
-    assert "clip" not in load_recipe("quickstart", ["clip=null"]).plugins
+    assert "clip" not in load("quickstart", remove=["clip"]).plugins
+    assert "clip" not in load("quickstart", ["clip=null"]).plugins
 
 
 def test_adding_what_is_not_installed_names_the_nearest():
@@ -234,7 +196,7 @@ def test_what_yaml_cannot_read_is_answered_with_how_to_quote_it(text):
     message = refused("quickstart", [f"freeze.modules={text}"], add=["freeze"])
     assert message.startswith(f"freeze.modules={text} (command line): the value cannot be read as YAML (")
     (advised,) = shlex.split(message.partition("for the shell: ")[2].removesuffix("."))
-    assert load_recipe("quickstart", [advised], add=["freeze"]).plugins["freeze"] == {"modules": text}
+    assert load("quickstart", [advised], add=["freeze"]).plugins["freeze"] == {"modules": text}
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -300,19 +262,9 @@ def test_an_unknown_plugin_task_or_data_set_names_its_line(write):
     assert "data.name (c.yaml:1)" in refused(write("c", "data: {name: digit}"))
 
 
-def test_an_import_path_is_refused_wherever_it_stands(write):
-    for text in ("task: {_target_: os.system}", "plugins: {clip: {x: [{_target_: os.system}]}}"):
-        assert "never import paths" in refused(write("a", text))
-
-
 @pytest.mark.parametrize("text", ["plugins: [clip]", "plugins: {clip: 1.0}", "task: digits_mlp", "- a", "extends: 3"])
 def test_a_wrong_shape_is_refused_with_how_to_write_it(write, text):
     assert "write" in refused(write("a", text))
-
-
-def test_broken_yaml_names_the_file(write):
-    assert "a.yaml" in refused(write("a", "trainer: {max_epochs: 1"))
-    assert "duplicate" in refused(write("b", "trainer: {}\ntrainer: {}"))
 
 
 # -- origins and defaults ---------------------------------------------------------------------------------------------
@@ -320,7 +272,7 @@ def test_broken_yaml_names_the_file(write):
 
 def test_every_value_knows_where_it_came_from(write):
     write("base", "plugins:\n  clip:\n    max_norm: 2.0\n    norm_type: 1.0\n")
-    recipe = load_recipe(write("a", "extends: [base.yaml]\nplugins:\n  clip:\n    max_norm: 1.0"), ["trainer.seed=7"])
+    recipe = load(write("a", "extends: [base.yaml]\nplugins:\n  clip:\n    max_norm: 1.0"), ["trainer.seed=7"])
     assert recipe.origin["plugins.clip"] == "base.yaml:2"
     assert recipe.origin["plugins.clip.norm_type"] == "base.yaml:4"
     assert recipe.origin["plugins.clip.max_norm"] == "a.yaml:4"
@@ -332,7 +284,7 @@ def test_every_value_knows_where_it_came_from(write):
 def test_the_resolved_recipe_has_all_defaults_and_origins():
     from forge.config.merge import leaves
 
-    recipe = load_recipe("quickstart")
+    recipe = load("quickstart")
     assert recipe.resolved["plugins"]["clip"]["norm_type"] == 2.0
     assert recipe.resolved["task"]["weight_decay"] == 0.01
     assert recipe.resolved["trainer"]["device"] == "auto"
@@ -343,7 +295,7 @@ def test_the_resolved_recipe_has_all_defaults_and_origins():
 
 
 def test_a_recipe_makes_its_task_and_its_data():
-    recipe = load_recipe("quickstart", ["task.hidden=8", "data.batch_size=100"])
+    recipe = load("quickstart", ["task.hidden=8", "data.batch_size=100"])
     task, data = recipe.make_task(), recipe.make_data()
     assert isinstance(task, forge.TaskModule)
     assert task.init_args["hidden"] == 8
@@ -358,12 +310,12 @@ def test_a_task_and_data_in_code_replace_the_recipes_own():
             super().__init__()
             self.width = width
 
-    recipe = load_recipe("quickstart", ["task.width=5"], task=Own, data=lambda size=1: forge.data.Splits(train=[size]))
+    recipe = load("quickstart", ["task.width=5"], task=Own, data=lambda size=1: forge.data.Splits(train=[size]))
     assert recipe.make_task().width == 5
     assert recipe.make_data().train == [1]
     assert "task.width (command line)" not in recipe.to_yaml()
     with pytest.raises(RecipeError, match=r"task\.hidden \(command line\)"):
-        load_recipe("quickstart", ["task.hidden=5"], task=Own)
+        load("quickstart", ["task.hidden=5"], task=Own)
 
 
 @pytest.mark.parametrize(("own", "cure"), [("width", "Leave one of them out"), ("name", "'name' cannot be set by a")])
@@ -375,7 +327,7 @@ def test_a_name_beside_a_task_that_is_given_is_refused(own, cure):
                 super().__init__()
 
     with pytest.raises(RecipeError, match=rf"task.name is the name of an installed task, and '.*Given' was.*{cure}"):
-        load_recipe("default", ["task.name=large"], task=Given)
+        load("default", ["task.name=large"], task=Given)
 
 
 def test_data_that_are_no_splits_are_refused():
@@ -383,11 +335,11 @@ def test_data_that_are_no_splits_are_refused():
         return []
 
     with pytest.raises(RecipeError, match=r"function '.*batches' returned a list.*Splits"):
-        load_recipe("default", data=batches).make_data()
+        load("default", data=batches).make_data()
 
 
 def test_a_data_function_may_return_a_pair_of_loaders() -> None:
-    splits = load_recipe("default", data=lambda: ([1], [2])).make_data()
+    splits = load("default", data=lambda: ([1], [2])).make_data()
     assert (splits.train, splits.val, splits.test) == ([1], [2], None)
 
 
@@ -400,7 +352,7 @@ def test_a_plugin_that_cannot_be_imported_names_its_package(tmp_path, monkeypatc
     registry.installed.cache_clear()
     try:
         assert "broken-plugin 1.2" in refused(write("a", "plugins: {broken: {}}"))
-        assert load_recipe("quickstart").plugins, "others do not notice"
+        assert load("quickstart").plugins, "others do not notice"
     finally:
         registry.installed.cache_clear()
 
@@ -409,10 +361,10 @@ def test_a_plugin_that_cannot_be_imported_names_its_package(tmp_path, monkeypatc
 
 
 def test_a_written_recipe_loads_to_the_same_config(write):
-    recipe = load_recipe("quickstart", ["clip.max_norm=0.5"], add=["accumulate"])
+    recipe = load("quickstart", ["clip.max_norm=0.5"], add=["accumulate"])
     text = recipe.to_yaml()
     assert "extends" not in text
-    again = load_recipe(write("again", text))
+    again = load(write("again", text))
     assert again.config == recipe.config
     assert list(again.plugins) == list(recipe.plugins)
 
@@ -426,8 +378,6 @@ scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(a
 )
 @example({"a": "${b}", "b": "\\${b}\\", "c": "1e3", "d": "null", "e": ["${x", "a: b", ""]})
 def test_any_plain_options_survive_writing_and_reading(tmp_path_factory, options):
-    from forge.config import Recipe
-
     config = {"task": options} if options else {}
     path = tmp_path_factory.mktemp("recipes") / "any.yaml"
     path.write_text(Recipe("any", config, {}).to_yaml(), encoding="utf-8")
@@ -439,7 +389,7 @@ def test_the_config_of_a_run_holds_what_was_given_in_code(tmp_path: Path) -> Non
 
     options = {"recipe": "default", "max_updates": 1, "seed": 9}
     forge.Trainer(**options, run_dir=tmp_path / "a").fit(TinyTask(), tiny_batches())
-    again = load_recipe(tmp_path / "a" / "config.yaml")
+    again = load(tmp_path / "a" / "config.yaml")
     assert again.trainer == {"max_updates": 1, "seed": 9}
     assert [name for name in again.plugins if name != "first_look"] == [
         "validate_first",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import forge
+from forge.config import read_recipe
 from forge.config.trainer_defaults import GivenSettings, Settings
 from forge.contract.plugin import Plugin
 
@@ -59,7 +60,7 @@ def test_a_plugin_is_built_once(built: Counter[str], options: dict[str, Any]) ->
 
 
 def test_a_loaded_recipe_hands_its_plugins_to_the_first_trainer(built: Counter[str]) -> None:
-    recipe = forge.load_recipe("default", ["clip.max_norm=0.5"], add=["clip"])
+    recipe = read_recipe("default", ["clip.max_norm=0.5"], add=["clip"]).checked()
     first = forge.Trainer(max_updates=1, recipe=recipe)
     assert set(built.values()) == {1}
     second = forge.Trainer(max_updates=1, recipe=recipe)

@@ -12,7 +12,6 @@ import pytest
 
 import forge
 from forge.cli import main
-from forge.config import load_recipe
 from forge.runs.job import another_job, changed_plan, job_of
 from forge.testing.tiny import TinyTask, tiny_batches
 from forge_plugins import DDP, JSONL, Checkpoint, Clip
@@ -121,12 +120,11 @@ def test_observers_and_ranks_do_not_make_another_job() -> None:
 
 
 def test_a_launcher_without_a_task_knows_its_job() -> None:
-    recipe = load_recipe("quickstart", add=["ddp"])
-    trainer = forge.Trainer(recipe=recipe)
+    trainer = forge.Trainer(recipe=forge.recipe("quickstart", add=["ddp"]))
     now = job_of(trainer)
-    trainer.task = recipe.make_task()
+    trainer.task, _ = trainer.build()
     assert another_job(job_of(trainer), now) == changed_plan(job_of(trainer), now) == ""
-    assert another_job(job_of(trainer), job_of(forge.Trainer(recipe=load_recipe("quickstart", ["task.lr=1"])))) == (
+    assert another_job(job_of(trainer), job_of(forge.Trainer(recipe=forge.recipe("quickstart", ["task.lr=1"])))) == (
         "task.lr was 0.003 and is 1.0"
     )
 

@@ -138,10 +138,9 @@ def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_an_installed_task_is_found_by_name(tmp_path: Path) -> None:
-    from forge.config import load_recipe
-
-    recipe = load_recipe("quickstart", ["trainer.max_updates=2", "trainer.device=cpu"])
-    forge.Trainer(recipe=recipe, run_dir=tmp_path / "run").fit(recipe.make_task(), recipe.make_data().train)
+    trainer = forge.Trainer(recipe="quickstart", max_updates=2, device="cpu", run_dir=tmp_path / "run")
+    task, data = trainer.build()
+    trainer.fit(task, data.train)
     assert type(forge.load(tmp_path / "run")).__name__ == "DigitsMLP"
 
 

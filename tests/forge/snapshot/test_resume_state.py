@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import forge
-from forge.config import load_recipe
 from forge.report.page import page
 from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
@@ -222,7 +221,7 @@ def test_what_is_not_used_is_in_the_files_of_the_run(tmp_path: Path) -> None:
     assert f"# Resumed from update 5 with the optimizer's options as saved: {KEPT}. " in config
     assert f"| kept as saved | {KEPT} |" in card
     assert f"<td class='k'>kept as saved</td><td>{KEPT}</td>" in report
-    assert load_recipe(tmp_path / "config.yaml").trainer["max_epochs"] == 2
+    assert forge.recipe(tmp_path / "config.yaml").trainer["max_epochs"] == 2
     options = json.loads((tmp_path / "card.json").read_text())["kept_options"]
     assert options[0] == {"optimizer": "SGD", "option": "lr", "used": 0.1, "given": 0.2}
     for text in told(task=built(0.1, 0.5), max_epochs=3):
