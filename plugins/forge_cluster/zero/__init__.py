@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,10 @@ from forge.distributed import DistributedEnv
 from forge.distributed.replicated import Replicated
 from forge.distributed.sparse import refuse_sparse
 from forge.errors import RecipeError, StackError
-from forge_cluster.zero.division import owners_of
 from forge_cluster.zero.gradients import OwnedGradients
-
-logger = logging.getLogger("forge")
 
 COUPLED = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdaGrad")
 """Optimizers whose step of one parameter depends on all others."""
-BUCKET_MB = 25.0
 
 
 class Zero(Replicated):
@@ -42,8 +37,8 @@ class Zero(Replicated):
     When to use it: if the model and its gradients fit on every device but Adam's state does not, or if `fsdp` does not
     fit the optimizer or the model.
 
-    What you see: how many bytes of parameters each rank owns. Checkpoints are complete, written by all ranks together,
-    and can be continued with `ddp`, `fsdp` or one process.
+    What you see: nothing new. Checkpoints are complete, written by all ranks together, and can be continued with `ddp`,
+    `fsdp` or one process.
 
     Together with: `clip`, `ema`, `accumulate`, `schedule`, `guard` and `amp` work as with `ddp`. With stage 2 a loss
     scaler (fp16) and `sam` are refused, and plugins that look at single gradients (`monitor`) see those of their rank.
@@ -72,15 +67,12 @@ class Zero(Replicated):
                 "grad_scaler": "Use amp.dtype=bf16, which needs none, or zero.stage=1.",
                 "second_pass": "Use zero.stage=1: sam needs all gradients on every rank.",
             }
-            for name in ("compress", "static_graph", "find_unused"):
+            for name in ("compress", "static_graph", "find_unused", "bucket_mb"):
                 if getattr(self.config, name):
                     raise RecipeError(f"zero.{name} belongs to zero.stage=1, whose gradients torch's DDP averages.")
         self._owners: dict[int, int] = {}
-        self._owned: dict[Any, list[list[nn.Parameter]]] = {}
-        "By optimizer: the parameters that each rank steps."
-        self._sums: dict[str | None, OwnedGradients] = {}
-        self._summing: OwnedGradients | None = None
-        self._hooks: dict[int, Any] = {}
+        self._sums: OwnedGradients | None = None
+        "With stage 2 on several ranks."
         self._restores = 0
 
     # -- build --------------------------------------------------------------------------------------------------------
@@ -102,17 +94,11 @@ class Zero(Replicated):
         named = dict(build.task.named_parameters())
         self._owners = owners_of(named.values(), env.world)
         env.elsewhere = {name for name, p in named.items() if self._owners[id(p)] != env.rank}
-        bytes_of = [sum(p.nbytes for p in named.values() if self._owners[id(p)] == rank) for rank in range(env.world)]
-        logger.info(
-            "zero: of %s MB of parameters each rank steps %s to %s MB.",
-            *(f"{count / 1e6:,.1f}" for count in (sum(bytes_of), min(bytes_of), max(bytes_of))),
-        )
         if self.config.stage == 2:
             refuse_sparse(build.task, "zero.stage=2")
-            self._take_gradients(p for p in named.values() if p.requires_grad)
+            self._sums = OwnedGradients(self._owners, env.rank, env.world)
 
     def wrapped(self, task: nn.Module) -> nn.Module:
-        self._owned, self._sums, self._summing = {}, {}, None
         if self.config.stage == 1 or self._env is None or self._env.world == 1:
             return super().wrapped(task)
         self.note_trained(task)
@@ -132,33 +118,16 @@ class Zero(Replicated):
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
-        if self._hooks:
-            self._summing = self._sums_of(step) if step is step.trainer.step else None
-            return (yield)
-        return (yield from super().forge_forward(step))
-
-    def _sums_of(self, step: forge.Step) -> OwnedGradients:
-        if step.name not in self._sums:
-            named = {name: p for name, p in step.trainer.task.named_parameters() if p.requires_grad}
-            self._take_gradients(named.values())  # some may be thawed
-            env, size = step.trainer.env, self.config.bucket_mb or BUCKET_MB
-            self._sums[step.name] = OwnedGradients(named, self._owners, env.rank, env.world, size)
-        return self._sums[step.name]
-
-    def _take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._add)
-
-    def _add(self, parameter: Any) -> None:
-        if self._summing is not None:
-            self._summing.add(parameter)
+        if self._sums is None:
+            return (yield from super().forge_forward(step))
+        self._sums.watch(step.trainer.task if step is step.trainer.step else None)
+        return (yield)
 
     @forge.hookimpl
     def forge_finalize_grads(self, step: forge.Step) -> None:
         super().forge_finalize_grads(step)
-        if self._summing is not None:
-            self._summing.finish()
+        if self._sums is not None:
+            self._sums.finish()
 
     @forge.hookimpl(wrapper=True)
     def forge_optimizer_step(self, step: forge.Step) -> Generator[None, Any, Any]:
@@ -168,7 +137,10 @@ class Zero(Replicated):
         if self._restores != trainer.restores:
             self._drop_others(trainer)
             self._restores = trainer.restores
-        owned = self._owned_by_rank(step)
+        owned: list[list[nn.Parameter]] = [[] for _ in range(trainer.env.world)]
+        for parameter in step.parameters():
+            if parameter.requires_grad:
+                owned[self._owners[id(parameter)]].append(parameter)
         for rank, parameters in enumerate(owned):
             if rank != trainer.env.rank:
                 for parameter in parameters:
@@ -181,18 +153,6 @@ class Zero(Replicated):
                     self._env.copy_from(rank, [parameter.detach() for parameter in parameters])
         return updated
 
-    def _owned_by_rank(self, step: forge.Step) -> list[list[nn.Parameter]]:
-        """Return the trained parameters of the current optimizer, by the rank that steps them."""
-        parameters = step.parameters()
-        key = (step.name, len(parameters))
-        if key not in self._owned:
-            found: list[list[nn.Parameter]] = [[] for _ in range(step.trainer.env.world)]
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    found[self._owners[id(parameter)]].append(parameter)
-            self._owned[key] = found
-        return self._owned[key]
-
     def _drop_others(self, trainer: forge.Run) -> None:
         """Drop the state of parameters that other ranks step, which an optimizer makes early or a restore brings."""
         rank = trainer.env.rank
@@ -202,9 +162,9 @@ class Zero(Replicated):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks, self._owners, self._owned, self._sums, self._summing = {}, {}, {}, {}, None
+        if self._sums is not None:
+            self._sums.close()
+        self._owners, self._sums = {}, None
         super().forge_end()
 
 
@@ -216,6 +176,15 @@ class OwningEnv(DistributedEnv):
 
     def holds(self, path: tuple[str | int, ...]) -> bool:
         return path[0] != "optimizers" or "state" not in path or self.elsewhere.isdisjoint(map(str, path))
+
+
+def owners_of(parameters: Iterable[nn.Parameter], ranks: int) -> dict[int, int]:
+    """Return the rank that owns each parameter, by id: the largest first, each to the least loaded rank."""
+    loads, owners = [0] * ranks, {}
+    for parameter in sorted(parameters, key=lambda p: -p.nbytes):
+        owner = owners[id(parameter)] = loads.index(min(loads))
+        loads[owner] += parameter.nbytes
+    return owners
 
 
 def _refuse_undividable(entry: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,106 +12,72 @@ from torch import Tensor, nn
 from forge.errors import TaskError
 
 
-class Bucket:
-    """Parameters of one owner whose gradients are sent as one message."""
-
-    def __init__(self, owner: int):
-        self.owner = owner
-        self.parameters: list[nn.Parameter] = []
-        self.ready: set[int] = set()
-        self.sent: tuple[Tensor, Any] | None = None
-        "The message under way."
-        self.total: Tensor | None = None
-        "On the owner: the sum of the window's gradients so far."
-
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters)
-
-    def fits(self, parameter: nn.Parameter, limit: float) -> bool:
-        first = self.parameters[0]
-        alike = (first.dtype, first.device) == (parameter.dtype, parameter.device)
-        return alike and self.nbytes + parameter.nbytes <= limit
-
-
 class OwnedGradients:
     """The gradients of the parameters that are trained now.
 
-    Messages leave in one order on all ranks, the reverse of the parameters': a bucket is sent once its gradients and
-    all buckets before it are there.
+    Messages leave in one order on all ranks, the reverse of the parameters': a gradient is sent once it and all before
+    it are there.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], owners: Mapping[int, int], rank: int, world: int, mb: float):
-        self._rank, self._world = rank, world
-        self._names = {id(parameter): name for name, parameter in named.items()}
-        self._buckets = _buckets(list(named.values()), owners, mb * 2**20)
-        self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._next = 0
+    def __init__(self, owners: Mapping[int, int], rank: int, world: int):
+        self._owners, self._rank, self._world = owners, rank, world
+        self._hooks: dict[int, Any] = {}
+        self._names: dict[int, str] = {}
+        self._order: list[int] = []
+        "What is watched, in the order of the messages."
+        self._ready: dict[int, nn.Parameter] = {}
+        self._sent: list[tuple[nn.Parameter, Tensor, Any]] = []
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        "The sums of the window's gradients so far, of what this rank owns."
 
-    def add(self, parameter: nn.Parameter) -> None:
-        """Take a gradient that has just been computed."""
-        bucket = self._of.get(id(parameter))
-        if bucket is None:
-            return
-        if id(parameter) in bucket.ready or self._next == len(self._buckets):
-            self._begin()
-        bucket.ready.add(id(parameter))
-        while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
-            self._send(self._buckets[self._next])
-            self._next += 1
+    def watch(self, task: nn.Module | None) -> None:
+        """Take the gradients of what the task trains now, or none."""
+        named = list(task.named_parameters()) if task is not None else []
+        trained = {id(parameter): (name, parameter) for name, parameter in reversed(named) if parameter.requires_grad}
+        self._names, self._order = {key: name for key, (name, _) in trained.items()}, [*trained]
+        for key, (_, parameter) in trained.items():
+            if key not in self._hooks:  # some may be thawed
+                self._hooks[key] = parameter.register_post_accumulate_grad_hook(self._add)
 
     def finish(self) -> None:
         """Wait for the window's last messages; set `.grad` of the parameters that this rank owns."""
-        self._begin()
-        for bucket in self._buckets:
-            total, bucket.total = bucket.total, None
-            if total is not None:
-                parts = total.split([parameter.numel() for parameter in bucket.parameters])
-                for parameter, part in zip(bucket.parameters, parts, strict=True):
-                    parameter.grad = _shaped(part, parameter)
+        if self._names:
+            self._receive()
+        for parameter, total in self._totals.items():
+            parameter.grad = total if parameter.is_contiguous() else torch.empty_like(parameter).copy_(total)
+        self._totals = {}
 
-    def _begin(self) -> None:
+    def close(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def _add(self, parameter: Any) -> None:
+        if id(parameter) not in self._names:
+            return
+        if id(parameter) in self._ready or len(self._sent) == len(self._order):
+            self._receive()
+        self._ready[id(parameter)] = parameter
+        while len(self._sent) < len(self._order) and self._order[len(self._sent)] in self._ready:
+            self._send(self._ready[self._order[len(self._sent)]])
+
+    def _send(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad.contiguous().div_(self._world), None
+        work = dist.reduce(gradient, self._owners[id(parameter)], async_op=True)
+        self._sent.append((parameter, gradient, work))
+
+    def _receive(self) -> None:
         """End a micro-batch: every gradient has come, and every message has arrived."""
-        if self._next < len(self._buckets):
-            missing = [self._names[id(p)] for b in self._buckets for p in b.parameters if id(p) not in b.ready]
+        missing = [name for key, name in self._names.items() if key not in self._ready]
+        if missing:
             raise TaskError(
                 f"zero.stage=2: a micro-batch gave no gradient to {', '.join(missing[:3])} on rank {self._rank}. Every "
                 "parameter that is trained must take part in the loss: freeze it (-p freeze), or use zero.stage=1 with "
                 "zero.find_unused=true."
             )
-        for bucket in self._buckets:
-            assert bucket.sent is not None
-            (flat, work), bucket.sent = bucket.sent, None
+        for parameter, gradient, work in self._sent:
             work.wait()
-            bucket.ready.clear()
-            if bucket.owner == self._rank:
-                bucket.total = flat if bucket.total is None else bucket.total.add_(flat)
-        self._next = 0
-
-    def _is_full(self, bucket: Bucket) -> bool:
-        return len(bucket.ready) == len(bucket.parameters)
-
-    def _send(self, bucket: Bucket) -> None:
-        gradients: list[Any] = [parameter.grad for parameter in bucket.parameters]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._world)
-        for parameter in bucket.parameters:
-            parameter.grad = None
-        bucket.sent = flat, dist.reduce(flat, bucket.owner, async_op=True)
-
-
-def _buckets(parameters: Sequence[nn.Parameter], owners: Mapping[int, int], limit: float) -> list[Bucket]:
-    """Return buckets in the order in which backward fills them; several owners' fill at once."""
-    done: list[Bucket] = []
-    filling: dict[int, Bucket] = {}
-    for parameter in reversed(parameters):
-        owner = owners[id(parameter)]
-        if owner in filling and not filling[owner].fits(parameter, limit):
-            done.append(filling.pop(owner))
-        filling.setdefault(owner, Bucket(owner)).parameters.append(parameter)
-    return [*done, *filling.values()]
-
-
-def _shaped(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a gradient with the strides of its parameter."""
-    shaped = flat.view(parameter.shape)
-    return shaped if parameter.is_contiguous() else torch.empty_like(parameter).copy_(shaped)
+            if self._owners[id(parameter)] == self._rank:
+                total = self._totals.get(parameter)
+                self._totals[parameter] = gradient if total is None else total.add_(gradient)
+        self._ready, self._sent = {}, []
