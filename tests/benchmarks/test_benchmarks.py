@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import benchmarks.overhead
-from benchmarks import figures, fp8, gpu, scale, serving, startup
+from benchmarks import figures, fp8, gpu, serving, startup
 from tests.conftest import PROFILE
 from tests.support import forked
 
@@ -87,17 +87,6 @@ def test_serving_measures_both_arms_without_errors(capsys: pytest.CaptureFixture
     assert [(row["where"], row["arm"]) for row in rows] == expected
     assert all(row["requests"] == 24 and row["errors"] == 0 for row in rows)
     assert all(row["mean_batch"] == 1 and row["factor"] == 1 for row in rows if row["arm"] == "one by one")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipeline", "pipeline_shard"])
-def test_scale_compares_equal_work_in_pipelines(strategy: str) -> None:
-    by_hand, again, ours = scale.run(strategy, updates=1, rounds=1)
-    assert [row.contender for row in (by_hand, again, ours)] == ["by hand", "by hand again", "forge"]
-    for row in (by_hand, again, ours):
-        assert row.identical
-        assert row.megabytes == pytest.approx(row.expected_megabytes)
-    assert ours.collectives == by_hand.collectives + 1  # the window's metrics, from the last stage
 
 
 def test_every_row_of_figures_is_measured_or_says_where_it_is_from() -> None:
