@@ -14,19 +14,9 @@ from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import DataError, ForgeError
 from forge.util import show
-from forge.util.text import format_bytes
 
 if TYPE_CHECKING:
-    from forge.tuning.workers import WorkersProbe, WorkersReport
-
-BOUNDS = {
-    "disk": "The disk is what the data wait for: {read}/s came from it, and the processes were mostly idle. Keep the "
-    "files on a faster disk, or fewer and larger ones (forge.data.TarShards), or decoded in memory.",
-    "CPU of the transforms": "The CPU of the transforms is what the data wait for: {share} of the time. Use more "
-    "cores, do part of the work once and store its result, or move it to the device.",
-    "waiting": "The data wait for neither the disk nor the CPU ({share} of the time on it, {read}/s from the disk): a "
-    "network, a lock or a sleep in the dataset. More workers wait at the same time.",
-}
+    from forge.tuning.workers import WorkersReport
 
 
 def run(args: Namespace, recipe: Recipe, name: str) -> int:
@@ -88,30 +78,23 @@ def _train(recipe: Recipe, name: str) -> Any:
 
 def print_report(report: WorkersReport) -> None:
     """Print a row for each number of workers, and one for the step."""
-    grid = show.table("workers", "samples/s", "of the need", "CPU", "from disk", "")
-    for column in grid.columns[:5]:
+    grid = show.table("workers", "samples/s", "of the need", "")
+    for column in grid.columns[:3]:
         column.justify = "right"
     for probe in report.probes:
         style = "bold" if probe is report.recommended else ""
         cells = [f"{probe.workers}", f"{probe.speed:,.0f}", f"{100 * probe.speed / report.need:.0f} %"]
-        cells += ["" if probe.cpu is None else f"{probe.cpu:.1f} cores", _read(probe)]
         cells.append("recommended" if probe is report.recommended else "")
         grid.add_row(*(Text(cell, style) for cell in cells))
-    grid.add_row(Text("the step", "dim"), f"{report.need:,.0f}", "", "", "", Text("its need", "dim"))
+    grid.add_row(Text("the step", "dim"), f"{report.need:,.0f}", "", Text("its need", "dim"))
     console = show.console()
     console.print()
     console.print(grid)
     console.print()
 
 
-def _read(probe: WorkersProbe) -> str:
-    if probe.read is None:
-        return "unknown"
-    return "0" if probe.read < 1000 else f"{format_bytes(probe.read)}/s"
-
-
 def verdict(report: WorkersReport, takes: bool = True) -> list[str]:
-    """Summarise in sentences: what limits training, and why."""
+    """Summarise in sentences: what limits training, and what to do."""
     chosen = report.recommended
     each = f"{report.samples:.3g} samples in {report.step_ms:.3g} ms"
     plural = "" if chosen.workers == 1 else "s"
@@ -126,15 +109,12 @@ def verdict(report: WorkersReport, takes: bool = True) -> list[str]:
             f"Data are the limit: the step could take {report.need:,.0f} samples/s ({each}), and the data {with_them} "
             f"give {chosen.speed:,.0f}, {100 * chosen.speed / report.need:.0f} % of it."
         ]
-        share = "an unknown share" if chosen.share is None else f"{100 * chosen.share:.0f} %"
-        read = "an unknown amount" if chosen.read is None else format_bytes(chosen.read)
-        lines.append(BOUNDS[report.bound].format(share=share, read=read))
-    if chosen.queued > 0.5 * max(1, chosen.workers):
-        lines.append("Other processes use this machine's cores too: measure again when it is quiet.")
+        lines.append(
+            "Use more cores, do part of the work once and store its result, or move it to the device; or keep the "
+            "files on a faster disk, or fewer and larger ones."
+        )
     if not takes:
         lines.append("The loader takes no workers: it reads from memory, or is a list.")
-    if chosen.read is not None and chosen.read < 1000 and report.bound != "disk" and takes:
-        lines.append("Nothing came from the disk: files are in the page cache, which a first epoch may not find.")
     return lines
 
 

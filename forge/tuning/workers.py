@@ -1,4 +1,4 @@
-"""workers_range: measure how many samples per second a loader gives with each number of workers, and what limits it."""
+"""workers_range: measure how many samples a second a loader gives with each number of workers, and the step's need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,12 +30,6 @@ ROOM = 1.1
 """Data must come this much faster than the step needs them, or they count as its limit."""
 NEAR = 0.95
 """This share of the best speed is as good."""
-BUSY = 0.7
-"""From this share of their time on the CPU, workers count as busy."""
-DISK = 1e6
-"""Fewer bytes per second from the disk are no load."""
-
-Bound = Literal["disk", "CPU of the transforms", "not the limit", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +39,6 @@ class WorkersProbe:
     workers: int
     speed: float
     "Samples per second."
-    cpu: float | None
-    "Seconds on the CPU per second, of this process and its workers together."
-    read: float | None
-    "Bytes per second that came from a disk, not from the page cache; None where the system does not say."
-    queued: float = 0.0
-    "Seconds per second that they waited for a core, which other processes had."
-
-    @property
-    def share(self) -> float | None:
-        """The share of the time that each worker (this process, if there are none) computed, or waited for a core."""
-        return None if self.cpu is None else min(1.0, (self.cpu + self.queued) / max(1, self.workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +51,6 @@ class WorkersReport:
     step_ms: float
     samples: float
     "Samples of a batch, on average."
-    cores: int
 
     @property
     def best(self) -> WorkersProbe:
@@ -87,21 +68,6 @@ class WorkersReport:
         """What limits training with the recommended number of workers."""
         return "compute" if self.recommended.speed >= ROOM * self.need else "data"
 
-    @property
-    def bound(self) -> Bound:
-        """What limits the data, where they limit training."""
-        return "not the limit" if self.limit == "compute" else bound_of(self.recommended, self.cores)
-
-
-def bound_of(probe: WorkersProbe, cores: int) -> Bound:
-    """Say what the loader's processes spent their time on: a busy CPU is no disk's fault."""
-    wanted = None if probe.cpu is None else probe.cpu + probe.queued
-    if wanted is not None and wanted >= BUSY * min(max(1, probe.workers), cores):
-        return "CPU of the transforms"
-    if probe.read is not None and probe.read >= DISK:
-        return "disk"
-    return "waiting" if probe.cpu is not None else "CPU of the transforms"
-
 
 def workers_range(
     make_task: Callable[[], TaskModule],
@@ -115,8 +81,7 @@ def workers_range(
 ) -> WorkersReport:
     """Measure the loader of `make_train(workers)` for each of `counts` (default: 0, 1, 2, 4 … up to the cores), and
     the step of a fresh task with batches that are in memory. `options` go to the Trainer; nothing is written."""
-    cores = available_cores()
-    counts = list(counts) if counts is not None else default_counts(cores)
+    counts = list(counts) if counts is not None else default_counts(available_cores())
     probes: list[WorkersProbe] = []
     held: list[Any] = []
     for number, count in enumerate(counts):
@@ -127,7 +92,7 @@ def workers_range(
     timer = StepTimer()
     run_trial(timer, make_task, lambda: held, updates=timer.most, **options)
     ms = timer.reading(timer.weights).ms
-    return WorkersReport(probes, 1000 * samples / ms, ms, samples, cores)
+    return WorkersReport(probes, 1000 * samples / ms, ms, samples)
 
 
 def default_counts(cores: int) -> list[int]:
@@ -170,18 +135,14 @@ def _measure(given: Any, workers: int, number: int, seconds: float, held: list[A
         batch = next(stream)
         if len(held) < HELD:
             held.append(batch)
-    began, before = time.perf_counter(), _usage()
+    began = time.perf_counter()
     samples = batches = 0
     while batches < LEAST or time.perf_counter() - began < seconds:
         samples += _samples(next(stream))
         batches += 1
-    elapsed, after = time.perf_counter() - began, _usage()
+    elapsed = time.perf_counter() - began
     stream.close()
-    if before is None or after is None:
-        return WorkersProbe(workers, samples / elapsed, None, None)
-    cpu, queued = (max(0.0, late - early) / elapsed for late, early in zip(after[:2], before[:2], strict=True))
-    read = None if after[2] is None or before[2] is None else max(0, after[2] - before[2]) / elapsed
-    return WorkersProbe(workers, samples / elapsed, cpu, read, queued)
+    return WorkersProbe(workers, samples / elapsed)
 
 
 def _endless(loader: Any, epoch: int) -> Generator[Any, None, None]:
@@ -203,36 +164,3 @@ def _samples(batch: Any) -> int:
         return batch_size(batch) or 1
     except ForgeError:
         return 1  # a batch without a size counts as one
-
-
-def _usage() -> tuple[float, float, int | None] | None:
-    """Return the seconds on the CPU, those of waiting for a core, and the bytes read from disks, of this process and
-    its children; None without /proc."""
-    here = Path("/proc/self")
-    if not here.exists():
-        return None
-    cpu, queued, read, known = 0.0, 0.0, 0, True
-    for process in [here, *(Path("/proc") / pid for pid in _children())]:
-        for thread in process.glob("task/*/schedstat"):
-            try:
-                computed, waited, *_ = map(int, thread.read_text().split())
-            except (OSError, ValueError):
-                continue  # it has just ended
-            cpu, queued = cpu + computed / 1e9, queued + waited / 1e9
-        try:
-            lines = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
-            read += int(lines["read_bytes"])
-        except (OSError, KeyError, ValueError):
-            known = False
-    return cpu, queued, read if known else None
-
-
-def _children() -> list[str]:
-    """Return the processes that this one started, on any of its threads."""
-    found: list[str] = []
-    for file in Path("/proc/self/task").glob("*/children"):
-        try:
-            found += file.read_text().split()
-        except OSError:
-            continue
-    return found

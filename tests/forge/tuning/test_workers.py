@@ -1,9 +1,7 @@
-"""forge tune workers: the loader by its number of workers, the step's need, and what limits which."""
+"""forge tune workers: the loader by its number of workers, and the step's need."""
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import forge
 from forge.cli import main, tune_workers
 from forge.tuning import WorkersProbe, WorkersReport, step_timer, workers, workers_range
-from forge.util.fork_garbage import collections_paused
 from tests.support.profiles import some
 
 TASK = """
@@ -63,35 +60,15 @@ def file(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-class Machine:
-    """A clock and a scheduler in place of the real ones: they move when a sample is made, and by what it did."""
-
-    def __init__(self, **seconds: float):
-        self.seconds = seconds
-        self.spent: dict[str, float] = dict.fromkeys(("asleep", "computing", "without a core"), 0.0)
-
-    def make_sample(self) -> None:
-        for deed, seconds in self.seconds.items():
-            self.spent[deed.replace("_", " ")] += seconds
-
-    def perf_counter(self) -> float:
-        return sum(self.spent.values())
-
-    def usage(self) -> tuple[float, float, int]:
-        return self.spent["computing"], self.spent["without a core"], 0
-
-
 class Made(Dataset[Any]):
-    """Samples that a machine makes; they are counted."""
+    """Samples that are counted."""
 
-    def __init__(self, machine: Machine):
-        self.machine, self.count = machine, 0
+    count = 0
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        self.machine.make_sample()
         self.count += 1
         return torch.randn(3), torch.randn(1)
 
@@ -108,81 +85,24 @@ class Line(forge.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize(
-    ("machine", "bound"),
-    [
-        (Machine(computing=0.002), "CPU of the transforms"),
-        (Machine(computing=0.001, without_a_core=0.001), "CPU of the transforms"),
-        (Machine(asleep=0.002), "waiting"),
-        (Machine(asleep=0.0015, computing=0.0005), "waiting"),
-    ],
-)
-def test_what_the_processes_did_is_the_verdict(machine: Machine, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "time", machine)
-    monkeypatch.setattr(workers, "_usage", machine.usage)
-    probe = workers._measure(DataLoader(Made(machine), 8), 0, 0, 0.3, [], 0)
-    assert workers.bound_of(probe, cores=2) == bound
-    assert probe.speed == pytest.approx(1 / 0.002)
-
-
-def compute(seconds: float) -> None:
-    began = time.thread_time()
-    while time.thread_time() - began < seconds:
-        pass
-
-
-def compute_then_wait(seconds: float, done: Any, leave: Any) -> None:
-    compute(seconds)
-    done.set()
-    leave.wait()
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_system_says_what_this_process_and_its_children_computed(elsewhere: bool) -> None:
-    before = workers._usage()
-    if before is None:
-        pytest.skip("this system has no /proc")
-    if elsewhere:
-        done, leave = multiprocessing.Event(), multiprocessing.Event()
-        child = multiprocessing.Process(target=compute_then_wait, args=(0.1, done, leave))
-        with collections_paused():
-            child.start()
-        done.wait()
-        after = workers._usage()
-        leave.set()
-        child.join()
-    else:
-        compute(0.1)
-        after = workers._usage()
-    assert after is not None
-    assert after[0] - before[0] > 0.08  # its counter moves at the ticks of the scheduler
-    assert after[1] >= before[1]
-
-
-def test_bytes_from_a_disk_are_the_disks_fault() -> None:
-    assert workers.bound_of(WorkersProbe(2, 10.0, cpu=0.3, read=50e6), cores=4) == "disk"
-    assert workers.bound_of(WorkersProbe(2, 10.0, cpu=1.9, read=50e6), cores=4) == "CPU of the transforms"
-    assert workers.bound_of(WorkersProbe(2, 10.0, cpu=0.3, read=50e6, queued=1.6), cores=4) == "CPU of the transforms"
-
-
 def report(need: float, *speeds: float) -> WorkersReport:
-    probes = [WorkersProbe(count, speed, 0.1, 0.0) for count, speed in zip((0, 1, 2, 4), speeds, strict=False)]
-    return WorkersReport(probes, need, 10.0, 16, cores=4)
+    probes = [WorkersProbe(count, speed) for count, speed in zip((0, 1, 2, 4), speeds, strict=False)]
+    return WorkersReport(probes, need, 10.0, 16)
 
 
 def test_the_fewest_workers_that_feed_the_step_are_recommended() -> None:
     enough = report(100, 50, 90, 130, 200)
-    assert (enough.recommended.workers, enough.limit, enough.bound) == (2, "compute", "not the limit")
+    assert (enough.recommended.workers, enough.limit) == (2, "compute")
     assert tune_workers.verdict(enough)[0].startswith("Compute is the limit")
     never = report(1000, 50, 90, 196, 200)
-    assert (never.recommended.workers, never.limit, never.bound) == (2, "data", "waiting")
+    assert (never.recommended.workers, never.limit) == (2, "data")
     assert "Data are the limit" in tune_workers.verdict(never)[0]
     assert "20 % of it" in tune_workers.verdict(never)[0]
 
 
 @pytest.mark.slow
 def test_the_need_is_the_speed_of_the_step_alone() -> None:
-    data, measured = Made(Machine()), []
+    data, measured = Made(), []
     found = workers_range(
         Line,
         lambda count: DataLoader(data, 8),
