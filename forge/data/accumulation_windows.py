@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
 from forge import options
+from forge.data.batch_digest import digest
 from forge.data.known_streams import streams_in_nodes
 from forge.data.own_generators import data_roots, data_states, states_of
 from forge.data.protocols import is_live, is_seekable
@@ -25,6 +27,8 @@ from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds
 from forge.util.generators import Generators, find_generators
+
+logger = logging.getLogger("forge")
 
 
 def length_of(loader: Any) -> int | None:
@@ -112,7 +116,7 @@ def check_loader(loader: Any, stage: str) -> None:
 class Feed:
     """Windows of batches from a training loader, and the position of the run in the epoch."""
 
-    def __init__(self, loader: Any):
+    def __init__(self, loader: Any, allow_inexact: bool = False):
         check_loader(loader, "train")
         self.loader = loader
         self.length = length_of(loader)
@@ -124,6 +128,10 @@ class Feed:
         "Whether batches are made while the run trains (`forge.data.live`): none is read ahead."
         self._stateful = not is_seekable(loader) and is_stateful(loader) and not self.live
         self._state: Any = None
+        self._ahead: list[Any] = []
+        self._due: str | None = None
+        "The checksum of the batch that a loader without a length must give next, after a state was loaded."
+        self._lenient = allow_inexact
         self._own: Generators = {}
         self._drawn: dict[str, Any] | None = None
         self._has_given = False
@@ -152,6 +160,8 @@ class Feed:
                     window.append(next(batches))
             except StopIteration as stop:
                 self._refuse_short_epoch(len(window), stop)
+            if self._due is not None:
+                self._compare(window[0])
             self.batches += len(window)
             if length is None or self.batches == length:
                 if self._own:
@@ -159,6 +169,7 @@ class Feed:
                 if self._stateful:
                     self._state = self._loader_state()  # before reading ahead changes it
                 last = not self._look_ahead(batches, ahead)
+                self._ahead = ahead
             if last:
                 self.batches = self.samples = 0
                 if self._own:
@@ -173,7 +184,14 @@ class Feed:
         state = self.loader.state_dict() if self.live and not self._resuming else self._state
         if self._stateful and self.length is not None and self.batches and not self._resuming:
             state = self._loader_state()  # nothing was read ahead
-        return {"batches": self.batches, "samples": self.samples, "loader": state}
+        place = {"batches": self.batches, "samples": self.samples, "loader": state}
+        due = self._due if self._resuming or not self._tells_next else digest(self._ahead[0])
+        return place if due is None else {**place, "next": due}
+
+    @property
+    def _tells_next(self) -> bool:
+        """Whether the next batch is known, and does not depend on the number of ranks."""
+        return self._stateful and bool(self._ahead) and not hasattr(self.loader, "data_world")
 
     def generator_states(self) -> dict[str, Any]:
         """Return the states of the generators that the data keep in this process, after the last window."""
@@ -186,6 +204,7 @@ class Feed:
         self.batches, self.samples, self._state = state["batches"], state["samples"], state["loader"]
         if self.length is not None and self.batches > self.length:
             raise DataError(f"The checkpoint is {self.batches:,} batches into an epoch that has {self.length:,}.")
+        self._due = None if hasattr(self.loader, "data_world") else state.get("next")
         self._resuming = True
 
     def fingerprint(self) -> dict[str, Any]:
@@ -245,6 +264,24 @@ class Feed:
         except StopIteration:
             set_epoch(self.loader, number)
             return self._begin(number)
+
+    def _compare(self, batch: Any) -> None:
+        """Refuse a loader whose state does not lead to the batch that was next when it was saved."""
+        due, self._due = self._due, None
+        if digest(batch) == due:
+            return
+        said = (
+            f"The train loader {type(self.loader).__name__} gives another batch after its state was loaded than before "
+            "it was saved: samples would be lost or seen twice."
+        )
+        if self._lenient:
+            logger.warning("%s It goes on (allow_inexact).", said)
+            return
+        raise DataError(
+            f"{said} Seed what shuffles, let an order that differs between epochs follow from set_epoch(epoch) of the "
+            "dataset, and draw no random numbers in its workers; or pass the dataset in a forge.data.Loader. Or set "
+            "allow_inexact=True (trainer.allow_inexact=true on the command line)."
+        )
 
     def _look_ahead(self, batches: Iterator[Any], ahead: list[Any]) -> bool:
         """Read the next batch into `ahead`; return whether it exists."""

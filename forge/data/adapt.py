@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 from forge.data.accumulation_windows import batch_size, holds_dataloader, is_stateful, length_of, set_epoch
 from forge.data.combined import Combined, CombinedLoader, StatefulCombined
-from forge.data.iterable import StatefulStreamLoader, StreamLoader
-from forge.data.known_streams import how_to_resume, leaves_out_samples
+from forge.data.iterable import StreamLoader
+from forge.data.known_streams import leaves_out_samples
 from forge.data.limited import Limited
 from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
@@ -46,25 +46,27 @@ logger = logging.getLogger("forge")
 def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     """Return a loader that gives the same samples and, if possible, resumes exactly.
 
-    A loader with `seek`, or with `state_dict` and `load_state_dict`, is returned unchanged. A list of batches and a
-    torch DataLoader are wrapped. For any other, `resumable_reason` returns why it cannot resume; with `allow_inexact`
-    it is read again from its beginning instead, and the consumed batches are dropped.
+    A loader with `seek`, or with `state_dict()` and `load_state_dict(state)` that tell of the last batch handed out, is
+    returned unchanged, whoever made it. A list of batches and a torch DataLoader are wrapped. For any other,
+    `resumable_reason` returns why it cannot resume; with `allow_inexact` it is read again from its beginning instead,
+    and the consumed batches are dropped.
     """
     if isinstance(loader, Combined):
         inner = {name: adopt(each, stage, allow_inexact) for name, each in loader.loaders.items()}
         by_state = [is_stateful(each) for each in inner.values() if not is_seekable(each)]
         return (StatefulCombined if by_state and all(by_state) else CombinedLoader)(inner, loader.mode)
-    if is_seekable(loader) or is_stateful(loader):
+    if is_seekable(loader) or (is_stateful(loader) and not isinstance(loader, StreamLoader)):
         return loader
     if isinstance(loader, (list, tuple)):
         _refuse_several(loader, stage)
         return BatchList(loader) if loader else loader
-    if _is_plain_dataloader(loader):
-        loader = _adopt_dataloader(loader)
-    reason = resumable_reason(loader)
+    adopted: Any = _adopt_dataloader(loader) if _is_plain_dataloader(loader) else loader
+    if allow_inexact and isinstance(adopted, StreamLoader):
+        adopted.allow_inexact()
+    reason = resumable_reason(adopted)
     if reason is None or not allow_inexact:
-        return loader
-    return Reread(loader, stage, reason)
+        return adopted
+    return Reread(adopted, stage, reason)
 
 
 def by_name(given: Any, stage: str) -> Any:
@@ -107,24 +109,17 @@ def resumable_reason(loader: Any) -> str | None:
         return next((reason for inner in loader.loaders.values() if (reason := resumable_reason(inner))), None)
     if isinstance(loader, Reread):
         return loader.reason
-    if is_seekable(loader) or isinstance(loader, StatefulStreamLoader):
+    if is_seekable(loader) or isinstance(loader, StreamLoader):
         return None
     if is_stateful(loader):
         return _unsaved_buffer(loader)
-    if isinstance(loader, StreamLoader):
-        cure = "Give it state_dict() and load_state_dict(state), or make it a dataset with a length and indices"
-        return (
-            f"{type(loader.dataset).__name__} is an iterable dataset without a state. "
-            f"{how_to_resume(loader.dataset) or cure}."
-        )
     if isinstance(loader, DataLoader):
         return _dataloader_reason(loader)
     if isinstance(loader, Iterator):
         return f"{name} is an iterator, which can be read only once. Pass a forge.data.Loader or a list."
-    cure = "Give it one of them, or use forge.data.Loader, forge.data.TensorLoader or a torch DataLoader"
     return (
-        f"{name} has neither seek(epoch, samples) nor state_dict() and load_state_dict(state). "
-        f"{how_to_resume(loader) or cure}."
+        f"{name} has neither seek(epoch, samples) nor state_dict() and load_state_dict(state). Give it one of them, or "
+        "pass its dataset in a forge.data.Loader, a torch DataLoader or torchdata's StatefulDataLoader."
     )
 
 

@@ -1,4 +1,4 @@
-"""Iterable datasets: one stream per worker, which resumes exactly if the dataset has a state.
+"""Iterable datasets: one stream per worker, which resumes exactly, by the dataset's state or by reading again.
 
 To torch the dataset looks like one with indices, but each "index" is a `Turn`: begin or continue a stream, or skip. So
 the state of a stream travels to its worker and comes back with each batch, and batches that were prefetched but not
@@ -7,14 +7,14 @@ yielded are forgotten. Streams take turns, as in torch; which one is next is par
 Every pass but the first begins by loading a state, after another pass, a cancelled one or a restart alike: so a resumed
 run cannot differ from an uninterrupted one.
 
-The state of a stream of Hugging Face's `datasets` with a shuffle buffer leaves out what is in the buffer. Such a stream
-is read again from the beginning of the epoch, and the last batch that was used is compared with what it was.
+A dataset without a state is read again from the beginning of the epoch, and the last sample that was used is compared
+with what it was: so one that gives another order is refused. The state of a stream of Hugging Face's `datasets` with a
+shuffle buffer leaves out what is in the buffer, so it is read again too.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import logging
 import math
@@ -23,11 +23,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from forge.data.accumulation_windows import is_stateful
+from forge.data.batch_digest import digest
 from forge.data.known_streams import leaves_out_samples
 from forge.data.sample_rng import OwnSeed, restored_generators, seed_generators
 from forge.data.sample_seeding import OwnGenerators, failed, is_pure, is_pure_collate, what, where
@@ -79,9 +78,10 @@ class Streams(Dataset[Any]):
     ):
         self.dataset, self.batch_size, self.collate, self.drop_last = dataset, batch_size, collate, drop_last
         self.seeding = not (is_pure(dataset) if pure is None else pure) or not (pure or is_pure_collate(collate))
-        self.rereads = leaves_out_samples(dataset)
-        "Whether a pass is continued by reading the samples before again."
-        self.stateful = is_stateful(dataset) and not self.rereads
+        self.stateful = is_stateful(dataset) and not leaves_out_samples(dataset)
+        "Whether a pass is continued by the dataset's state, and not by reading the samples before again."
+        self.lenient = False
+        "Whether other samples are taken too (allow_inexact)."
         self._own = OwnGenerators(dataset=dataset, collate=collate)
         self._pass, self._count = -1, 0
         self._last: Any = None
@@ -127,7 +127,7 @@ class Streams(Dataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(turn.epoch)
         self._open()
-        if self.rereads and self._count:
+        if not self.stateful and self._count:
             assert state is not None
             self._reread(state)
         if self.stateful and state is not None and not state["begun"] and not self._fill(1):
@@ -141,10 +141,14 @@ class Streams(Dataset[Any]):
         self._count, last = 0, deque[Any](maxlen=self.batch_size or 1)
         while self._count < state["samples"] and self._fill(1):
             last.append(self._ahead.pop())
-        if digest(list(last)) != state["last"]:
+        if not self.lenient and state["last"] not in (
+            digest([*last][-1:]),
+            digest([*last]),
+        ):  # of the batch before version 0.9
             raise OtherSamples(
                 f"{type(self.dataset).__name__} gives other samples than those that the run was trained on in this "
-                "epoch. Shuffle it with a fixed seed, as in shuffle(seed=0), and read the files that it began with."
+                "epoch. Shuffle it with a fixed seed, as in shuffle(seed=0), read the files that it began with, and "
+                "where epochs differ in their order give it set_epoch(epoch)."
             )
 
     def _open(self) -> None:
@@ -174,8 +178,8 @@ class Streams(Dataset[Any]):
         size = self.batch_size or 1
         enough = self._fill(size) == size or not self.drop_last
         samples, self._ahead = self._ahead if enough else [], []
-        if samples and self.rereads:
-            self._last = digest(samples)
+        if samples and not self.stateful:
+            self._last = digest(samples[-1:])
         return samples
 
     def _collated(self, samples: list[Any]) -> Any:
@@ -185,39 +189,11 @@ class Streams(Dataset[Any]):
         state = {"samples": self._count, "begun": True, "ended": self._ended}
         if self.stateful:
             return {**state, "dataset": self.dataset.state_dict()}
-        return {**state, "last": self._last} if self.rereads else state
-
-
-def digest(samples: Any) -> str:
-    """Return a checksum of the tensors, arrays, numbers and texts in samples."""
-    checksum = hashlib.sha256()
-    waiting = [samples]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-            value = dense.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            value = value.tolist()  # not its addresses
-        if isinstance(value, Mapping):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-        elif isinstance(value, np.ndarray):
-            checksum.update(value.tobytes())
-        elif value is None or isinstance(value, (bool, int, float, str, bytes, np.generic)):
-            checksum.update(repr(value).encode())
-    return checksum.hexdigest()[:16]
-
-
-def open_stream(dataset: IterableDataset[Any], *arguments: Any, **options: Any) -> StreamLoader:
-    """Return the loader of an iterable dataset, with a state if the dataset has one."""
-    kind = StatefulStreamLoader if is_stateful(dataset) else StreamLoader
-    return kind(dataset, *arguments, **options)
+        return {**state, "last": self._last}
 
 
 class StreamLoader(OwnSeed):
-    """Batches of an iterable dataset without `state_dict`, made by `forge.data.Loader`: a run over it cannot resume."""
+    """Batches of an iterable dataset, made by `forge.data.Loader`."""
 
     def __init__(
         self,
@@ -247,9 +223,8 @@ class StreamLoader(OwnSeed):
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.own_seed = seed
         collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
-        source = Streams(dataset, batch_size, collate, drop_last, pure)
-        self._rereads = source.rereads
-        self._pool = Pool(source, name, num_workers, data_timeout, **options)
+        self._source = Streams(dataset, batch_size, collate, drop_last, pure)
+        self._pool = Pool(self._source, name, num_workers, data_timeout, **options)
         self.loader = self._pool.loader
         self._streams = max(1, num_workers)
         self._pass = 0
@@ -261,6 +236,10 @@ class StreamLoader(OwnSeed):
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch; the dataset's own `set_epoch` is called if it has one."""
         self._epoch = epoch
+
+    def allow_inexact(self) -> None:
+        """Let a resume continue with other samples than the run was trained on."""
+        self._source.lenient = True
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be equal for a run to resume with this loader: the number of streams too."""
@@ -308,10 +287,6 @@ class StreamLoader(OwnSeed):
             if piece.batch is not None:
                 yield piece.batch
 
-
-class StatefulStreamLoader(StreamLoader):
-    """Batches of an iterable dataset with `state_dict` and `load_state_dict`: a run over it resumes exactly."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every stream after the last batch yielded, and which one is next."""
         now = self._now or self._base
@@ -342,11 +317,11 @@ class StatefulStreamLoader(StreamLoader):
             self._base = before and _Standing(before["epoch"], before["next"], list(before["streams"]))
 
     def _say_what_is_read_again(self, streams: list[Any]) -> None:
-        if self._rereads:
+        if not self._source.stateful:
             count = sum(stream["samples"] for stream in streams if stream is not None and not stream["ended"])
             logger.info(
-                f"The state of {type(self.dataset).__name__} leaves out what is in its shuffle buffer: its first "
-                f"{count} samples of this epoch are read again."
+                f"{type(self.dataset).__name__} has no state that holds its place: its first {count} samples of this "
+                "epoch are read again."
             )
 
 

@@ -6,20 +6,10 @@ from typing import Any
 
 from forge.util.walk import walk
 
-_RESUME = {
-    "lance": "Use lance.torch.data.SafeLanceDataset in a forge.data.Loader: it has a length and indices",
-    "streaming": "Pass its own streaming.StreamingDataLoader, which has a state",
-    "webdataset": "Read the archives with forge.data.TarShards in a forge.data.Loader",
-}
 _RANKS = {
     "lance": "Use lance.torch.data.SafeLanceDataset in a forge.data.Loader",
-    "webdataset": "Read the archives with forge.data.TarShards, or pass nodesplitter=lambda shards: shards",
+    "webdataset": "Pass nodesplitter=lambda shards: shards, so that all ranks read the same samples",
 }
-
-
-def how_to_resume(stream: Any) -> str | None:
-    """Return how to read the data of a package so that a run resumes exactly; None for an unknown class."""
-    return _RESUME.get(_package(stream))
 
 
 def how_to_divide(loader: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
-from forge.data.iterable import open_stream
+from forge.data.iterable import StreamLoader
 from forge.data.order import Order, OrderPlan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
 from forge.data.sample_rng import OwnSeed
 from forge.data.sample_seeding import Draw, Seeded
@@ -31,8 +31,8 @@ class Loader(OwnSeed):
 
         Loader(dataset, batch_size=64, shuffle=True, num_workers=4)
 
-    `dataset` has a length and indices, or is an iterable dataset; that one resumes exactly if it has `state_dict` and
-    `load_state_dict`. Without a `seed` the loader uses the Trainer's.
+    `dataset` has a length and indices, or is an iterable dataset; to resume, one of those without `state_dict` and
+    `load_state_dict` is read again from the beginning of the epoch. Without a `seed` the loader uses the Trainer's.
 
     `sampler` is one of forge's orders, `forge.data.Weighted(weights)` or `forge.data.Bucketed(lengths)`; one of torch's
     or of your own, and a `batch_sampler`, are run as a torch DataLoader's would be by the Trainer. Unless the dataset
@@ -46,7 +46,7 @@ class Loader(OwnSeed):
 
     def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Self:
         if isinstance(dataset, IterableDataset):  # it has another kind of position
-            return open_stream(dataset, *arguments, **options)  # pyright: ignore[reportReturnType]
+            return StreamLoader(dataset, *arguments, **options)  # pyright: ignore[reportReturnType]
         if "batch_sampler" in options or isinstance(options.get("sampler"), Iterable):
             return _sampled(dataset, *arguments, **options)
         return super().__new__(cls)

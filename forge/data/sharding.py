@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.accumulation_windows import batch_size
-from forge.data.iterable import digest
+from forge.data.batch_digest import digest
 from forge.data.known_streams import dataset_of, divided_by, how_to_divide
 from forge.env import Env, map_items
 from forge.errors import DataError

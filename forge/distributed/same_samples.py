@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from forge.contract.run import Run
 from forge.data.accumulation_windows import length_of
-from forge.data.iterable import digest
+from forge.data.batch_digest import digest
 from forge.data.own_generators import data_roots
 from forge.data.sharding import CURE
 from forge.errors import DataError

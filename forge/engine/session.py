@@ -213,7 +213,7 @@ class Session:
                 check_loader(loader, stage if name is None else f"{stage}/{name}")
             trainer.loaders[stage] = named
             if stage == "train" and None in named:
-                trainer.feed = Feed(named[None])
+                trainer.feed = Feed(named[None], trainer.allow_inexact)
                 self._count_updates()  # before the loaders of validation are made, which may ask
 
     def _prepare_training(self) -> None:

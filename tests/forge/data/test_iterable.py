@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import forge
-from forge.data import Loader, resumable_reason
+from forge.data import Loader, adopt
 from tests.support.profiles import some
 
 
@@ -115,7 +115,7 @@ def resumed(kind: type[Stream], length: int, size: int, workers: int, stop: int,
     return wanted, given_
 
 
-@pytest.mark.parametrize("kind", [Counting, Starting])
+@pytest.mark.parametrize("kind", [Stream, Counting, Starting])
 @given(length=st.integers(1, 14), size=st.integers(1, 5), stop=st.integers(0, 12))
 def test_a_run_continued_anywhere_is_the_straight_run(kind: type[Stream], length: int, size: int, stop: int) -> None:
     batches = -(-length // size)
@@ -124,12 +124,10 @@ def test_a_run_continued_anywhere_is_the_straight_run(kind: type[Stream], length
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("persistent", "stop"),
-    [(True, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 7), (False, 2), (True, 6)))],
-)
-def test_so_it_is_with_workers_whatever_they_have_prefetched(persistent: bool, stop: int) -> None:
-    wanted, given_ = resumed(Counting, 11, 2, 2, stop, prefetch_factor=3, persistent_workers=persistent)
+@pytest.mark.parametrize("kind", [Stream, Counting])
+@pytest.mark.parametrize(("persistent", "stop"), [(True, 3), (False, 7), (False, 2), (True, 6)])
+def test_so_it_is_with_workers_whatever_they_have_prefetched(kind: type[Stream], persistent: bool, stop: int) -> None:
+    wanted, given_ = resumed(kind, 11, 2, 2, stop, prefetch_factor=3, persistent_workers=persistent)
     assert given_ == wanted
     assert sorted(row[0] for batch in wanted[0] for row in batch) == list(range(11))
 
@@ -179,13 +177,29 @@ def test_iterating_does_not_touch_the_global_generators(kind: type[Stream]) -> N
     assert epochs(Loader(kind(), 2, seed=2), 2) != first
 
 
-def test_a_dataset_without_state_says_it_cannot_be_continued() -> None:
-    loader: Any = Loader(Stream(5), 2)
-    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
-    assert not hasattr(loader, "state_dict")
-    assert not hasattr(loader, "seek")
-    assert "Stream is an iterable dataset without a state" in str(resumable_reason(loader))
-    assert resumable_reason(Loader(Counting(), 2)) is None
+class Shuffling(Stream):
+    """In another order in every pass, by a generator of its own."""
+
+    def __init__(self, length: int = 11):
+        super().__init__(length)
+        self.random = random.Random()
+
+    def share(self) -> Any:
+        return self.random.sample(range(self.length), self.length)
+
+
+def test_a_dataset_without_state_that_gives_other_samples_is_not_continued(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="forge")
+    first: Any = Loader(Shuffling(), 3)
+    next(iter(first))
+    second: Any = Loader(Shuffling(), 3)
+    second.load_state_dict(first.state_dict())
+    assert "its first 3 samples of this epoch are read again" in caplog.text
+    with pytest.raises(forge.DataError, match=r"gives other samples than .* shuffle\(seed=0\).* set_epoch"):
+        list(second)
+    lenient: Any = adopt(Loader(Shuffling(), 3), "train", allow_inexact=True)
+    lenient.load_state_dict(first.state_dict())
+    assert len(list(lenient)) == 3
 
 
 def test_a_length_is_known_only_where_it_can_be() -> None:

@@ -1,6 +1,6 @@
-"""Streams of other packages: continued to the same bits, or refused with the package's own cure; no sample twice.
+"""Streams with the protocols of other packages: continued to the same bits, or refused; no sample twice.
 
-The stand-ins have the protocol of the packages and always run; `datasets` itself is read where it is installed.
+The stand-ins always run; the packages themselves are in test_streams.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-import forge
 from forge.data import Loader, resumable_reason
-from forge.data.accumulation_windows import set_epoch
 from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
 from forge.errors import DataError
@@ -25,7 +23,6 @@ from forge.runs.folder import RunFolder
 from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint, Rehearse
 from tests.forge.snapshot.test_resume import die, live
-from tests.support.docs_pages import blocks
 from tests.support.profiles import some
 
 SHARDS = [range(0, 7), range(7, 25), range(25, 29), range(29, 45)]
@@ -75,25 +72,6 @@ class HubStream(IterableDataset[Any]):
         yield from map(sample, held)
 
 
-def parquet(folder: Path, **shuffle: Any) -> Callable[[], Any]:
-    """Return a function that opens a stream over files of different lengths."""
-    datasets = pytest.importorskip("datasets", reason="datasets and pyarrow (260 MB) are not in the test extra")
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-
-    for number, shard in enumerate(SHARDS):
-        rows = [sample(i) for i in shard]
-        x, y = pa.array([x.tolist() for x, _ in rows], pa.list_(pa.float32())), [y for _, y in rows]
-        pq.write_table(pa.table({"x": x, "y": y}), folder / f"{number}.parquet")
-
-    def open_stream() -> Any:
-        files = sorted(map(str, folder.glob("*.parquet")))
-        cache = str(folder / "cache")
-        stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=cache)
-        return (stream.shuffle(**shuffle) if shuffle else stream).with_format("torch")
-
-    return open_stream
-
-
 def as_pairs(rows: list[Any]) -> Any:
     pairs = [(row["x"], row["y"]) if isinstance(row, dict) else row for row in rows]
     return torch.stack([x for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
@@ -130,32 +108,6 @@ def test_a_stream_of_the_hub_resumes_to_the_same_bits(tmp_path: Path, buffer: in
     check_resume(tmp_path, lambda: Loader(HubStream(buffer), 9, num_workers=workers))  # no batch of one, for BatchNorm
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffle", [{}, {"seed": 3, "buffer_size": 16}], ids=["in order", "shuffled"])
-def test_parquet_resumes_to_the_same_bits(tmp_path: Path, shuffle: dict[str, int], workers: int) -> None:
-    stream = parquet(tmp_path, **shuffle)
-    check_resume(tmp_path, lambda: Loader(stream(), 8, num_workers=workers, collate_fn=as_pairs))
-
-
-def test_parquet_gives_every_sample_once_in_another_order(tmp_path: Path) -> None:
-    loader = Loader(parquet(tmp_path, seed=3, buffer_size=16)(), 8, num_workers=2, collate_fn=as_pairs)
-    epochs = []
-    for epoch in range(2):
-        set_epoch(loader, epoch)
-        epochs.append(read(loader))
-    assert sorted(epochs[0]) == sorted(epochs[1]) == ALL
-    assert epochs[0] != epochs[1]
-
-
-def test_the_example_of_the_page_on_data_runs(empty_folder: Path) -> None:
-    pytest.importorskip("datasets", reason="datasets and pyarrow (260 MB) are not in the test extra")
-    (example,) = blocks("docs/data.md", "py")
-    names: dict[str, Any] = {"__name__": "sums"}
-    exec(compile(example.text, "sums.py", "exec"), names)
-    result = forge.Trainer(max_epochs=2, device="cpu", run_dir=False).fit(names["Sums"](), names["data"]().train)
-    assert result.metrics["train/loss"] > 0
-
-
 def test_a_state_without_the_shuffle_buffer_loses_samples() -> None:
     """Show why such a stream is read again: this is what its own state gives."""
     whole, rest = HubStream(16), HubStream(16)
@@ -163,25 +115,6 @@ def test_a_state_without_the_shuffle_buffer_loses_samples() -> None:
     used = [next(before) for _ in range(10)]
     rest.load_state_dict(whole.state_dict())
     assert len(used) + len(list(rest)) < len(ALL)
-
-
-def test_a_stream_in_another_order_is_not_continued() -> None:
-    first, second = Loader(HubStream(16, seed=1), 8), Loader(HubStream(16, seed=2), 8)
-    batches = iter(first)
-    next(batches)
-    second.load_state_dict(first.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(DataError, match=r"gives other samples than .* shuffle\(seed=0\)"):
-        next(iter(second))
-
-
-def test_what_is_read_again_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="forge")
-    first, second = Loader(HubStream(16), 8), Loader(HubStream(16), 8)
-    batches = iter(first)
-    used = [*next(batches)[0][:, 0].tolist(), *next(batches)[0][:, 0].tolist()]
-    second.load_state_dict(first.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
-    assert "its first 16 samples of this epoch are read again" in caplog.text
-    assert sorted(used + read(second)) == ALL
 
 
 # -- loaders of other packages ----------------------------------------------------------------------------------------
@@ -202,6 +135,26 @@ def test_a_loader_whose_state_would_lose_samples_is_refused() -> None:
     assert "forge.data.Loader" in reason
 
 
+class Mixed(HubStream):
+    """Shuffled without a seed, and without a state: torchdata's loader skips as many of other samples."""
+
+    state_dict = load_state_dict = None  # pyright: ignore[reportAssignmentType]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(random.SystemRandom().sample(list(super().__iter__()), len(ALL)))
+
+
+def test_a_state_that_leads_to_another_batch_is_not_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    make = lambda: loaders.StatefulDataLoader(Mixed(), batch_size=9)  # noqa: E731
+    saves = lambda: [Checkpoint(every="2 updates", background=False)]  # noqa: E731
+    die(tmp_path, saves(), 7, train=make())
+    with pytest.raises(DataError, match="StatefulDataLoader gives another batch after its state was loaded"):
+        live(tmp_path, saves(), train=make())
+    live(tmp_path, saves(), train=make(), allow_inexact=True)
+    assert "It goes on (allow_inexact)" in caplog.text
+
+
 class Numbers(Dataset[Any]):
     def __len__(self) -> int:
         return len(ALL)
@@ -214,26 +167,6 @@ def stream_of(package: str, **attributes: Any) -> Any:
     """Return an iterable dataset whose class says that it is of a package."""
     members = {"__module__": f"{package}.data", "__iter__": lambda self: map(sample, range(8)), **attributes}
     return type("PackagesDataset", (IterableDataset,), members)()
-
-
-@pytest.mark.parametrize(
-    ("package", "attributes", "cure"),
-    [
-        ("webdataset", {}, "forge.data.TarShards"),
-        ("lance", {}, "SafeLanceDataset"),
-        (
-            "streaming",
-            {"state_dict": lambda self, num_samples, from_beginning: {}, "load_state_dict": lambda self, state: None},
-            "streaming.StreamingDataLoader",
-        ),
-        ("elsewhere", {}, "Give it state_dict() and load_state_dict(state)"),
-    ],
-)
-def test_a_stream_without_a_state_is_refused_with_the_cure(package: str, attributes: Any, cure: str) -> None:
-    for loader in (Loader(stream_of(package, **attributes), 4), DataLoader(stream_of(package, **attributes), 4)):
-        reason = resumable_reason(adopt(loader, "train"))
-        assert reason is not None
-        assert cure in reason
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
