@@ -55,18 +55,22 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
         inner = {name: adopt(each, stage, allow_inexact) for name, each in loader.loaders.items()}
         by_state = [is_stateful(each) for each in inner.values() if not is_seekable(each)]
         return (StatefulCombined if by_state and all(by_state) else CombinedLoader)(inner, loader.mode)
-    if is_seekable(loader) or (is_stateful(loader) and not isinstance(loader, StreamLoader)):
-        return loader
+    if is_seekable(loader) or is_stateful(loader):
+        return _lenient(loader, allow_inexact)
     if isinstance(loader, (list, tuple)):
         _refuse_several(loader, stage)
         return BatchList(loader) if loader else loader
-    adopted: Any = _adopt_dataloader(loader) if _is_plain_dataloader(loader) else loader
-    if allow_inexact and isinstance(adopted, StreamLoader):
-        adopted.allow_inexact()
+    adopted = _lenient(_adopt_dataloader(loader), allow_inexact) if _is_plain_dataloader(loader) else loader
     reason = resumable_reason(adopted)
     if reason is None or not allow_inexact:
         return adopted
     return Reread(adopted, stage, reason)
+
+
+def _lenient(loader: Any, allow_inexact: bool) -> Any:
+    if allow_inexact and isinstance(loader, StreamLoader):
+        loader.allow_inexact()
+    return loader
 
 
 def by_name(given: Any, stage: str) -> Any:

@@ -15,7 +15,7 @@ from tests.conftest import REPO
 from tests.support.docs_pages import ALL_PAGES, DOCS, PAGES, all_blocks, blocks, load_script, parts, prose, read
 
 LANGUAGES = {"python", "py", "bash", "yaml", "text", "console", "toml", "json", "cpp", "cmake", "diff"}
-"""python and bash are run, py where its packages are installed (test_known_streams.py), yaml is loaded,
+"""python and bash are run, py where its packages are installed (test_streams.py), yaml is loaded,
 toml and json are parsed; a diff is made by a script (test_findings.py); text and console show what cannot be."""
 
 
