@@ -7,9 +7,9 @@ yielded are forgotten. Streams take turns, as in torch; which one is next is par
 Every pass but the first begins by loading a state, after another pass, a cancelled one or a restart alike: so a resumed
 run cannot differ from an uninterrupted one.
 
-A dataset without a state is read again from the beginning of the epoch, and the last sample that was used is compared
-with what it was: so one that gives another order is refused. The state of a stream of Hugging Face's `datasets` with a
-shuffle buffer leaves out what is in the buffer, so it is read again too.
+A dataset without a state is read again from the beginning of the epoch, and the last samples that were used are
+compared with what they were: so one that gives another order is refused. The state of a stream of Hugging Face's
+`datasets` with a shuffle buffer leaves out what is in the buffer, so it is read again too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ logger = logging.getLogger("forge")
 
 _BEGIN = 0xBE61
 """Makes the seed at the beginning of a stream differ from its samples' seeds."""
+_COMPARED = 4
+"""Samples at the end of a batch whose checksum is kept."""
 
 
 class OtherSamples(DataError):
@@ -179,7 +181,7 @@ class Streams(Dataset[Any]):
         enough = self._fill(size) == size or not self.drop_last
         samples, self._ahead = self._ahead if enough else [], []
         if samples and not self.stateful:
-            self._last = digest(samples[-1:])
+            self._last = digest(samples[-_COMPARED:])
         return samples
 
     def _collated(self, samples: list[Any]) -> Any:
