@@ -264,23 +264,6 @@ def test_a_scale_below_one_warns_once_and_zero_ends_the_run(caplog: pytest.LogCa
         fit_tiny([AMP("fp16", init_scale=2.0**-148)], task=BadGradient())
 
 
-class Idle(forge.TaskModule):
-    """The second optimizer's parameters get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.free = (nn.Parameter(torch.ones(2)) for _ in range(3))
-
-    def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ((self.first if name == "first" else self.free) * batch[0].mean()).sum()
-
-    def validation_step(self, batch: Any) -> Any:
-        return self.first.sum()
-
-    def configure_optimizers(self) -> Any:
-        return {name: torch.optim.SGD([getattr(self, name)], lr=0.1) for name in ("first", "second")}
-
-
 # -- forward and evaluation -------------------------------------------------------------------------------------------
 
 

@@ -190,14 +190,6 @@ def test_a_parameter_that_was_bad_before_is_named() -> None:
     assert "met by    addmm in head.linear (Linear)" in text
 
 
-class Cold(Net):
-    """Its batch normalisation uses the statistics it has."""
-
-    def training_step(self, batch: Any) -> Any:
-        self.body[1].eval()
-        return super().training_step(batch)
-
-
 def test_a_backward_is_named_by_node_and_forward_line() -> None:
     _, text = found(Net(root_of_zero))
     assert "the loss is finite, but 6 of 6 gradients are not finite" in text
@@ -298,31 +290,3 @@ def test_an_analysis_changes_nothing(order: int, kind: Any, window: int) -> None
     assert_same_weights(looked_at, plain)
     assert result.metrics == expected.metrics
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in looked_at.modules())
-
-
-class Second(TinyTask):
-    """A step that cannot be run twice: the second run of a window fails."""
-
-    def training_step(self, batch: Any) -> Any:
-        assert self.trainer is not None
-        again, self.last = getattr(self, "last", None) == self.trainer.progress.update, self.trainer.progress.update
-        if again:
-            raise RuntimeError("once is enough")
-        return super().training_step(batch)
-
-
-class Skips(forge.Plugin):
-    """Skips what is bad, puts nothing back, and keeps what it finds when everybody has looked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    @forge.hookimpl
-    def forge_inspect_grads(self, step: forge.Step) -> None:
-        if step.index == 2:
-            step.skip_update("bad")
-
-    @forge.hookimpl
-    def forge_edit_grads(self, step: forge.Step) -> None:
-        self.seen += [float(p.grad.sum()) if p.grad is not None else 0.0 for p in step.parameters()]

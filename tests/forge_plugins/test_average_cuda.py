@@ -176,14 +176,3 @@ def test_the_run_does_not_notice_the_estimate(prefetch: bool) -> None:
     plugin = SWA(2, every="2 updates")
     assert same(trained([plugin]), trained([]))
     assert plugin._average.count == 11
-
-
-class Compiled(Normed):
-    """Its network runs as the CUDA graphs that torch.compile captures."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.fast = [torch.compile(self.net, mode="reduce-overhead")]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fast[0](self.norm(x))

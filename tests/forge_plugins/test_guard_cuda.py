@@ -34,15 +34,6 @@ class Fused(Classifier):
         return getattr(torch.optim, self.kind)(self.parameters(), lr=1e-2, **self.options)
 
 
-class NaNLoss(Fused):
-    """The loss of update 3 is NaN, every gradient is finite."""
-
-    def training_step(self, batch: Any) -> Any:
-        assert self.trainer is not None
-        bad = math.nan if self.trainer.progress.update == 3 else 0.0
-        return super().training_step(batch)["loss"] + bad
-
-
 def made(task: Any = Fused, **options: Any) -> Any:
     torch.manual_seed(0)
     return task(**options)
@@ -114,19 +105,6 @@ def test_no_checkpoint_holds_what_a_bad_update_left(order: int, tmp_path: Path) 
     assert newest is not None
     assert newest.update == 3
     assert all_finite([value for value in newest.weights().values() if value.is_floating_point()])
-
-
-class Half(Classifier):
-    """float16 weights under Adam, whose eps is zero there: a gradient of zero gives 0 / 0. (The fused one computes in
-    float32.)"""
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return torch.nn.functional.cross_entropy(self.half().net(x.half()).float(), y)
-
-    def configure_optimizers(self) -> Any:
-        self.half()
-        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=False)
 
 
 def test_rewind_ends_as_if_the_bad_window_had_never_been_there(tmp_path: Path) -> None:

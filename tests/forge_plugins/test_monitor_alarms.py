@@ -42,17 +42,6 @@ def look(
     )
 
 
-class Quiet(nn.Module):
-    """A layer whose gradient is tiny beside the others', as a scale inside of the model makes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.quiet = mlp(nn.ReLU), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) + 1e-7 * self.quiet(x)
-
-
 class Residual(nn.Module):
     """A small convolutional network with all that is usual: biases before normalisation, functional ReLU."""
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
 import forge
 from forge.testing import TinyGAN, fit_tiny
@@ -77,30 +74,3 @@ def test_with_several_optimizers_each_has_its_own_names() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # It is an observer
-
-
-class Teacher(forge.TaskModule):
-    """A frozen encoder in evaluation mode, which has a fast path of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).requires_grad_(False)
-        self.head = nn.Linear(8, 3)
-
-    def train(self, mode: bool = True) -> Teacher:
-        super().train(mode)
-        self.teacher.eval()
-        return self
-
-    def training_step(self, batch: Any) -> Any:
-        with torch.no_grad():
-            features = self.teacher(batch[0].unsqueeze(0)).squeeze(0)
-        return F.cross_entropy(self.head(features), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.head.parameters(), lr=0.1)
-
-
-def compiled(module: nn.Module) -> None:
-    """As `module.compile()` leaves it, without a compiler."""
-    module._compiled_call_impl = module._call_impl

@@ -14,7 +14,7 @@ from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny
 from forge_plugins import Accumulate, Checkpoint, Profiler
 from tests.support.profiler_kit import SHORT, Breaks, events_of, ranges, summary, traces
 from tests.support.profiles import some
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import fit, make_batches
 
 
 def nested(file: Path) -> list[str]:
@@ -68,11 +68,6 @@ def test_with_two_optimizers_each_has_its_update(tmp_path: Path) -> None:
         second,
         *(f"{second}/{name}" for name in ("forward", "backward", "step")),
     ]
-
-
-class Closure(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 def test_an_evaluation_is_named_and_not_counted(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import forge
 from forge_plugins import Profiler
@@ -48,19 +47,6 @@ class Scale(forge.TaskModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-
-class Heavy(Dataset[Any]):
-    """Each sample is worked out in Python, number by number."""
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, index: int) -> Any:
-        total = 0
-        for i in range(50_000):
-            total += i % (index + 1)
-        return torch.full((8,), float(total % 7)), index % 3
 
 
 def profiled(task: forge.TaskModule, data: Any, **options: Any) -> Any:

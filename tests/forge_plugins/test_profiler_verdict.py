@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import Dataset
 
 import forge
@@ -202,20 +201,6 @@ def test_a_heavy_dataset_is_data_bound() -> None:
     assert kind == "data-bound"
     assert plugin.reports[0].verdict is not None
     assert "num_workers=" in plugin.reports[0].verdict.advice[0]
-
-
-class Matmuls(forge.TaskModule):
-    """Few operators, much work in each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(768, 768, bias=False), nn.Linear(768, 768, bias=False))
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def test_a_device_that_torch_does_not_record_gets_no_verdict() -> None:

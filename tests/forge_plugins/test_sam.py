@@ -187,37 +187,6 @@ def test_batch_norm_learns_from_the_second_pass_only_if_asked_to() -> None:
 # -- what others see --------------------------------------------------------------------------------------------------
 
 
-class Watch(forge.Plugin):
-    """Counts what is called in an update, and keeps gradients as they are seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    @forge.hookimpl(wrapper=True)
-    def forge_prepare_batch(self, step: forge.Step) -> Any:
-        self.calls.append("prepare")
-        batch = yield
-        return (batch[0] + 0.1 * torch.rand(()), *batch[1:]) if step.stage == "train" else batch
-
-    @forge.hookimpl(wrapper=True)
-    def forge_forward(self) -> Any:
-        self.calls.append("forward")
-        return (yield)
-
-    @forge.hookimpl
-    def forge_finalize_grads(self) -> None:
-        self.calls.append("finalize")
-
-    @forge.hookimpl
-    def forge_inspect_grads(self) -> None:
-        self.calls.append("inspect")
-
-    @forge.hookimpl
-    def forge_edit_grads(self) -> None:
-        self.calls.append("edit")
-
-
 def test_gradients_are_made_true_before_climb_and_step() -> None:
     class Scaled(forge.Plugin):
         """The loss times 4, and gradients divided by 4: exact."""

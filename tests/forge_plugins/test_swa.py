@@ -130,24 +130,6 @@ def fit_statistics(update_bn: bool | int) -> dict[str, Tensor]:
     return task.seen[-1]
 
 
-class Drawing(TinyTask):
-    """Draws in its steps, and keeps buffers of every kind that its training step moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("centre", torch.zeros(6))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def training_step(self, batch: Any) -> Any:
-        self.steps += 1
-        self.scratch.add_(1)
-        self.centre = self.centre * 0.9 + batch[0].mean(0) * 0.1
-        return super().training_step((batch[0] + 0.01 * torch.randn_like(batch[0]), batch[1]))
-
-    validation_step = TinyTask.training_step
-
-
 def count_estimates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     import forge_plugins.averaging.swa as module
 
@@ -192,23 +174,6 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     fit_tiny([SWA(0), freeze], task=task)
     assert torch.equal(task.seen[-1]["norm.running_mean"], torch.linspace(0, 1, 6))
     assert not torch.equal(task.seen[-1]["net.1.running_mean"], task.state_dict()["net.1.running_mean"])
-
-
-class Replacing(TinyTask):
-    """Puts other tensors in the place of its buffers at every forward of an evaluation."""
-
-    level: Tensor
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("level", torch.zeros(1))
-        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            self.level, self.calls = self.level + 1, self.calls + 1
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step", "loader"])

@@ -101,17 +101,3 @@ def test_other_sinks_pass_over_it_and_the_text_page_links_it(tmp_path: Path) -> 
 def test_what_is_no_set_of_points_is_refused_where_it_is_made(values: dict[str, Any], said: str) -> None:
     with pytest.raises(TaskError, match=said):
         forge.Embedding(**values)
-
-
-class Publishes(Classifier):
-    """Hands something to the sinks in its first step."""
-
-    def __init__(self, value: Any):
-        super().__init__()
-        self._value = value
-
-    def training_step(self, batch: Any) -> Any:
-        assert self.trainer is not None
-        if self.trainer.progress.update == 0:
-            self.trainer.publish({"drawn": self._value})
-        return super().training_step(batch)

@@ -198,16 +198,6 @@ def test_a_rank_without_a_value_leaves_it_to_the_others() -> None:
     assert one_update == pytest.approx(8)  # of rank 0 alone: a second rank with zeros would make it a quarter
 
 
-def bits(watched: bool) -> list[Any]:
-    task = TinyTask()
-    plugins = [DDP(), *([Throughput()] if watched else [])]
-    forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=2, plugins=plugins).fit(
-        task, tiny_batches([8] * 8)
-    )
-    assert not any(p._post_accumulate_grad_hooks for p in task.parameters())
-    return list(task.state_dict().values())
-
-
 # -- without ranks ----------------------------------------------------------------------------------------------------
 
 
