@@ -339,8 +339,7 @@ def accelerated(case: Case, batches: Batches, tiny: bool, folder: Path) -> float
     return float(loss)
 
 
-FUSED: dict[str, Any] = {"attention": "cudnn", "loss": "chunked"}
-SWAPPED: dict[str, Any] = {"use": ["mlp"]}
+FUSED: dict[str, Any] = {"attention": "cudnn", "loss": "chunked", "mlp": "fused"}
 CONTENDERS: dict[str, Train] = {
     "bare": bare(None),
     "bare compiled": bare("default"),
@@ -351,9 +350,9 @@ CONTENDERS: dict[str, Train] = {
     "forge off": ours(logs=False),
     "forge cuda_graph": ours(cuda_graph={}),
     "forge cuda_graph compiled": ours(compiled=True, cuda_graph={}),
-    "forge kernels": ours(task=FUSED, kernels=SWAPPED),
-    "forge kernels attention": ours(task={**FUSED, "attention": "forge"}, kernels=SWAPPED),
-    "forge kernels bf16": ours(task={**FUSED, "residual": "bf16"}, kernels=SWAPPED),
+    "forge kernels": ours(task=FUSED),
+    "forge kernels attention": ours(task={**FUSED, "attention": "forge"}),
+    "forge kernels bf16": ours(task={**FUSED, "residual": "bf16"}),
     "lightning off": lightning(False),
     "lightning default": lightning(True),
     "accelerate": accelerated,

@@ -7,9 +7,10 @@
 
 Every row is a process of its own, in bf16 under autocast with the same optimizer and batches; the rows of one model
 take turns, round after round, and the figure is the median of the rounds. Results are appended to FILE
-(runs/strangers.jsonl), and a second call runs what is missing there. "kernels" is `compile` with `kernels.use=auto`;
-"tuned" is what `forge tune speed` chose within three minutes from the same precision; each model is searched once, in a
-process of its own, and the choice is kept in a folder (runs/strangers) for every round. `--search` does only that.
+(runs/strangers.jsonl), and a second call runs what is missing there. "kernels" is `compile` with
+`kernels.use=attention`; "tuned" is what `forge tune speed` chose within three minutes from the same precision; each
+model is searched once, in a process of its own, and the choice is kept in a folder (runs/strangers) for every round.
+`--search` does only that.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ ROWS: dict[str, tuple[str, Train]] = {
     "accelerate": ("the user's loop under Accelerator, eager", accelerated),
     "forge": ("recipe default", ours(default=True)),
     "forge compiled": ("only compile", ours(logs=False, compiled=True)),
-    "forge kernels": ("compile, kernels.use=auto", ours(logs=False, compiled=True, kernels={"cache": False})),
+    "forge kernels": ("compile, kernels.use=attention", ours(logs=False, compiled=True, kernels={"use": "attention"})),
     "forge tuned": ("what forge tune speed chose, in the same precision", tuned),
 }
 

@@ -6,14 +6,15 @@
 
     loss = kernels.linear_cross_entropy(hidden, head.weight, target)
 
-Each name loads on first use. :mod:`forge_kernels.contract` defines what a kernel guarantees, `forge kernels` lists the
-installed ones, and the plugin `kernels` swaps them into a model.
+Each name loads on first use: forge's own, and those that other packages register under the entry point
+`forge.kernels`. :mod:`forge_kernels.contract` defines what a kernel guarantees, and the plugin `kernels` swaps them in.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from forge import registry
 
 if TYPE_CHECKING:
     from forge_kernels.ops.attention import attention
@@ -24,18 +25,6 @@ if TYPE_CHECKING:
     from forge_kernels.ops.mlp import mlp
     from forge_kernels.ops.norms import layer_norm, rms_norm
     from forge_kernels.ops.softmax import softmax
-
-_HOME = {
-    "all_finite": "cpp",
-    "attention": "attention",
-    "cross_entropy": "cross_entropy",
-    "layer_norm": "norms",
-    "linear_cross_entropy": "linear_cross_entropy",
-    "matmul": "matmul",
-    "mlp": "mlp",
-    "rms_norm": "norms",
-    "softmax": "softmax",
-}
 
 __all__ = [
     "all_finite",
@@ -51,12 +40,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name.startswith("_") or name not in registry.installed("kernel"):
         raise AttributeError(f"module 'forge.kernels' has no attribute {name!r}")
-    value = getattr(import_module(f"forge_kernels.ops.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    function = globals()[name] = registry.load("kernel", name).function
+    return function
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
-"""Kernel: the contract of a fast operator, which tests, benchmarks and the plugin `kernels` check.
+"""Kernel: the contract of a fast operator, which tests and the plugin `kernels` rely on.
 
 A kernel has a **reference** in plain torch, a **tolerance** per dtype, a function that returns which arguments it
-**supports**, the **cost** as a lower bound, **cases** to measure, and the functions that it **replaces**. Third parties
-register theirs under the entry point `forge.kernels`.
+**supports**, and the functions of torch that it **replaces**. Third parties register theirs under the entry point
+`forge.kernels`.
 
 Invalid arguments (shapes that do not match, labels of the wrong dtype) raise a `KernelError`, whether the kernel or its
 reference would run. Valid but unsupported arguments go to the reference, with one log message per reason.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from forge.errors import KernelError
 from forge_kernels.torch_internals import is_transformed
@@ -38,56 +38,11 @@ HALF_TO_FULL = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of most kernels; all accumulate in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The least possible work: floating-point operations, and bytes with every input read and every output written
-    once. Forward and backward together, if the kernel has a backward."""
-
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Arguments to measure a kernel with."""
-
-    name: str
-    "Its shape, for tables: 16384×4096."
-    make: Callable[[torch.device, torch.dtype], tuple[Any, ...]]
-    "Returns new random arguments; trained ones require gradients."
-    options: Mapping[str, Any] = field(default_factory=dict)
-    "Keyword arguments."
-
-
-@dataclass(frozen=True, slots=True)
-class Functional:
-    """A function that the kernel can replace, such as `torch.nn.functional.layer_norm`."""
-
-    target: str
-    "Its full name. It is replaced where it is defined, so that `F.layer_norm` and `nn.LayerNorm` both find it."
-    call: Callable[..., Any]
-    "call(original, *args, **kwargs): runs the kernel, or original(...) for arguments that it does not support."
-    fuses: bool = True
-    "Whether torch.compile fuses the original with its neighbours: a compiled step then keeps it as written."
-
-
-@dataclass(frozen=True, slots=True)
-class Subgraph:
-    """Several calls in a compiled step that the kernel can replace, such as a linear layer and its loss."""
-
-    target: str
-    "The full name of the function that is called last."
-    rewrite: Callable[[fx.Graph, fx.Node], str | None]
-    "Given a graph of torch functions and the last call: replaces the calls, or returns why it cannot."
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One operator and its contract."""
 
     name: str
-    summary: str
-    "One line: what it computes."
     function: Callable[..., Any]
     "The public function. It runs the kernel where supported, and the reference elsewhere."
     reference: Callable[..., Any]
@@ -96,10 +51,10 @@ class Kernel:
     "Given the arguments, returns why the kernel cannot run on them, or None."
     tolerance: Mapping[torch.dtype, float]
     "Allowed error of results and gradients by dtype: norm of the difference to the float64 reference over its norm."
-    cost: Callable[..., Cost]
-    "Given the arguments, returns the least work of forward and backward."
-    cases: tuple[Case, ...]
-    replaces: tuple[Functional | Subgraph, ...] = ()
+    replaces: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions of torch, by full name, and what runs in the place of each: call(original, *args, **options) runs the
+    kernel, or the original for arguments that the kernel does not support. A function is replaced where it is defined,
+    so that `F.layer_norm` and `nn.LayerNorm` both find the kernel."""
 
 
 # -- helpers for public functions ------------------------------------------------------------------------------------
@@ -149,13 +104,6 @@ def as_autocast(x: AnyTensor) -> AnyTensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return what lies in nested lists, tuples and dictionaries, in their order."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
-
-
 def check_floating(name: str, **tensors: Tensor | None) -> None:
     """Raise KernelError for integer, boolean and complex tensors."""
     for key, tensor in tensors.items():
@@ -170,7 +118,7 @@ def refuse_second_derivative(name: str) -> None:
     if torch.is_grad_enabled():
         raise KernelError(
             f"forge.kernels.{name} can be differentiated once, and its backward ran with create_graph=True. Use "
-            "plain torch there (leave the kernel out: kernels.leave_out)."
+            "plain torch there; the plugin kernels swaps in only what kernels.use names."
         )
 
 

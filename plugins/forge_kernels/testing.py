@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_kernels.contract import Kernel, leaves
+from forge_kernels.contract import Kernel
 
 PERTURBATIONS = 4
 """Number of perturbations of the arguments by one rounding, to measure how far the exact result moves."""
@@ -124,6 +124,11 @@ def outputs_of(function: Callable[..., Any], args: Sequence[Any], options: Mappi
     """Call a function and return its outputs as a list."""
     output = function(*args, **options)
     return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what lies in nested lists and tuples, in their order."""
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:

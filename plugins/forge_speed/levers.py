@@ -185,7 +185,10 @@ def cuda_graph(s: LeverSituation) -> Iterator[Lever]:
 
 
 def kernels(s: LeverSituation) -> Iterator[Lever]:
-    yield Lever("kernels", Change({"kernels": {"use": "auto"}}), "rounding", "", s.why_not("kernels", "cuda"))
+    """All of them, and the one that torch.compile does not fuse with its neighbours."""
+    why_not = s.why_not("kernels", "cuda")
+    for name, use in (("kernels", "all"), ("kernels attention", "attention")):
+        yield Lever(name, Change({"kernels": {"use": use}}), "rounding", "kernels", why_not)
 
 
 def fused_optimizer(s: LeverSituation) -> Iterator[Lever]:

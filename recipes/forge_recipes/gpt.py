@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,25 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to its input."""
+    """Attention and MLP, each added to its input; `mlp` is `plain` or `fused`."""
 
-    def __init__(self, width: int, heads: int, attention: str):
+    def __init__(self, width: int, heads: int, attention: str, mlp: str):
         super().__init__()
+        self.is_fused = mlp == "fused"
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, attention)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        return x + self._mlp(self.norm2(x))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if not self.is_fused:
+            return self.mlp(x)
+        first: Any = self.mlp[0]
+        second: Any = self.mlp[2]
+        return kernels.mlp(x, first.weight, first.bias, second.weight, second.bias)
 
 
 class GPT(forge.TaskModule):
@@ -63,9 +71,9 @@ class GPT(forge.TaskModule):
 
     `attention` is `sdpa` (torch's choice), `cudnn` (torch's, with cuDNN's kernel first) or `forge` (forge.kernels).
     `loss` is `plain`, `fused` (forge.kernels.cross_entropy) or `chunked` (forge.kernels.linear_cross_entropy, which
-    never stores all logits). `residual` is the dtype of the residual stream: under autocast torch's is `float32`, and
-    `bf16` moves half the bytes. The vocabulary is padded to a multiple of 128, which is faster on matrix units; no text
-    contains the added tokens.
+    never stores all logits). `mlp` is `plain` or `fused` (forge.kernels.mlp). `residual` is the dtype of the residual
+    stream: under autocast torch's is `float32`, and `bf16` moves half the bytes. The vocabulary is padded to a multiple
+    of 128, which is faster on matrix units; no text contains the added tokens.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class GPT(forge.TaskModule):
         vocabulary: int = 50257,
         attention: Literal["sdpa", "cudnn", "forge"] = "sdpa",
         loss: Literal["plain", "fused", "chunked"] = "plain",
+        mlp: Literal["plain", "fused"] = "plain",
         residual: Literal["float32", "bf16"] = "float32",
         lr: float = 6e-4,
         weight_decay: float = 0.1,
@@ -86,7 +95,7 @@ class GPT(forge.TaskModule):
         self.residual = torch.bfloat16 if residual == "bf16" else torch.float32
         padded = math.ceil(vocabulary / 128) * 128
         self.tokens, self.positions = nn.Embedding(padded, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attention, mlp) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():

@@ -8,19 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from forge.errors import KernelError
 from forge_kernels.ops.softmax import SOFTMAX, softmax, stand_in
 from tests.support.kernel_kit import (
     DEVICE,
     check_against_reference,
-    check_compiles_whole,
-    check_launches_where_the_tensors_are,
-    check_second_derivative_is_refused,
-    check_stand_in_compiles_whole,
-    check_transformed,
-    every_transform,
     few,
-    run,
 )
 
 INF = float("inf")
@@ -68,48 +60,9 @@ def test_a_dimension_that_is_not_the_last_goes_to_torch():
     torch.testing.assert_close(softmax(x, 2), torch.softmax(x, 2))
 
 
-@pytest.mark.slow
-def test_compiles_whole():
-    check_compiles_whole(SOFTMAX, [leaf((3, 100))])
-
-
-@pytest.mark.slow
-def test_the_operator_is_registered_as_torch_asks():
-    from forge_kernels.triton.softmax import softmax as operator
-
-    torch.library.opcheck(operator, (leaf((3, 5)), torch.float32))
-
-
-def test_it_can_be_differentiated_once_only():
-    check_second_derivative_is_refused(softmax, leaf((3, 8)))
-
-
-def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
-    from forge_kernels.triton import softmax as triton_softmax
-
-    x = leaf((3, 10))
-    check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))
-
-
-@pytest.mark.slow
-def test_the_stand_in_compiles_whole():
-    check_stand_in_compiles_whole(stand_in, leaf((3, 8), torch.bfloat16), -1)
-
-
-@every_transform
-def test_transforms_of_the_stand_in_are_those_of_torch(transform):
-    x = leaf((3, 8)).detach()
-    check_transformed(transform, lambda x: stand_in(F.softmax, x, -1), lambda x: F.softmax(x, -1), x)
-
-
-@every_transform
-def test_transforms_run_as_plain_torch(transform):
-    check_transformed(transform, softmax, SOFTMAX.reference, leaf((3, 8)).detach())
-
-
 def test_it_stands_in_for_the_functional_of_torch():
     called = []
-    assert SOFTMAX.replaces[0].call is stand_in  # type: ignore[union-attr]
+    assert SOFTMAX.replaces == {"torch.nn.functional.softmax": stand_in}
 
     def original(*args):
         called.append(args)
@@ -124,12 +77,3 @@ def test_it_stands_in_for_the_functional_of_torch():
     torch.testing.assert_close(stand_in(original, x, 0), F.softmax(x, 0))
     torch.testing.assert_close(stand_in(original, x, -1, dtype=torch.float64), F.softmax(x, -1, dtype=torch.float64))
     assert len(called) == 2
-
-
-def test_what_is_not_floating_point_is_refused():
-    x = torch.ones(3, 5, device=DEVICE)
-    for dim in (0, 1):  # where the reference runs, and the kernel
-        with pytest.raises(KernelError, match="softmax needs floating-point tensors; x is int64"):
-            softmax(x.long(), dim)
-        with pytest.raises(KernelError, match=r"not torch\.int64"):
-            softmax(x, dim, torch.int64)

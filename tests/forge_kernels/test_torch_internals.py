@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from forge.errors import ForgeError
 from forge_kernels import torch_internals
 from forge_kernels.ops.softmax import SOFTMAX
 from forge_kernels.triton.cross_entropy import times
@@ -56,10 +54,3 @@ def test_without_knowing_the_graph_no_gradient_is_overwritten(name: str, monkeyp
     assert overwrites()
     monkeypatch.delattr(name)
     assert not overwrites()
-
-
-def test_without_the_compilers_pass_kernels_in_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-    monkeypatch.delattr("torch._inductor.custom_graph_pass", raising=False)
-    with pytest.raises(ForgeError, match=r"uses to put kernels into a compiled step's graphs.*kernels\.leave_out"):
-        torch_internals.rewriting_graphs(None)

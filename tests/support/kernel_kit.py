@@ -6,8 +6,7 @@ Without a CUDA device kernels run in Triton's interpreter (conftest sets TRITON_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ from hypothesis import settings
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from forge.errors import KernelError
 from forge_kernels.contract import INTERPRETED
 from forge_kernels.testing import (
     check_against_reference,
@@ -35,11 +33,8 @@ __all__ = [
     "DEVICE",
     "check_against_reference",
     "check_compiles_whole",
-    "check_launches_where_the_tensors_are",
-    "check_second_derivative_is_refused",
     "check_stand_in_compiles_whole",
     "check_transformed",
-    "covering",
     "distance",
     "every_transform",
     "few",
@@ -51,12 +46,6 @@ __all__ = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 few = settings(max_examples=2 if PROFILE == "quick" else 500)
 """For tests that launch kernels for every example: the interpreter takes a tenth of a second."""
-
-
-def covering(subset: Iterable[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """A product of parameters, of which the quick profile runs the subset that has each of them once."""
-    chosen = list(subset)
-    return [pytest.param(*each, marks=() if each in chosen else pytest.mark.slow) for each in product]
 
 
 def check_stand_in_compiles_whole(stand_in: Callable[..., Any], *args: Any) -> None:
@@ -119,48 +108,6 @@ def check_transformed(
             transform(function, x, tangent)
         return
     torch.testing.assert_close(transform(function, x, tangent), right)
-
-
-def check_second_derivative_is_refused(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """It is an error to differentiate what can be differentiated once only, not a wrong number."""
-    x = x.detach().requires_grad_()
-
-    def differentiate_twice() -> None:
-        (first,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
-        torch.autograd.grad(first.square().sum(), x)
-
-    with pytest.raises((RuntimeError, KernelError), match=r"no autograd formula was registered|differentiated once"):
-        differentiate_twice()
-
-
-def check_launches_where_the_tensors_are(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, call: Callable[[], Any]
-) -> None:
-    """Every launch that `call` leads to lies within the module's `device_of`."""
-    from triton.runtime.interpreter import GridExecutor
-    from triton.runtime.jit import JITFunction
-
-    within: list[Tensor] = []
-    launches: list[bool] = []
-    owner, name = (GridExecutor, "__call__") if INTERPRETED else (JITFunction, "run")
-    launch, device_of = getattr(owner, name), vars(module)["device_of"]
-
-    @contextmanager
-    def noted_device(tensor: Tensor) -> Iterator[None]:
-        within.append(tensor)
-        with device_of(tensor):
-            yield
-        within.pop()
-
-    def noted_launch(*args: Any, **options: Any) -> Any:
-        launches.append(bool(within))
-        return launch(*args, **options)
-
-    monkeypatch.setattr(module, "device_of", noted_device)
-    monkeypatch.setattr(owner, name, noted_launch)
-    call()
-    assert launches
-    assert all(launches)
 
 
 def _quicken_interpreter() -> None:

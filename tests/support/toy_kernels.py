@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from forge_kernels.contract import Case, Cost, Functional, Kernel
+from forge_kernels.contract import Kernel
 
 CALLS: list[tuple[str, tuple[int, ...]]] = []
 """(kernel, shape) of every call that a toy ran."""
-
-
-def halve(x: Tensor) -> Tensor:
-    return x * 0.5
-
-
-def halve_reference(x: Tensor) -> Tensor:
-    return x / 2
 
 
 @torch.library.custom_op("forge_toys::relu", mutates_args=())
@@ -47,53 +39,33 @@ def _relu(name: str, extra: float, original: Any, input: Tensor, inplace: bool =
     return original(input, inplace) if inplace else relu(input, name, extra)
 
 
-def _hand_back(original: Any, *args: Any, **options: Any) -> Any:
-    return original(*args, **options)
-
-
 def _fail(original: Any, *args: Any, **options: Any) -> Any:
     raise RuntimeError("no such instruction")
 
 
-LINEAR_ITSELF = F.linear
-
-
-def _wide_linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.shape[0] <= 4:
-        return original(input, weight, bias)
+def _linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     CALLS.append(("toy_linear", tuple(input.shape)))
-    return LINEAR_ITSELF(input, weight, bias)
+    return original(input, weight, bias)
 
 
-def _make(rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor]:
-    return (torch.randn(rows, 8, device=device, dtype=dtype, requires_grad=True),)
-
-
-def toy(name: str, *replaces: Functional, summary: str = "half of x") -> Kernel:
+def toy(name: str, **replaces: Callable[..., Any]) -> Kernel:
+    """A kernel that halves, and replaces functions of torch.nn.functional."""
     return Kernel(
         name=name,
-        summary=summary,
-        function=halve,
-        reference=halve_reference,
+        function=lambda x: x * 0.5,
+        reference=lambda x: x / 2,
         supports=lambda x: None if x.is_floating_point() else "it has no integers",
         tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-2},
-        cost=lambda x: Cost(flops=2 * x.numel(), bytes=4 * x.numel() * x.itemsize),
-        cases=(Case("4×8", partial(_make, 4)), Case("6×8", partial(_make, 6))),
-        replaces=replaces,
+        replaces={f"torch.nn.functional.{target}": call for target, call in replaces.items()},
     )
 
 
-RELU = "torch.nn.functional.relu"
-LINEAR = "torch.nn.functional.linear"
-
-TOY = toy("toy", Functional(RELU, partial(_relu, "toy", 0.0)))
-TOY_OPAQUE = toy("toy_opaque", Functional(RELU, partial(_relu, "toy_opaque", 0.0), fuses=False))
-TOY_RIVAL = toy("toy_rival", Functional(RELU, partial(_relu, "toy_rival", 0.0)))
-TOY_WRONG = toy("toy_wrong", Functional(RELU, partial(_relu, "toy_wrong", 1.0)))
-TOY_FUSSY = toy("toy_fussy", Functional(RELU, _hand_back))
-TOY_BROKEN = toy("toy_broken", Functional(RELU, _fail))
-TOY_LINEAR = toy("toy_linear", Functional(LINEAR, _wide_linear))
-TOY_LOST = toy("toy_lost", Functional("torch.nn.functional.relu_of_tomorrow", _hand_back))
+TOY = toy("toy", relu=partial(_relu, "toy", 0.0))
+TOY_RIVAL = toy("toy_rival", relu=partial(_relu, "toy_rival", 0.0))
+TOY_WRONG = toy("toy_wrong", relu=partial(_relu, "toy_wrong", 1.0))
+TOY_BROKEN = toy("toy_broken", relu=_fail)
+TOY_LINEAR = toy("toy_linear", linear=_linear)
+TOY_LOST = toy("toy_lost", relu_of_tomorrow=_fail)
 TOY_BARE = toy("toy_bare")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,6 @@ from torch.nn import functional as F
 
 from forge.errors import KernelError
 from forge_kernels.contract import (
-    Case,
-    Cost,
-    Functional,
     Kernel,
     as_autocast,
     check_floating,
@@ -66,14 +62,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float
     return unusable(q, k, v)
 
 
-def cost(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Cost:
-    (b, h, s, d), t = q.shape, k.shape[2]
-    flops = 4 * b * h * s * t * d // (2 if causal else 1)
-    # forward reads q, k, v and writes out; backward reads those and the gradient, and writes three gradients
-    moved = (2 + 4) * q.numel() + (1 + 2) * (k.numel() + v.numel())
-    return Cost(flops=flops * 7 // 2, bytes=moved * q.itemsize)
-
-
 def _wrong(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return what these arguments lack, or None."""
     got = f"it got q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
@@ -107,25 +95,11 @@ def stand_in(
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _make(b: int, h: int, s: int, d: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    def heads() -> Tensor:
-        return torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
-
-    return heads(), heads(), heads()
-
-
 ATTENTION = Kernel(
     name="attention",
-    summary="softmax(q·kᵀ)·v, causal or full, grouped heads",
     function=attention,
     reference=attention_reference,
     supports=supports,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3},
-    cost=cost,
-    cases=(
-        Case("B16 H12 S1024 D64", partial(_make, 16, 12, 1024, 64), {"causal": True}),
-        Case("B4 H32 S4096 D128", partial(_make, 4, 32, 4096, 128), {"causal": True}),
-        Case("B64 H12 S1024 D64", partial(_make, 64, 12, 1024, 64), {"causal": True}),
-    ),
-    replaces=(Functional("torch.nn.functional.scaled_dot_product_attention", stand_in, fuses=False),),
+    replaces={"torch.nn.functional.scaled_dot_product_attention": stand_in},
 )

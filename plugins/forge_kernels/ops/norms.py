@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,6 @@ from torch.nn import functional as F
 from forge.errors import KernelError
 from forge_kernels.contract import (
     HALF_TO_FULL,
-    Case,
-    Cost,
-    Functional,
     Kernel,
     check_floating,
     falls_back,
@@ -22,7 +18,6 @@ from forge_kernels.contract import (
     triton_module,
     unusable,
 )
-from forge_kernels.torch_internals import autocast_widens
 
 ops = triton_module("norms")
 
@@ -30,22 +25,16 @@ WIDEST = 8192
 """The widest supported row: it must fit the registers of a program."""
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Any:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype | None = None) -> Tensor:
     """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · weight.
 
-    With `residual` it normalises h = x + residual and returns both: (rms_norm(h), h).
-
     The computation is in float32. The result has x's dtype for any dtype of the weight, also under autocast: bfloat16
-    stays bfloat16, where `torch.nn.functional` may return float32. `dtype` requests another. h has the wider dtype of x
-    and residual, as in plain torch.
+    stays bfloat16, where `torch.nn.functional` may return float32. `dtype` requests another.
     """
-    return _norm("rms_norm", x, residual, weight, None, eps, dtype)
+    _check("rms_norm", x, weight, None, dtype)
+    if falls_back("rms_norm", supports_rms(x, weight, eps, dtype)):
+        return rms_norm_reference(x, weight, eps, dtype)
+    return ops.norm(x, weight, None, eps, False, dtype or x.dtype)[0]
 
 
 def layer_norm(
@@ -53,55 +42,24 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor:
     """LayerNorm over the last dimension: (x - mean(x)) / sqrt(var(x) + eps) · weight + bias.
 
-    With `residual` it normalises h = x + residual and returns both: (layer_norm(h), h). Dtypes are as for `rms_norm`.
+    Dtypes are as for `rms_norm`.
     """
-    return _norm("layer_norm", x, residual, weight, bias, eps, dtype)
-
-
-def _norm(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype | None,
-) -> Any:
-    _check(name, x, residual, weight, bias, dtype)
-    dtype, h, centred = dtype or x.dtype, x if residual is None else x + residual, name == "layer_norm"
-    if falls_back(name, supports_layer(h, weight, bias, dtype=dtype)):
-        y = _plain(h, weight, bias, eps, centred, dtype)
-    else:
-        y = ops.norm(h, weight, bias, eps, centred, dtype)[0]
-    return y if residual is None else (y, h)
-
-
-def _plain(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
-) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    weight, bias = (None if vector is None else vector.to(wide.dtype) for vector in (weight, bias))
-    if centred:
-        return F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype)
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * weight).to(dtype)
+    _check("layer_norm", x, weight, bias, dtype)
+    if falls_back("layer_norm", supports_layer(x, weight, bias, eps, dtype)):
+        return layer_norm_reference(x, weight, bias, eps, dtype)
+    return ops.norm(x, weight, bias, eps, True, dtype or x.dtype)[0]
 
 
 def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    h = x if residual is None else x + residual
-    y = _plain(h, weight, None, eps, False, dtype or x.dtype)
-    return y if residual is None else (y, h)
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype | None = None
+) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.to(wide.dtype)).to(dtype or x.dtype)
 
 
 def layer_norm_reference(
@@ -109,16 +67,17 @@ def layer_norm_reference(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Any:
-    h = x if residual is None else x + residual
-    y = _plain(h, weight, bias, eps, True, dtype or x.dtype)
-    return y if residual is None else (y, h)
+) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    weight, bias = (None if vector is None else vector.to(wide.dtype) for vector in (weight, bias))
+    return F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype or x.dtype)
 
 
-def supports_rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *rest: Any, **options: Any) -> str | None:
-    return supports_layer(x, weight, None, eps, *rest, **options)
+def supports_rms(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype | None = None
+) -> str | None:
+    return supports_layer(x, weight, None, eps, dtype)
 
 
 def supports_layer(
@@ -126,42 +85,21 @@ def supports_layer(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> str | None:
     if dtype is not None and dtype not in HALF_TO_FULL:
         return "it returns bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:
         return f"it supports rows of at most {WIDEST} entries"
-    return unusable(x, residual, weight, bias)
+    return unusable(x, weight, bias)
 
 
-def cost(x: Tensor, *rest: Any, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Cost:
-    # forward reads x and writes y; backward reads x and dy and writes dx
-    size = 3 * x.itemsize + 2 * (dtype or x.dtype).itemsize
-    if residual is not None:  # read, and h written
-        size += residual.itemsize + max(x.itemsize, residual.itemsize)
-    return Cost(flops=20 * x.numel(), bytes=size * x.numel())
-
-
-def _check(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
-) -> None:
-    check_floating(name, x=x, residual=residual, weight=weight, bias=bias)
+def _check(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> None:
+    check_floating(name, x=x, weight=weight, bias=bias)
     if dtype is not None and not dtype.is_floating_point:
         raise KernelError(f"forge.kernels.{name} returns floating-point numbers, not {dtype}.")
     if x.dim() == 0:
         raise KernelError(f"forge.kernels.{name} normalises the last dimension; x has none.")
-    if residual is not None and (residual.shape != x.shape or residual.device != x.device):
-        raise KernelError(
-            f"forge.kernels.{name} needs residual of x's shape and device; it got {tuple(residual.shape)} on "
-            f"{residual.device} for {tuple(x.shape)} on {x.device}."
-        )
     for what, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and (vector.shape != x.shape[-1:] or vector.device != x.device):
             raise KernelError(
@@ -173,9 +111,8 @@ def _check(
 # -- replacing torch's functions---------------------------------------------------------------------------------------
 
 
-_WIDENED = {name: autocast_widens(name) for name in ("layer_norm", "rms_norm")}
-"""Whether autocast runs torch's own function in float32 on CUDA; rms_norm in later versions only. On a CPU it runs
-neither in float32. None: unknown."""
+_WIDENED = {"layer_norm": True, "rms_norm": torch.__version__ >= "2.12"}
+"""Whether autocast runs torch's own function in float32 on CUDA. On a CPU it runs neither in float32."""
 
 
 def stand_in_for_layer_norm(
@@ -187,9 +124,8 @@ def stand_in_for_layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Replace torch's `layer_norm`, with torch's dtypes: float32 under CUDA's autocast, unlike forge's."""
-    dtype = _dtype("layer_norm", input)
-    if dtype and _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
-        return layer_norm(input, weight, bias, eps, dtype=dtype)
+    if _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
+        return layer_norm(input, weight, bias, eps, _dtype("layer_norm", input))
     return original(input, normalized_shape, weight, bias, eps)
 
 
@@ -198,17 +134,15 @@ def stand_in_for_rms_norm(
 ) -> Tensor:
     """Replace torch's `rms_norm`, with torch's dtypes: unlike forge's, float32 under CUDA's autocast if this version of
     torch does so. The default eps is float32's, the dtype of the computation, for any dtype of the input."""
-    dtype = _dtype("rms_norm", input)
-    if dtype and _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
-        return rms_norm(input, weight, torch.finfo(torch.float32).eps if eps is None else eps, dtype=dtype)
+    if _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return rms_norm(input, weight, eps, _dtype("rms_norm", input))
     return original(input, normalized_shape, weight, eps)
 
 
-def _dtype(name: str, x: Tensor) -> torch.dtype | None:
-    """Return the dtype of the result of torch's own function, if it is known."""
-    if not isinstance(x, Tensor) or not x.is_cuda or not torch.is_autocast_enabled("cuda"):
-        return getattr(x, "dtype", None)
-    return {True: torch.float32, False: x.dtype, None: None}[_WIDENED[name]]
+def _dtype(name: str, x: Tensor) -> torch.dtype:
+    """Return the dtype of the result of torch's own function."""
+    return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") and _WIDENED[name] else x.dtype
 
 
 def _fits(x: Tensor, normalized_shape: Any, *vectors: Tensor | None) -> bool:
@@ -220,34 +154,22 @@ def _fits(x: Tensor, normalized_shape: Any, *vectors: Tensor | None) -> bool:
     return all(vector is None or (vector.shape == x.shape[-1:] and vector.device == x.device) for vector in vectors)
 
 
-def _make(vectors: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    x = torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True)
-    return x, *(torch.randn(columns, device=device, dtype=dtype, requires_grad=True) for _ in range(vectors))
-
-
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-_SHAPES = ((16384, 768), (16384, 2048), (16384, 4096), (8192, 8192))
 
 
 RMS_NORM = Kernel(
     name="rms_norm",
-    summary="x / sqrt(mean(x²) + eps) · weight",
     function=rms_norm,
     reference=rms_norm_reference,
     supports=supports_rms,
     tolerance=_TOLERANCE,
-    cost=cost,
-    cases=tuple(Case(f"{rows}×{columns}", partial(_make, 1, rows, columns)) for rows, columns in _SHAPES),
-    replaces=(Functional("torch.nn.functional.rms_norm", stand_in_for_rms_norm),),
+    replaces={"torch.nn.functional.rms_norm": stand_in_for_rms_norm},
 )
 LAYER_NORM = Kernel(
     name="layer_norm",
-    summary="(x - mean(x)) / sqrt(var(x) + eps) · weight + bias",
     function=layer_norm,
     reference=layer_norm_reference,
     supports=supports_layer,
     tolerance=_TOLERANCE,
-    cost=cost,
-    cases=tuple(Case(f"{rows}×{columns}", partial(_make, 2, rows, columns)) for rows, columns in _SHAPES),
-    replaces=(Functional("torch.nn.functional.layer_norm", stand_in_for_layer_norm),),
+    replaces={"torch.nn.functional.layer_norm": stand_in_for_layer_norm},
 )

@@ -30,14 +30,11 @@ def _scale(values, factor, count, BLOCK: tl.constexpr):
 
 @custom_op("forge::scale_", mutates_args=("values",))
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Compute values *= factor, one float on the device; leave memory untouched if it is 1."""
-    if values.is_contiguous():
-        programs = min(triton.cdiv(values.numel(), 8192), 1024)
-        if programs:
-            with device_of(values):
-                _scale[(programs,)](values, factor, values.numel(), BLOCK=8192, num_warps=8)
-    else:
-        values.mul_(factor)
+    """Compute values *= factor, one float on the device; leave memory untouched if it is 1. Values are contiguous."""
+    programs = min(triton.cdiv(values.numel(), 8192), 1024)
+    if programs:
+        with device_of(values):
+            _scale[(programs,)](values, factor, values.numel(), BLOCK=8192, num_warps=8)
 
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -71,10 +68,10 @@ class CrossEntropy(torch.autograd.Function):
     """Computes the gradient of the logits in forward; backward multiplies it by the gradient of the loss."""
 
     @staticmethod
-    def forward(ctx, logits, target, ignore, smoothing, z_loss, mean, in_place):
+    def forward(ctx, logits, target, ignore, smoothing, z_loss, mean):
         values = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
-        apart = values.stride(0) >= values.shape[1]  # a gradient cannot be written to overlapping rows
-        gradient = values if apart and (in_place or values is not logits) else torch.empty_like(values.contiguous())
+        # a copy may be overwritten
+        gradient = values if values is not logits else torch.empty_like(logits, memory_format=torch.contiguous_format)
         loss = cross_entropy(values, gradient, target, ignore, smoothing, z_loss, mean)
         ctx.save_for_backward(gradient.detach())
         return loss
@@ -83,4 +80,4 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, *grads):
         refuse_second_derivative("cross_entropy")
         (gradient,) = ctx.saved_tensors
-        return times(gradient, grads[0]), None, None, None, None, None, None
+        return times(gradient, grads[0]), None, None, None, None, None

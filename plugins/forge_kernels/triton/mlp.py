@@ -20,17 +20,16 @@ from forge_kernels.triton.product import product
 
 
 @custom_op("forge::mlp_first", mutates_args=())
-def first(x: Tensor, w1: Tensor, b1: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return x @ w1ᵀ + b1 as a matrix, and its activation."""
-    hidden, pre, _ = product(matrix(x), w1.t(), b1, kind, "keep")
-    assert pre is not None
-    return pre, hidden
+def first(x: Tensor, w1: Tensor, b1: Tensor | None, kind: str, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return with `keep` x @ w1ᵀ + b1 as a matrix, for the backward; and its activation."""
+    hidden, pre, _ = product(matrix(x), w1.t(), b1, kind, "keep" if keep else "value")
+    return x.new_empty(0) if pre is None else pre, hidden
 
 
 @first.register_fake
-def _(x: Tensor, w1: Tensor, b1: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    pre = x.new_empty(matrix(x).shape[0], w1.shape[0])
-    return pre, torch.empty_like(pre)
+def _(x: Tensor, w1: Tensor, b1: Tensor | None, kind: str, keep: bool) -> tuple[Tensor, Tensor]:
+    hidden = x.new_empty(matrix(x).shape[0], w1.shape[0])
+    return torch.empty_like(hidden) if keep else x.new_empty(0), hidden
 
 
 @custom_op("forge::mlp_hidden_grad", mutates_args=())
@@ -47,7 +46,7 @@ def _(grad: Tensor, w2: Tensor, pre: Tensor, kind: str) -> tuple[Tensor, Tensor]
 
 
 def _keep_first(ctx, inputs, output) -> None:
-    x, w1, _, _ = inputs
+    x, w1, *_ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # `hidden` has no gradient
     ctx.save_for_backward(x, w1)
@@ -55,12 +54,12 @@ def _keep_first(ctx, inputs, output) -> None:
 
 def _differentiate_first(ctx, grad, _):
     if grad is None:
-        return None, None, None, None
+        return None, None, None, None, None
     x, w1 = ctx.saved_tensors
     wants_x, wants_w1, *_ = ctx.needs_input_grad
     grad_x = (grad @ w1).view(x.shape) if wants_x else None
     grad_w1 = grad.t() @ matrix(x) if wants_w1 else None
-    return grad_x, grad_w1, None, None
+    return grad_x, grad_w1, None, None, None
 
 
 class Second(torch.autograd.Function):

@@ -8,14 +8,13 @@ nothing is built at import, and torch.compile always sees one operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from forge.errors import KernelError
-from forge_kernels.contract import Case, Cost, Kernel, dtype_name, falls_back, plain
+from forge_kernels.contract import Kernel, dtype_name, falls_back, plain
 from forge_kernels.ops.cpp.build import missing
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -73,22 +72,10 @@ def _yes() -> Tensor:
     return torch.ones((), dtype=torch.bool, device="cpu")
 
 
-def cost(tensors: Sequence[Tensor]) -> Cost:
-    entries = sum(tensor.numel() for tensor in tensors)
-    return Cost(flops=entries, bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors))
-
-
-def _make(count: int, entries: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor]]:
-    return ([torch.randn(entries, dtype=torch.float32, device=device).to(dtype) for _ in range(count)],)
-
-
 ALL_FINITE = Kernel(
     name="all_finite",
-    summary="whether every entry of a list of CPU tensors is finite (C++)",
     function=all_finite,
     reference=all_finite_reference,
     supports=supports,
     tolerance=dict.fromkeys(DTYPES, 0.0),
-    cost=cost,
-    cases=(Case("148 × 840000", partial(_make, 148, 840_000)),),
 )
