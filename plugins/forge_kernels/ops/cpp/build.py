@@ -71,6 +71,6 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the compiler's first error, or the first line of the message."""
+    """Return the first error of the compiler or the shell, or the first line of the message."""
     lines = str(error).splitlines() or [type(error).__name__]
-    return next((line.strip() for line in lines if re.search(r"\berror:|fatal", line)), lines[0])
+    return next((line.strip() for line in lines if re.search(r"\berror:|fatal|not found", line)), lines[0])
