@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import wraps
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +14,8 @@ from torch import Tensor
 
 from forge_ship.engine import Engine, Port
 from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, QueuedRequest, can_batch, next_batch
+from tests.support.serving_kit import in_a_loop
 from tests.support.small_engines import GatedEngine, LinearEngine, MeanEngine, PickyEngine, TokensEngine
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 @asynccontextmanager

@@ -5,34 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import re
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
-from starlette.routing import Route
 from starlette.testclient import TestClient
 from uvicorn.server import ServerState
 
 from forge import cli
 from forge_ship import card
-from forge_ship.serving.http_answers import make_app
 from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.server_process import bounded_protocol
-from tests.conftest import PLAIN
-from tests.forge_ship.test_serving_process import PROGRAM, request
-from tests.support import forked, limited
+from tests.forge_ship.test_serving_process import request, serving
+from tests.support import limited
+from tests.support.serving_kit import in_a_loop
 from tests.support.small_engines import LinearEngine
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -74,14 +65,6 @@ def connected(app: Any) -> tuple[Any, Wire]:
     wire = Wire()
     protocol.connection_made(wire)
     return protocol, wire
-
-
-def in_a_loop(test: Any) -> Any:
-    def run() -> None:
-        asyncio.run(test())
-
-    run.__name__ = test.__name__
-    return run
 
 
 @in_a_loop
@@ -138,22 +121,8 @@ async def test_a_second_request_has_its_own_deadline() -> None:
     assert protocol.clock is None
 
 
-@contextmanager
-def serving(*words: str) -> Iterator[int]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", PROGRAM, *words]
-    with forked.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **PLAIN}) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r":(\d+): batches", process.stdout.readline())
-            assert found
-            yield int(found[1])
-        finally:
-            process.kill()
-
-
 def test_places_that_are_held_are_given_back() -> None:
-    with serving("--max-connections", "2", "--timeout", "0.2") as port:
+    with serving("--max-connections", "2", "--timeout", "0.2") as (_, port):
         held = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
         for connection in held:
             connection.sendall(b"GET /health HTTP/1.1\r\nX-A:")
@@ -168,27 +137,13 @@ def test_places_that_are_held_are_given_back() -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "host", ["example.com", "a.example.com", "evil.com", "example.com.evil.com", "EXAMPLE.com:81", "", "a"]
-)
-@pytest.mark.parametrize("names", [["example.com"], ["*.example.com"], ["*"], ["a", "example.com"]])
-def test_hosts_are_those_of_starlette(host: str, names: list[str]) -> None:
-    plain = Starlette(routes=[Route("/health", lambda _: PlainTextResponse("up"))])
-    plain.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
-    statuses = []
-    for app in (plain, make_app(LinearEngine(), warmup=False, hosts=names)):
-        with TestClient(app) as client:
-            statuses.append(client.get("/health", headers={"Host": host}).status_code)
-    assert statuses[0] == statuses[1]
-
-
 def test_by_default_a_local_server_has_local_names() -> None:
-    with serving() as port:
+    with serving() as (_, port):
         for host, status in {"localhost": 200, f"127.0.0.1:{port}": 200, "[::1]": 200, "rebound.example": 400}.items():
             with socket.create_connection(("127.0.0.1", port), 30) as connection:
                 connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
-    with serving("--host-header", "a.example,*.b.example", "--host-header", "c.example") as port:
+    with serving("--host-header", "a.example,*.b.example", "--host-header", "c.example") as (_, port):
         for host, status in {"a.example": 200, "x.b.example": 200, "c.example": 200, "localhost": 400}.items():
             with socket.create_connection(("127.0.0.1", port), 30) as connection:
                 connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
