@@ -13,7 +13,6 @@ from forge.data.order import Bucketed, Order, Weighted, epoch_order
 from forge.data.prefetch import DevicePrefetch
 from forge.data.replay import Replay
 from forge.data.splits import Splits
-from forge.data.tar_shards import TarShards
 from forge.data.tensor import TensorLoader
 from forge.data.token_files import tokenize_to_memmap
 from forge.data.tokens import TokenStream
@@ -29,7 +28,6 @@ __all__ = [
     "Replay",
     "Rollouts",
     "Splits",
-    "TarShards",
     "TensorLoader",
     "TokenStream",
     "Weighted",

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from forge.data.iterable import StreamLoader
-from forge.data.order import Order, OrderPlan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
+from forge.data.order import Order, OrderPlan, Sequential, Shuffled, batch_ranges, occurrences
 from forge.data.sample_rng import OwnSeed
 from forge.data.sample_seeding import Draw, Seeded
 from forge.data.sharding import Portion, rank_portions
@@ -185,7 +185,7 @@ def _chosen_order(dataset: Any, shuffle: bool, sampler: Any) -> Order:
         )
     if not shuffle:
         return Sequential(len(dataset))
-    return ShuffledByDataset(dataset) if hasattr(dataset, "shuffled") else Shuffled(len(dataset))
+    return Shuffled(len(dataset))
 
 
 def _length(dataset: Any) -> int | None:

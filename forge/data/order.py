@@ -92,24 +92,6 @@ class Shuffled(Order):
         return epoch_order(self.samples, seed, epoch)
 
 
-class ShuffledByDataset(Order):
-    """The order of a dataset's own `shuffled(seed, epoch)`, such as whole shards at a time."""
-
-    kind = "shuffled by the dataset"
-
-    def __init__(self, dataset: Any):
-        self.dataset, self.samples = dataset, len(dataset)
-
-    def indices(self, seed: int, epoch: int) -> Indices:
-        order = self.dataset.shuffled(seed, epoch)
-        if len(order) != self.samples:
-            raise DataError(
-                f"{type(self.dataset).__name__}.shuffled({seed}, {epoch}) returned {len(order)} indices for "
-                f"{self.samples} samples. It must return each sample once."
-            )
-        return order
-
-
 class Weighted(Order):
     """Samples drawn in proportion to their weights: `Loader(dataset, 64, sampler=Weighted(weights))`.
 

@@ -1,1 +1,1 @@
-"""Object storage: archives, checkpoints and weights at URLs."""
+"""Object storage: checkpoints and weights at URLs."""
