@@ -245,22 +245,6 @@ def test_a_fit_leaves_parts_if_asked_and_other_verbs_divide_experts_too() -> Non
     assert len(alone["predicted"]) == 2
 
 
-class InOneKernel(kit.Mixed):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
-
-
-def fused(mesh: dict[str, int]) -> dict[str, Any]:
-    return kit.fit_experts(mesh, [], InOneKernel())
-
-
-@pytest.mark.slow
-def test_an_optimizer_in_one_kernel_steps_each_parameter_alone() -> None:
-    alone = fused({})
-    for rank in ranks(2)(fused, {"expert": 2}):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Models of others
 
