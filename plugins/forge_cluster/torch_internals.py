@@ -9,8 +9,6 @@ from forge.torch_internals import Internal, resolve
 _RING_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _RING = "pass keys and values round a ring of ranks"
 _NO_RING = "The plugin context_parallel does not work."
-_SPLIT = "check that a stage's backward pass can be divided"
-_NO_SPLIT = "The zero-bubble schedules of the plugin pipeline do not work."
 
 NAMES = {
     "RotateMethod": Internal(f"{_RING_MODULE}._RotateMethod", _RING, _NO_RING, parts="ALL_GATHER ALL_TO_ALL"),
@@ -29,10 +27,6 @@ NAMES = {
         "torch.distributed._functional_collectives.all_to_all_single_autograd",
         "send tokens to the ranks of their experts, and gradients back",
         "The plugin expert_parallel does not work.",
-    ),
-    "stage_backward_input": Internal("torch.distributed.pipelining._backward.stage_backward_input", _SPLIT, _NO_SPLIT),
-    "stage_backward_weight": Internal(
-        "torch.distributed.pipelining._backward.stage_backward_weight", _SPLIT, _NO_SPLIT
     ),
     "without_function_modes": Internal(
         "torch._C.DisableTorchFunction",

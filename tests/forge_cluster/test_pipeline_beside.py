@@ -75,7 +75,11 @@ def logged(kind: type[Deeper], folder: str, plugins: list[Any], options: dict[st
 @pytest.mark.parametrize(
     ("count", "options"),
     some(
-        [(2, {"microbatches": 4}), (2, {"schedule": "zbv", "microbatches": 4}), (4, {"stages": 2, "microbatches": 3})]
+        [
+            (2, {"microbatches": 4}),
+            (2, {"schedule": "interleaved_1f1b", "microbatches": 4}),
+            (4, {"stages": 2, "microbatches": 3}),
+        ]
     ),
 )
 def test_metrics_of_torchmetrics_are_those_of_one_process(count: int, options: dict[str, Any], tmp_path: Path) -> None:

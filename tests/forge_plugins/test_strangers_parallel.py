@@ -32,7 +32,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("resnet", "interleaved, remat"): FEW.format("layer4"),
     ("grouped resnet", "interleaved, remat"): FEW.format("layer4"),
     ("swin", "interleaved, remat"): FEW.format("swin.encoder.layers"),
-    ("opt", "zbv"): "torch cannot divide the backward pass of stage 1 in two",
     ("mistral", "context"): f"{MASK}, which a ring of slices cannot apply. Use causal or full attention without one",
     ("t5", "context"): MASK,
     ("whisper", "context"): "Encoded computes whole sequences, but fails on a slice",
@@ -50,7 +49,7 @@ REFUSED: dict[tuple[str, str], str] = {
 EVERYWHERE = ("ddp", "zero", "fsdp", "fsdp, remat", "hybrid", "tensor", *PIPELINES)
 ELSEWHERE = [
     ("pooled bert", "find_unused"),
-    *((name, strategy) for name in ("gpt2", "llama", "whisper", "torchvision vit") for strategy in ("zero 2", "zbv")),
+    *((name, "zero 2") for name in ("gpt2", "llama", "whisper", "torchvision vit")),
     *((name, "context") for name in kit.CASES if "without padding" in name),
     ("mixtral", "experts"),
     ("mixtral", "sharded experts"),

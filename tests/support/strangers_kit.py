@@ -396,7 +396,6 @@ STRATEGIES: dict[str, tuple[int, Callable[[Case], list[Any]]]] = {
     "hybrid": (4, lambda case: [FSDP(replicate=2)]),
     "tensor": (2, lambda case: [FSDP(), TensorParallel(2, plan=case.plan)]),
     "pipeline": (2, lambda case: [Pipeline(2)]),
-    "zbv": (2, lambda case: [Pipeline(4, schedule="zbv")]),
     "interleaved, remat": (2, lambda case: [Pipeline(4, schedule="interleaved_1f1b"), Remat()]),
     "sharded pipeline": (4, lambda case: [Pipeline(2, stages=2, shard=True)]),
     "context": (2, lambda case: [DDP(), ContextParallel(balance=False)]),

@@ -82,7 +82,7 @@ class Pipeline(forge.Plugin):
         microbatches: int = 4
         "Equal parts that each micro-batch is cut into; at least as many as stages keep all ranks busy."
         schedule: Schedule = "1f1b"
-        "Order of forward and backward passes; the interleaved ones and zbv have two stages per rank."
+        "Order of forward and backward passes; the interleaved one has two stages per rank."
         stages: int | None = None
         "Ranks of one pipeline; null: `pipe` of trainer.mesh, else all."
         split: list[str] = field(default_factory=list)

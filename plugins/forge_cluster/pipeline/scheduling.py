@@ -18,26 +18,20 @@ from forge.snapshot.sandbox import without_side_effects
 from forge.util.patterns import listed
 from forge_cluster.pipeline.microbatches import shapes_of
 from forge_cluster.pipeline.running import BlockCalls
-from forge_cluster.pipeline.split_backward import SPLITTING, can_split
 from forge_cluster.pipeline.staging import Stage, StagedEnv, StagePart
 
-Schedule = Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
-SCHEDULES: dict[str, tuple[str, int, bool]] = {
-    "gpipe": ("GPipe", 1, False),
-    "1f1b": ("1F1B", 1, False),
-    "looped_bfs": ("LoopedBFS", 2, False),
-    "interleaved_1f1b": ("Interleaved1F1B", 2, False),
-    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2, False),
-    "zbv": ("ZBVZeroBubble", 2, True),
-    "dualpipev": ("DualPipeV", 2, True),
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+SCHEDULES: dict[str, tuple[str, int]] = {
+    "gpipe": ("GPipe", 1),
+    "1f1b": ("1F1B", 1),
+    "interleaved_1f1b": ("Interleaved1F1B", 2),
 }
-"""torch's name of a schedule, its stages per rank, and whether the last stage is on the first rank (a V)."""
+"""torch's name of a schedule, and its stages per rank."""
 
 
 def ranks_of(schedule: str, ranks: int) -> list[int]:
     """Return the rank of each stage in a pipeline of so many ranks."""
-    _, each, is_v = SCHEDULES[schedule]
-    return [2 * ranks - 1 - n if is_v and n >= ranks else n % ranks for n in range(each * ranks)]
+    return list(range(ranks)) * SCHEDULES[schedule][1]
 
 
 @dataclass(slots=True)
@@ -110,7 +104,6 @@ class Schedules:
                     try:
                         output = self.run(stage, part, received)
                         self._refuse_leak(output, stage, has_items=float(scales[part]) != 0)
-                        self._refuse_joined(output, stage, received, part)
                         sent = [((tuple(output.shape), output.dtype, True), self.calls.forms)]
                     except TaskError as error:
                         sent = [error]
@@ -129,18 +122,6 @@ class Schedules:
                 f"pipeline: the output of stage {stage} is NaN for a finite input. If it is not in one process, "
                 "the output of an early block is used by more than the next block, as a skip connection does, or a "
                 "bias that the first block computes for all: such a model cannot be cut there. Use fsdp."
-            )
-
-    def _refuse_joined(self, output: Tensor, stage: int, received: Tensor | None, part: int) -> None:
-        """Refuse a zero-bubble schedule for a stage whose backward pass torch cannot divide."""
-        if received is None or self.name not in SPLITTING:
-            return
-        weights = [parameter for parameter in self.parameters(stage) if parameter.requires_grad]
-        if not can_split(output, received, weights, lambda: self.run(stage, part, received)):
-            raise TaskError(
-                f"pipeline.schedule={self.name}: torch cannot divide the backward pass of stage {stage} in two, for "
-                "inputs and for weights, as where trained layers outside of blocks compute arguments of blocks. Use "
-                "interleaved_1f1b or 1f1b."
             )
 
 

@@ -17,9 +17,8 @@ PASSES = 5
 """How often an update moves the bytes of an activation: twice in forward, three times in backward."""
 CHOSEN = 2
 """Experts that a token chooses, as in Mixtral."""
-BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 1 / 2, "interleaved_zero_bubble": 1 / 6, "zbv": 1 / 3}
-"""Time of a pipeline's bubble over that of 1f1b, with two stages a rank where a schedule interleaves (Narayanan et al.,
-2021; Qi et al., 2023)."""
+BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 1 / 2}
+"""Time of a pipeline's bubble over that of 1f1b: two stages a rank halve it (Narayanan et al., 2021)."""
 
 
 class RankWeights(NamedTuple):

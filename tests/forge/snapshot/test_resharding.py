@@ -31,7 +31,7 @@ CHAINS = {
     "long": [(2, "ddp"), (1, None), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, None)],
 }
 """Ranks and strategy of one attempt after the other."""
-STRATEGIES = ["fsdp", "ddp", "zero 2", "pipeline", "context", "zero", "zbv"]
+STRATEGIES = ["fsdp", "ddp", "zero 2", "pipeline", "context", "zero", "interleaved"]
 
 
 class Attending(nn.Linear):
@@ -93,7 +93,7 @@ def go_on(
         "zero 2": lambda: [Zero(stage=2)],
         "pipeline": lambda: [Pipeline(4)],
         "context": lambda: [DDP(), ContextParallel()],
-        "zbv": lambda: [Pipeline(4, schedule="zbv", stages=2)],
+        "interleaved": lambda: [Pipeline(4, schedule="interleaved_1f1b", stages=2)],
         "sharded stages": lambda: [Pipeline(4, stages=2, shard=True)],
     }
     plugins: list[Any] = [Accumulate(2), Clip(0.5), EMA(0.9, warmup=True), Schedule("constant")]
