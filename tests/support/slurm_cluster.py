@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "squeue")
 CONFIGURATION = """
@@ -89,14 +88,15 @@ class SlurmCluster:
         assert said.returncode == 0, said.stderr
         return dict(word.split("=", 1) for word in said.stdout.split() if "=" in word)
 
-    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), limit: float = PATIENCE) -> Mapping[str, str]:
+    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",)) -> None:
         """Wait until a job is in one of these states; fail if it ends in another."""
-        deadline = time.monotonic() + limit
-        while (state := (job := self.job(number))["JobState"]) not in states:
-            assert state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "CONFIGURING"), job
-            assert time.monotonic() < deadline, job
-            time.sleep(0.2)
-        return job
+
+        def has_ended() -> bool:
+            state = (job := self.job(number))["JobState"]
+            assert state in (*states, "PENDING", "RUNNING", "SIGNALING", "COMPLETING", "CONFIGURING"), job
+            return state in states
+
+        until(has_ended, f"job {number} does not end")
 
 
 @contextmanager
@@ -126,11 +126,12 @@ def slurm_cluster(folder: Path, nodes: int = 2) -> Iterator[SlurmCluster]:
                 for name in ("socket", "pid-file", "log-file", "seed-file")
             ),
         )
-        _await((folder / "munge.socket").exists, folder)
+        until((folder / "munge.socket").exists, f"munged does not start: {folder}")
         start("slurmctld", "-D", "-f", conf)
         for number in range(1, nodes + 1):
             start("slurmd", "-D", "-f", conf, "-N", f"n{number}")
-        _await(lambda: cluster.run("sinfo", "-h", "-o", "%D %t").stdout.split() == [str(nodes), "idle"], folder)
+        idle = [str(nodes), "idle"]
+        until(lambda: cluster.run("sinfo", "-h", "-o", "%D %t").stdout.split() == idle, f"no cluster: {folder}")
         yield cluster
         cluster.run("scancel", "--state=PENDING", "--state=RUNNING", "--full")
     finally:
@@ -156,11 +157,3 @@ def _free_ports(count: int) -> range:
             continue
         return ports
     raise RuntimeError("no free ports")
-
-
-def _await(ready, folder: Path, limit: float = PATIENCE) -> None:
-    deadline = time.monotonic() + limit
-    while not ready():
-        logs = "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in folder.glob("*.out"))
-        assert time.monotonic() < deadline, logs
-        time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from forge.cli import main, verbs
 from forge.cli.evaluate import check_bounds
 from forge.errors import NegativeVerdict
 from tests.support import forked
+from tests.support.patience import PATIENCE
 
 QUICK = ["task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2", "-p", "no:tensorboard"]
 
@@ -491,3 +493,34 @@ def test_the_own_tests_of_a_new_plugin_pass(forge):
 def test_new_overwrites_nothing_and_refuses_what_is_no_name(forge, ring):
     assert "exists" in forge.refused("new", "task", "Ring")
     assert "letter first" in forge.refused("new", "plugin", "3d")
+
+
+LATE = """
+import os, signal, sys
+from forge.cli import main
+
+done = main(["fit", "quickstart", "trainer.max_updates=1", "-q", "--run-dir", "run", "--resume"])
+os.kill(os.getpid(), signal.SIGUSR1)
+sys.exit(done)
+"""
+EARLY = """
+import os, signal, sys
+from forge.cli import main, ranks, target
+
+def build(*_, **__):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    raise AssertionError("it went on")
+
+target.build = ranks.checked_trainer = build
+sys.exit(main(["fit", "quickstart", "--run-dir", "run", "--resume", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "words", "code"), [(LATE, [], 0), (EARLY, [], 85), (EARLY, ["--nproc", "1"], 85)])
+def test_slurms_signal_outside_of_the_fit_fails_no_job(
+    tmp_path: Path, program: str, words: list[str], code: int
+) -> None:
+    environment = {**os.environ, "SLURM_JOB_ID": "7"}
+    done = forked.run([sys.executable, "-c", program, *words], cwd=tmp_path, env=environment, timeout=PATIENCE)
+    assert done.returncode == code, done.stderr
