@@ -25,7 +25,7 @@ storage, plain = str(Path("runs").absolute()), Classifier
 
 class Killed(plain):
     def training_step(self, batch):
-        mark = Path(storage, "killed")
+        mark = Path(storage, "shot")
         if self.trainer.progress.update == 20 and self.trainer.env.rank == 1 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_in_the_same_bits(empty_fo
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     runs, found = empty_folder / "runs", json.loads((empty_folder / "found.json").read_text())
 
-    assert (runs / "killed").exists()
+    assert (runs / "shot").exists()
     cards = {name: json.loads((runs / name / "forge/card.json").read_text()) for name in ("straight", "killed")}
     assert [card["world"] for card in cards.values()] == [2, 2]
     assert cards["straight"]["resumed_from"] is None
