@@ -127,18 +127,19 @@ def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, 
     assert_same_end("limited", straight)
 
 
-@pytest.mark.parametrize(("victim", "requeues"), [("rank", "0"), ("agent", "1")])
+@pytest.mark.parametrize(("victim", "requeues"), [("rank", "0"), ("node", "1")])
 def test_what_was_killed_is_started_again_and_ends_in_the_same_bits(
     victim: str, requeues: str, cluster: SlurmCluster, straight: Path
 ) -> None:
-    """A rank by the agents of both nodes, where they are; an agent with its ranks by SLURM, as a node that is lost."""
+    """A rank by the agents of both nodes, where they are; all processes of a node, its agent too, by a requeue."""
     job = submit(cluster, f"killed-{victim}", "checkpoint.every=4 updates", "task.pause=0.5", "--cpus", "3")
     await_checkpoint(f"killed-{victim}")
     assert cluster.job(job)["NumCPUs"] == "6"
     pids = cluster.run("scontrol", "listpids", job, "n2").stdout.splitlines()
     [agent] = [int(line.split()[0]) for line in pids[1:] if line.split()[2:5] == ["0", "0", "1"]]
     [rank, *_] = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
-    os.kill(agent if victim == "agent" else rank, signal.SIGKILL)
+    for pid in [agent, rank] if victim == "node" else [rank]:
+        os.kill(pid, signal.SIGKILL)
     cluster.wait(job)
     assert cluster.job(job)["Restarts"] == requeues, Path(f"killed-{victim}-{job}.out").read_text()
     assert_same_end(f"killed-{victim}", straight)

@@ -15,7 +15,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit it, from
 first=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 export FIRST=${{first:-$(hostname)}}:$((20000 + SLURM_JOB_ID % 10000))
 # {grace} s before the limit SLURM sends SIGUSR1: all ranks save, and exit with {saved}
-srun --kill-on-bad-exit=0 --wait=300 bash -c {command}
+srun --kill-on-bad-exit=0 --wait=60 bash -c {command}
 code=$?
 # what was killed is tried again too, unless the job has been requeued {restarts} times
 if [ "$code" -eq {saved} ] || {{ [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; }}; then
