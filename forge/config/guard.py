@@ -6,6 +6,9 @@ OmegaConf then holds, merges and resolves what has passed, and decides what `no`
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,8 @@ def omegaconf() -> Any:
 class RecipeGuard:
     """Reads the texts of one recipe: its file, and those of its bases. What they may hold, they may hold together."""
 
-    def __init__(self) -> None:
-        self.left = dict(LIMITS)
+    def __init__(self, left: Mapping[str, int] = LIMITS) -> None:
+        self.left = dict(left)
 
     def read(self, file: Path) -> tuple[Any, dict[str, int]]:
         """Return the values of a file, unresolved, and the line of each key."""
@@ -48,11 +51,17 @@ class RecipeGuard:
 
     def parse(self, text: str, what: str) -> tuple[Any, dict[str, int]]:
         """Return the values of a text, unresolved, and the line of each key; `what` is the name of the text."""
+        omegaconf()
+        values, lines, self.left = _parsed(text, what, tuple(self.left.items()))
+        return deepcopy(values), dict(lines)
+
+    def _parse(self, text: str, what: str) -> tuple[Any, dict[str, int], dict[str, int]]:
+        """As `parse`, and what is left then."""
         conf = omegaconf()
         try:
             lines = self._lines(text, what)
             held = conf.from_dotlist([f"text={text}"])
-            return conf.to_container(held)["text"], lines
+            return conf.to_container(held)["text"], lines, self.left
         except RecipeError:
             raise
         except Exception as error:  # yaml's own, and those of int(), float() and OmegaConf on a key or value
@@ -108,6 +117,12 @@ class RecipeGuard:
         self.left[kind] -= number
         if self.left[kind] < 0:
             raise RecipeError(f"{where}: more than {LIMITS[kind]:,} {kind}, those of its bases included. Write less.")
+
+
+@lru_cache(maxsize=32)
+def _parsed(text: str, what: str, left: tuple[tuple[str, int], ...]) -> tuple[Any, dict[str, int], dict[str, int]]:
+    """Parse the same text once: a process makes many Trainers of one recipe."""
+    return RecipeGuard(dict(left))._parse(text, what)
 
 
 class _Level:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from forge import registry
 from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape
 from forge.config.guard import LONGEST, RecipeGuard, omegaconf
-from forge.config.references import DEEPEST, refuse_growth
+from forge.config.references import DEEPEST, needs_resolving, refuse_growth
 from forge.config.schema import Maker, label, options_of
 from forge.errors import RecipeError, did_you_mean
 
@@ -38,8 +39,11 @@ class Layers:
                 self.origin.setdefault(key, where(key))
             else:
                 self.origin[key] = where(key)
-        conf = omegaconf()
-        self.values = conf.to_container(conf.unsafe_merge(_without_replaced(self.values, layer), layer))
+        if self.values and layer:
+            conf = omegaconf()
+            self.values = conf.to_container(conf.unsafe_merge(_without_replaced(self.values, layer), layer))
+        else:
+            self.values = self.values or deepcopy(dict(layer))
         for name in removed:
             self.drop(f"plugins.{name}")
 
@@ -94,6 +98,8 @@ class Layers:
 
     def resolved(self) -> dict[str, Any]:
         """Return the values as plain data, with references between keys resolved; nothing else is evaluated."""
+        if not needs_resolving(self.ordered):
+            return deepcopy(self.ordered)
         refuse_growth(self.ordered, lambda key: label(key, self.origin))
         return plain(self.ordered, lambda key: label(key, self.origin))
 

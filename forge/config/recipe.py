@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from forge import options
 from forge.config.build import make_plugin
 from forge.config.files import SECTIONS, SourceFile, check_shape, locate, settle_optional, with_bases
-from forge.config.guard import RecipeGuard, omegaconf
+from forge.config.guard import LIMITS, RecipeGuard, omegaconf
 from forge.config.merge import COMMAND_LINE, Layers, leaves, plain
 from forge.config.schema import TASK, Maker, check_plugin, check_section, label, maker_of, taken_from_recipe
 from forge.config.trainer_defaults import FOLDERS
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from forge.data import Splits
 
 DEFAULT = "default"
+SHORT = 3 * LIMITS["keys and values"]
+"""Characters in which no recipe can be too large: a value takes at least three."""
 PYTHON = "Python"
 """The origin of what is given in code."""
 
@@ -270,6 +272,8 @@ def _recipe_of(name: str | Path, layers: Layers, local: dict[str, Maker]) -> Rec
     origin = {key: at for key, at in layers.origin.items() if key in kept}
     found = Recipe(Path(name).stem, config, origin, local=local)
     _refuse_outside_folders(found)
+    if len(str(config)) > SHORT:  # a run writes it, and is to read it again
+        RecipeGuard().parse(found.to_yaml(), f"{found.name}, merged")
     return found
 
 

@@ -47,6 +47,11 @@ def find(text: str) -> Iterator[Reference]:
             yield Reference(text[begin:], refused=why)
 
 
+def needs_resolving(values: dict[str, Any]) -> bool:
+    """Whether a value refers to another, or stands for one that is still to be given."""
+    return any("${" in value or value == "???" for _, value in _leaves(values) if isinstance(value, str))
+
+
 def refuse_growth(values: dict[str, Any], label: Callable[[str], str]) -> None:
     """Refuse references to what the merged recipe lacks, or to references, and values that they make too large.
 
