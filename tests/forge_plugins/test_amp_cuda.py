@@ -15,8 +15,15 @@ import torch
 import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Checkpoint, Clip, Guard
-from tests.forge_plugins.test_amp import SHORT, LoudDiscriminator, Typed, WithSchedule, train_by_hand, train_gan_by_hand
-from tests.forge_plugins.test_amp_beside import with_nan
+from tests.forge_plugins.test_amp import (
+    SHORT,
+    LoudDiscriminator,
+    Typed,
+    WithSchedule,
+    train_by_hand,
+    train_gan_by_hand,
+    with_nan,
+)
 from tests.support.amp_kit import Scales, made, trained
 
 pytestmark = pytest.mark.gpu

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import forge
+from forge.checkpoint import Checkpoints, load_weights
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.weights import read_weights
+from forge.errors import RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
-from forge_plugins import Accumulate, Checkpoint
+from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Guard
 from tests.support import averages_kit, reference
 from tests.support.averages import (
     Watched,
@@ -199,3 +204,184 @@ def test_an_error_in_the_evaluation_leaves_the_trained_weights(kind: Kind, error
         fit_tiny([kind.make()], task=task)
     fit_tiny([], task=plain, max_updates=5)
     assert_same_weights(task, plain)
+
+
+# -- out of the run ---------------------------------------------------------------------------------------------------
+
+
+def test_the_average_is_exported_and_trained_weights_saved(kind: Kind, tmp_path: Path) -> None:
+    plugin = kind.make()
+    task, _ = fit_tiny([plugin, Checkpoint(keep=5)], run_dir=tmp_path)
+    averaged = applied(plugin, task)
+    assert_same_weights(load_file(tmp_path / "weights.safetensors"), averaged)
+    assert_same_weights(TinyTask.from_checkpoint(tmp_path), averaged)
+    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights=kind.name), averaged)
+    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
+    latest = tmp_path / "checkpoints" / "latest"
+    assert_same_weights(TinyTask.from_checkpoint(latest), task)
+    assert_same_weights(TinyTask.from_checkpoint(latest, weights=kind.name), averaged)
+    loaded = TinyTask(seed=9)
+    load_weights(loaded, Checkpoints(tmp_path / "checkpoints").path(10), weights=kind.name)
+    assert_same_weights(loaded, averaged)
+    with safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        assert f'"average": "{kind.name}"' in file.metadata()["forge"]
+
+
+def test_tied_weights_stay_tied_in_what_is_exported(kind: Kind, tmp_path: Path) -> None:
+    class Tied(TinyTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.second = nn.Linear(6, 6)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.second(self.first(x)))
+
+    plugin = kind.make()
+    task, _ = fit_tiny([plugin, Checkpoint()], task=Tied(), run_dir=tmp_path)
+    averaged = applied(plugin, task)
+    for source in (tmp_path, tmp_path / "checkpoints" / "latest"):
+        loaded = Tied.from_checkpoint(source, weights=kind.name)
+        assert_same_weights(loaded, averaged)
+        assert loaded.second.weight is loaded.first.weight
+
+
+def test_apply_to_gives_the_average_to_any_task_that_fits(kind: Kind) -> None:
+    plugin = kind.make()
+    task, _ = fit_tiny([plugin])
+    wide, other = TinyTask(seed=7).double(), nn.Linear(2, 2)
+    plugin.apply_to(wide)
+    assert_same_weights(
+        parameters(wide), {name: tensor.double() for name, tensor in parameters(applied(plugin, task)).items()}
+    )
+    with pytest.raises(forge.TaskError, match=r"Linear has no net\.0\.weight of the fitted shape"):
+        plugin.apply_to(other)
+
+
+# -- resumed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: EMA(0.9), marks=pytest.mark.slow),
+        pytest.param(lambda: EMA(0.9, start=3, warmup=True, buffers="average"), marks=pytest.mark.slow),
+        pytest.param(lambda: EMA(0.9, every=3), marks=pytest.mark.slow),
+        lambda: SWA(3, every="2 updates", lr=0.05, anneal=4),
+    ],
+    ids=["ema", "ema of buffers", "ema every 3", "swa"],
+)
+def test_a_resumed_run_has_the_same_average_bit_for_bit(
+    tmp_path: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(folder: str, updates: int) -> tuple[Any, Any, forge.FitResult]:
+        plugin, options = make(), {"max_epochs": None, "max_updates": updates, "validate_every": "3 updates"}
+        _, result = fit_tiny([plugin, Checkpoint()], run_dir=tmp_path / folder, resume="auto", **options)
+        saved = SavedState.find(tmp_path / folder).load()
+        return saved["model"], saved["plugins"][type(plugin).__name__.lower()], result
+
+    model, average, straight = fit("straight", 10)
+    weights = average.pop("weights")
+    for cut in ("2", "4", "7"):
+        fit(cut, int(cut))
+        resumed_model, resumed_average, resumed = fit(cut, 10)
+        assert_same_weights(resumed_model, model)
+        assert_same_weights(resumed_average.pop("weights"), weights)
+        assert resumed_average == average
+        assert resumed.metrics == straight.metrics
+        assert_same_weights(*(load_file(tmp_path / name / "weights.safetensors") for name in (cut, "straight")))
+    assert "is not used" not in caplog.text
+
+
+def test_a_resumed_run_keeps_precision_and_layout(kind: Kind, tmp_path: Path) -> None:
+    class Images(Half):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    plugin = kind.make()
+    for updates in (5, 10):
+        fit_tiny([plugin, Checkpoint()], task=Images(), run_dir=tmp_path, max_updates=updates, resume="auto")
+    kept = plugin._average.tensors
+    assert kept["net.0.weight"].dtype is torch.float32
+    assert kept["conv.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_going_back_to_a_checkpoint_takes_the_average_along(kind: Kind, tmp_path: Path) -> None:
+    batches = tiny_batches([8] * 8)
+    batches[5][0][3, 2] = math.nan
+    plugin, expected = kind.make(), kind.make()
+    saving = Checkpoint(every="2 updates", background=False)
+    options = {"max_epochs": 1, "task": TinyTask(dropout=0.0)}
+    task, _ = fit_tiny([plugin, Guard("rewind"), saving], train=batches, run_dir=tmp_path, **options)
+    options["task"] = TinyTask(dropout=0.0)
+    fit_tiny([expected], train=[batch for i, batch in enumerate(batches) if i != 5], **options)
+    assert_same_weights(parameters(applied(plugin, task)), parameters(applied(expected, task)))
+    exported = load_file(tmp_path / "weights.safetensors")  # although a pass over the data meets the bad batch again
+    assert all(tensor.isfinite().all() for tensor in exported.values())
+
+
+# -- two averages, and options ----------------------------------------------------------------------------------------
+
+
+def test_a_second_average_is_kept_beside_the_first(tmp_path: Path) -> None:
+    plugins = forge.config.build.make_plugins({"ema@slow": {"decay": 0.99, "evaluate": False}, "ema": {"decay": 0.5}})
+    task, result = fit_tiny([*plugins, Checkpoint()], run_dir=tmp_path)
+    alone, slow = EMA(0.5), EMA(0.99)
+    assert fit_tiny([alone])[1].metrics == result.metrics
+    fit_tiny([slow])
+    assert_same_weights(TinyTask.from_checkpoint(tmp_path), applied(alone, task))
+    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="ema@slow"), applied(slow, task))
+
+
+@pytest.mark.parametrize("evaluated", ["ema", "swa"])
+def test_ema_and_swa_can_both_be_kept(tmp_path: Path, evaluated: str) -> None:
+    ema, swa = EMA(0.9, evaluate=evaluated == "ema"), SWA(0, evaluate=evaluated == "swa")
+    task, _ = fit_tiny([ema, swa, Checkpoint()], run_dir=tmp_path)
+    for name, plugin in (("ema", ema), ("swa", swa)):
+        assert_same_weights(
+            parameters(TinyTask.from_checkpoint(tmp_path, weights=name)), parameters(applied(plugin, task))
+        )
+    assert_same_weights(
+        TinyTask.from_checkpoint(tmp_path), TinyTask.from_checkpoint(tmp_path / "checkpoints/latest", weights=evaluated)
+    )
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options", "message"),
+    [
+        (EMA, {"decay": 1.0}, r"ema\.decay is 1"),
+        (EMA, {"decay": -0.1}, r"ema\.decay is -0\.1"),
+        (EMA, {"every": 0}, r"ema\.every is 0"),
+        (EMA, {"start": -1}, r"ema\.start is -1"),
+        (EMA, {"start": 1.5}, r"ema\.start is 1\.5.*share of the run"),
+        (EMA, {"start": "10 min"}, r"ema\.start is '10 min'; write it in updates or epochs"),
+        (EMA, {"buffers": "none"}, r"buffers"),
+        (SWA, {"start": 1.0}, r"swa\.start is 1\.0"),
+        (SWA, {"start": "1 h"}, r"swa\.start is '1 h'"),
+        (SWA, {"every": "10 min"}, r"swa\.every is '10 min'; write it in updates, epochs or samples"),
+        (SWA, {"lr": 0.0}, r"swa\.lr is 0; it must be above 0"),
+        (SWA, {"anneal": -1}, r"swa\.anneal is -1"),
+        (SWA, {"update_bn": 0}, r"swa\.update_bn is 0"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(plugin: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        plugin(**options)
+
+
+@pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: SWA(1)], ids=["ema", "swa"])
+def test_a_schedule_free_optimizer_is_refused(make: Callable[[], forge.Plugin]) -> None:
+    class ScheduleFree(torch.optim.SGD):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    class Free(TinyTask):
+        def configure_optimizers(self) -> Any:
+            return ScheduleFree(self.parameters(), lr=0.1)
+
+    with pytest.raises(StackError, match=r"a schedule-free optimizer .* evaluates an average of its own"):
+        fit_tiny([make()], task=Free())
