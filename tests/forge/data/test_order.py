@@ -161,17 +161,6 @@ def test_what_gives_no_indices_is_refused_as_a_sampler() -> None:
         Loader(data, 2, True, sampler=Weighted([1.0] * 4))
 
 
-def test_a_dataset_may_choose_its_own_shuffle() -> None:
-    class Halves(TensorDataset):
-        def shuffled(self, seed: int, epoch: int) -> torch.Tensor:
-            return torch.arange(6).roll(seed + epoch)
-
-    loader = Loader(Halves(torch.arange(6)), 3, True, seed=1)
-    loader.set_epoch(1)
-    assert batches(loader) == [[4, 5, 0], [1, 2, 3]]
-    assert batches(Loader(Halves(torch.arange(6)), 3)) == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_fingerprints_tell_orders_apart() -> None:
     data = numbers(4)
     orders: list[Any] = [None, Weighted([1.0] * 4), Weighted([2.0] * 4), Bucketed([1] * 4), Bucketed([2] * 4)]
