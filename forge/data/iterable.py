@@ -144,7 +144,7 @@ class Streams(Dataset[Any]):
         while self._count < state["samples"] and self._fill(1):
             last.append(self._ahead.pop())
         if not self.lenient and state["last"] not in (
-            digest([*last][-1:]),
+            digest([*last][-_COMPARED:]),
             digest([*last]),
         ):  # of the batch before version 0.9
             raise OtherSamples(

@@ -116,7 +116,7 @@ def resumed(kind: type[Stream], length: int, size: int, workers: int, stop: int,
 
 
 @pytest.mark.parametrize("kind", [Stream, Counting, Starting])
-@given(length=st.integers(1, 14), size=st.integers(1, 5), stop=st.integers(0, 12))
+@given(length=st.integers(1, 14), size=st.integers(1, 7), stop=st.integers(0, 12))
 def test_a_run_continued_anywhere_is_the_straight_run(kind: type[Stream], length: int, size: int, stop: int) -> None:
     batches = -(-length // size)
     wanted, given_ = resumed(kind, length, size, 0, min(stop, 2 * batches))
