@@ -18,7 +18,7 @@ from forge import registry
 
 if TYPE_CHECKING:
     from forge_kernels.ops.attention import attention
-    from forge_kernels.ops.cpp import all_finite
+    from forge_kernels.ops.cpp.finite import all_finite
     from forge_kernels.ops.cross_entropy import cross_entropy
     from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
     from forge_kernels.ops.matmul import matmul

@@ -29,13 +29,11 @@ PERTURBATIONS = 4
 """Number of perturbations of the arguments by one rounding, to measure how far the exact result moves."""
 
 
-def check_against_reference(
-    kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None, tolerance: float | None = None
-) -> None:
+def check_against_reference(kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None) -> None:
     """Raise AssertionError unless outputs and gradients are within the kernel's tolerance of the float64 reference.
 
-    The tolerance is that of the least precise dtype among the arguments and the result, unless given. It holds for many
-    entries: the errors of few do not average out, and a single entry may be off by three times as much. Where terms
+    The tolerance is that of the least precise dtype among the arguments and the result. It holds for many entries: the
+    errors of few do not average out, and a single entry may be off by three times as much. Where terms
     cancel, no tolerance holds for every input: a result may additionally be off by the reference's own error in the
     same dtypes, or by the change of the exact result when the arguments change by one rounding. Results that are not
     floating-point must be equal. All arguments that require a gradient are checked. Outputs must have the reference's
@@ -57,9 +55,9 @@ def check_against_reference(
             assert torch.equal(result, right.to(result.dtype)), f"{kernel.name}: result {place} is not the reference's"
             continue
         few = 1 + 2 / max(1, result.numel()) ** 0.5
-        bound = few * tolerance_of(kernel, args, result) if tolerance is None else tolerance
+        bound = few * tolerance_of(kernel, args, result)
         off = distance(result, right)
-        if off > bound and tolerance is None:
+        if off > bound:
             same_dtypes = run(kernel.reference, as_new_leaves(args), options)
             moved = [run(kernel.reference, perturbed(args, seed), options, dtypes) for seed in range(PERTURBATIONS)]
             bound += max(distance(other[place], right) for other in (same_dtypes, *moved))
@@ -107,7 +105,7 @@ def run(
     That gradient is rounded to the dtypes `rounded`, if given, for outputs of a wider dtype.
     """
     outputs = outputs_of(function, args, options)
-    wanted = [a for a in leaves(args) if isinstance(a, Tensor) and a.requires_grad]
+    wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     if not wanted:
         return [o.detach() for o in outputs]
     with torch.random.fork_rng(devices=[]):
@@ -126,11 +124,6 @@ def outputs_of(function: Callable[..., Any], args: Sequence[Any], options: Mappi
     return list(output) if isinstance(output, (tuple, list)) else [output]
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return what lies in nested lists and tuples, in their order."""
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
-
-
 def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """Copy the arguments into new leaves, floating-point tensors in `dtype` if given.
 
@@ -142,14 +135,7 @@ def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list
         new = a.detach().to(wanted, memory_format=torch.contiguous_format, copy=True)
         return new.requires_grad_(a.requires_grad)
 
-    return _mapped(copy, list(args))
-
-
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to the tensors in nested lists."""
-    if isinstance(value, (list, tuple)):
-        return [_mapped(function, item) for item in value]
-    return function(value) if isinstance(value, Tensor) else value
+    return [copy(a) if isinstance(a, Tensor) else a for a in args]
 
 
 def in_float64(args: Sequence[Any]) -> list[Any]:
@@ -168,12 +154,12 @@ def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
         wide = a.detach().to(torch.float64, memory_format=torch.contiguous_format)
         return (wide * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
 
-    return _mapped(perturb, list(args))
+    return [perturb(a) if isinstance(a, Tensor) else a for a in args]
 
 
 def tolerance_of(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
     """Return the tolerance of the least precise dtype among the result and the arguments."""
-    tensors = [a for a in leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
+    tensors = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
     dtypes = {tensor.dtype for tensor in (*tensors, result)}
     missing = [str(dtype) for dtype in dtypes if dtype not in kernel.tolerance]
     assert not missing, f"{kernel.name} has no tolerance for {missing[0]}"

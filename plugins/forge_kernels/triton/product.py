@@ -150,6 +150,7 @@ def product(
     out = _room(M, N, a)
     kept = _room(M, N, a) if mode == "keep" else None if pre is None else _readable(pre, turn=False)[0]
     sums = a.new_empty(_parts(M, t.rows), N, dtype=torch.float32) if mode == "slope" else None
+    bias = None if bias is None else bias.contiguous()
     a, turn_a = _readable(a)
     b, turn_b = _readable(b)
     width = t.columns // 2 if t.halves else t.columns
