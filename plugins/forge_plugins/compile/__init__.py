@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from forge.contract.task import Build
 from forge.errors import RecipeError
 from forge.util.patterns import MANY, as_list, chosen, listed
 from forge_plugins.compile import compiler, messages
-from forge_plugins.compile.comparison import comparable, compare
+from forge_plugins.compile.comparison import compare
 from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.regions import Regions
@@ -150,11 +149,6 @@ class Compile(forge.Plugin):
             logger.info(
                 "compile.mode=%s: CUDA graphs need CUDA; on %s none are used.", self.config.mode, trainer.env.device
             )
-
-    def another(self) -> Callable[[], AbstractContextManager[None]]:
-        """Compile the same modules once more, apart from the run's own graphs: for trials, each inside a `with`."""
-        assert self._regions is not None
-        return functools.partial(self._regions.instead, self._regions.make(comparable(self._options)))
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
