@@ -55,7 +55,6 @@ FORMATS = {
     "forge-checkpoint": ("`manifest.json`", "refused"),
     "forge-export": ("`FILE.export.json`", "refused"),
     "forge-conformance": ("`conformance.json`", "not read by forge"),
-    "forge-ready": ("`forge ready --json`", "not read by forge"),
 }
 TEXT = """\
 # What a version promises

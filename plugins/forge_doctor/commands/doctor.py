@@ -7,6 +7,8 @@ import signal
 import time
 from argparse import ArgumentParser, Namespace
 
+from rich.text import Text
+
 from forge.cli import target
 from forge.errors import ForgeError
 from forge.util import show
@@ -21,7 +23,9 @@ examples:
   forge doctor my_task.py:MyTask --recipe fast trainer.max_epochs=50
   forge doctor my_task.py:MyTask --quick --json
   forge doctor my_task.py:MyTask --budget 10
+  forge doctor my_task.py:MyTask --recipe fast --ready     # before a long run: plan, smoke, doctor, resume, determinism
 """
+STYLES = {"good": "green", "note": "cyan", "warning": "bold yellow", "error": "bold red"}
 MINUTES, QUICK = 2.0, 20
 """Minutes of an examination, and seconds of CPU of a quick one."""
 PLANNED = 0.9
@@ -36,6 +40,11 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--quick", action="store_true", help=f"leave out the updates on one batch, and take {QUICK} s of CPU at most"
+    )
+    parser.add_argument(
+        "--ready",
+        action="store_true",
+        help="say whether a long run may begin: what exists is run, and told in one table",
     )
     parser.add_argument("--all", action="store_true", help="name every check that found nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -52,6 +61,8 @@ def run(args: Namespace) -> int:
 
     if args.budget <= 0:
         raise ForgeError(f"--budget is {args.budget:g}. Write minutes above 0, as --budget 0.5.")
+    if args.ready:
+        return ready(args)
     recipe = target.load(args, to_train=True)
     seed_all(recipe.trainer.get("seed") or 0)
     task = recipe.make_task()
@@ -82,6 +93,26 @@ def run(args: Namespace) -> int:
     else:
         print_page(report, show.console(), args.all)
     return code or (1 if report.errors else 0)
+
+
+def ready(args: Namespace) -> int:
+    """Print the table of what a long run needs; its exit code says whether it may begin."""
+    from forge_doctor.ready import Check, as_data, checks, may_start
+
+    found: list[Check] = []
+    with show.console(stderr=True).status("") as status:
+        for check in checks(target.same_target(args), lambda what: status.update(f"trying: {what}")):
+            found.append(check)
+    if args.json:
+        print(json.dumps(as_data(found)))
+        return 0 if may_start(found) else 1
+    console, table = show.console(), show.table("", "", "evidence", "to look again", wrap=("evidence", "to look again"))
+    for check in found:
+        table.add_row(check.what, Text(check.result, STYLES[check.result]), check.evidence, check.again)
+    console.print(table)
+    answer = "Yes." if may_start(found) else "No: mend what is an error first."
+    console.print(Text(f"\nMay the long run begin? {answer}", "bold"))
+    return 0 if may_start(found) else 1
 
 
 def _clock(seconds: float) -> str:
