@@ -159,12 +159,12 @@ class Checkpoint(forge.Plugin):
             self._folder.sweep()
         self._writer = BackgroundWriter(self._writers) if self.config.background else None
         if self._remote is not None:
-            remote, folder, keep_older = self._remote, self._folder, self.config.keep == "all"
+            remote, folder = self._remote, self._folder
             with trainer.env.no_timeout():
                 trainer.env.from_first(lambda: remote.begin(trainer, folder))
-            self._mirror = remote.mirror(trainer.run_dir, folder, self._writers, keep_older=keep_older)
             if trainer.env.is_main:  # an earlier attempt may have left checkpoints to upload
-                self._mirror.hold(updates(folder), prune=False)
+                self._mirror = remote.mirror(trainer.run_dir, folder)
+                self._mirror.hold(updates(folder))
 
     # -- when ---------------------------------------------------------------------------------------------------------
 

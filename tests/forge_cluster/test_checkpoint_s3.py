@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from forge.checkpoint import StoredCheckpoint
+from forge.errors import CheckpointError
 from forge.testing import assert_same_weights
-from forge_cluster.storage import remote
 from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins import DDP
 from forge_plugins.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def test_an_empty_machine_resumes_from_s3_in_the_same_bits(s3_server: Proxy, cut
     assert_same_weights(train(tmp_path / "two", 5), straight)
     s3_server.cut = 0
     place = RemoteCheckpoints(PLACE)
-    assert place.updates() == place.leftovers() == [4, 5]
+    assert place.newest() == 5
     assert bool(s3_server.cuts) == bool(cut)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"testing-secret" not in written
@@ -57,7 +57,7 @@ def test_an_empty_machine_resumes_from_s3_in_the_same_bits(s3_server: Proxy, cut
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3_server: Proxy, tmp_path: Path) -> None:
-    with pytest.raises(remote.CheckpointError, match=r"s3://nowhere/x: could not write forge-run.json"):
+    with pytest.raises(CheckpointError, match=r"s3://nowhere/x: could not write forge-run.json"):
         train(tmp_path / "run", 1, "s3://nowhere/x")
 
 
@@ -66,13 +66,15 @@ def _as_rank(rank: int, store: Any, folder: Path, updates: int) -> None:
     train(folder, updates, plugins=(DDP(),))
 
 
-def test_ranks_upload_together_and_one_process_goes_on(s3_server: Proxy, tmp_path: Path) -> None:
+def test_what_ranks_wrote_is_uploaded_and_one_process_goes_on(s3_server: Proxy, tmp_path: Path) -> None:
     assert launch(2, _as_rank, tmp_path / "two", 3) == [0, 0]
     place = RemoteCheckpoints(PLACE)
-    assert place.updates() == [2, 3]
-    assert len(place._names("update-00000003")) == 6  # two files of each rank, the document, the manifest
+    assert place.newest() == 3
+    assert (
+        len(place._fs.ls(f"{place._root}/update-00000003")) == 6
+    )  # two files of each rank, the document, the manifest
     place.fetch(3, tmp_path / "fetched/update-00000003")
     StoredCheckpoint(tmp_path / "fetched/update-00000003").verify()
     shutil.rmtree(tmp_path / "two")
     train(tmp_path / "two", 4)
-    assert place.updates() == [3, 4]
+    assert place.newest() == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import re
@@ -10,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from forge.errors import RecipeError
+from forge.errors import CheckpointError, RecipeError
+
+logger = logging.getLogger("forge")
 
 T = TypeVar("T")
 
@@ -69,7 +72,7 @@ def check_url(url: str, option: str) -> None:
 
 
 def connect(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it; raise a ValueError where it is not known."""
+    """Return fsspec's file system for a URL, and the path in it; raise a CheckpointError where it is not known."""
     import fsspec  # torch depends on it
 
     scheme = url.partition("://")[0]
@@ -77,26 +80,22 @@ def connect(url: str) -> tuple[Any, str]:
         fs, root = fsspec.core.url_to_fs(url)
         return fs, root.rstrip("/")
     except ImportError as error:
-        raise ValueError(f"{scheme}:// needs a package that is not installed: {error}") from error
+        raise CheckpointError(f"{scheme}:// needs a package that is not installed: {error}") from error
     except Exception as error:  # a file system may connect when it is made, or take an address apart
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"{redacted(url)}: {redacted(said)}.") from error
+        raise CheckpointError(f"{redacted(url)}: {redacted(said)}.") from error
 
 
-class Unreachable(Exception):
-    """The last error of an operation that was tried often enough, without secrets."""
-
-    def __init__(self, said: str, missing: bool):
-        super().__init__(said)
-        self.missing = missing
+class RemoteFailure(CheckpointError):
+    """A remote place did not answer, or refused. What is there is intact."""
 
 
-def attempt(
-    act: Callable[[], T],
-    sleep: Callable[[float], object] = time.sleep,
-    failed: Callable[[str], object] = lambda said: None,
-) -> T:
-    """Call a function until it succeeds, with longer and longer pauses; raise Unreachable with its last error."""
+class RemoteMissing(RemoteFailure):
+    """A remote file, or its bucket, does not exist."""
+
+
+def attempt(act: Callable[[], T], what: str) -> T:
+    """Call a function until it succeeds, with longer and longer pauses; raise its last error, without secrets."""
     pause = FIRST_PAUSE
     for left in reversed(range(ATTEMPTS)):
         try:
@@ -104,9 +103,9 @@ def attempt(
         except Exception as error:
             said = redacted(f"{type(error).__name__}: {error}")
             if not left or isinstance(error, FINAL) or getattr(error, "errno", None) in NAMES:
-                missing = isinstance(error, FileNotFoundError)
-                raise Unreachable(said, missing) from None  # its own text may hold secrets
-            failed(f"{said}; {left} tries left")
-        sleep(pause * random.uniform(0.75, 1.25))
+                kind = RemoteMissing if isinstance(error, FileNotFoundError) else RemoteFailure
+                raise kind(f"{what}: {said}.") from None  # its own text may hold secrets
+            logger.debug("%s (%s; %d tries left)", what, said, left)
+        time.sleep(pause * random.uniform(0.75, 1.25))
         pause *= 2
     raise AssertionError("unreachable")

@@ -1,38 +1,28 @@
 """Checkpoints in object storage: any place that fsspec knows by URL (s3://, gs://, az://, file://, memory://).
 
 Object stores rename nothing and have no folders, so a checkpoint counts as complete once its manifest is there: files
-are uploaded first, the manifest last, and it is the first to be removed. A manifest contains its own hash, so a torn
-one does not count. What is fetched is compared with the manifest, as on disk.
+are uploaded first, the manifest last. A manifest contains its own hash, so a torn one does not count; other
+bytes in its place withdraw a checkpoint, also where nothing may be removed. What is fetched is verified as on disk.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 import shutil
-import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from forge.checkpoint import manifest, publish, temp_names
+from forge.checkpoint import StoredCheckpoint, manifest, publish, temp_names
 from forge.checkpoint.checkpoint import NAME
-from forge.checkpoint.hashing import new_hash
 from forge.errors import CheckpointError
 from forge.util.files import access, make_folder, sync_directory
-from forge_cluster.storage.object_storage import Unreachable, attempt, check_url, connect
-
-logger = logging.getLogger("forge")
+from forge_cluster.storage.object_storage import RemoteMissing, attempt, check_url, connect
 
 T = TypeVar("T")
 
-DOWNLOADS = 2
-"""How often a file is downloaded if it differs from the manifest: once may be the network's fault."""
-RANGE, AT_ONCE = 2**26, 4
-"""Bytes of a large file that are asked for together, and how many such ranges at a time."""
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
 """Places without folders. To make one there could make a bucket."""
 
@@ -40,14 +30,10 @@ OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl
 class RemoteCheckpoints:
     """The checkpoints of one run at a URL. Every operation is tried several times."""
 
-    def __init__(self, url: str, sleep: Callable[[float], object] = time.sleep):
+    def __init__(self, url: str):
         check_url(url, "The place of remote checkpoints")
         self.url = url.rstrip("/")
-        self._sleep = sleep
-        try:
-            self._fs, self._root = connect(self.url)
-        except ValueError as error:
-            raise CheckpointError(f"{error}") from error
+        self._fs, self._root = connect(self.url)
         own = self._fs.protocol
         self._has_folders = OBJECT_STORES.isdisjoint([own] if isinstance(own, str) else own)
 
@@ -55,16 +41,24 @@ class RemoteCheckpoints:
 
     def names(self) -> list[str]:
         """Return the names of all files and folders."""
-        return self._try("list", lambda: self._names(""))
+
+        def listed() -> list[str]:
+            self._fs.invalidate_cache()  # other processes write here too
+            try:
+                found = self._fs.ls(self._root, detail=False)
+            except FileNotFoundError:
+                return []
+            return [posixpath.basename(str(path).rstrip("/")) for path in found]
+
+        return self._try("list", listed)
 
     def updates(self) -> list[int]:
-        """Return the updates of all checkpoints whose manifest is there, in order."""
-        found = sorted(int(match[1]) for name in self.names() if (match := NAME.fullmatch(name)))
-        return [update for update in found if self.manifest(update) is not None]
-
-    def leftovers(self) -> list[int]:
-        """Return the updates of which any file is there."""
+        """Return the updates of which anything is there, in order; those with a `manifest` are complete."""
         return sorted(int(match[1]) for name in self.names() if (match := NAME.fullmatch(name)))
+
+    def newest(self) -> int | None:
+        """Return the newest update whose checkpoint is complete."""
+        return next((update for update in reversed(self.updates()) if self.manifest(update) is not None), None)
 
     def manifest(self, update: int) -> bytes | None:
         """Return the manifest of a checkpoint; None if it is not there or torn."""
@@ -91,8 +85,8 @@ class RemoteCheckpoints:
         self._try(f"write {name}", lambda: self._written(name, lambda path: self._fs.pipe_file(path, data), len(data)))
 
     def withdraw(self, update: int) -> None:
-        """Remove the manifest of a checkpoint, so that it no longer counts."""
-        self._remove(f"{_folder(update)}/{manifest.NAME}")
+        """Let a checkpoint no longer count."""
+        self.write(f"{_folder(update)}/{manifest.NAME}", b"withdrawn")
 
     def upload(self, folder: Path, names: Collection[str]) -> None:
         """Upload files of a local checkpoint, its manifest not among them."""
@@ -109,15 +103,6 @@ class RemoteCheckpoints:
         """Write the manifest of a checkpoint, whose files are all there."""
         self.write(f"{_folder(update)}/{manifest.NAME}", data)
 
-    def remove(self, update: int) -> None:
-        """Remove a checkpoint, complete or not; what is interrupted here no longer counts."""
-        self.withdraw(update)
-        for name in self._try("list", lambda: self._names(_folder(update))):
-            self._remove(f"{_folder(update)}/{name}")
-        if self._has_folders:
-            with suppress(Exception):  # an empty folder does no harm
-                self._fs.rmdir(self._path(_folder(update)))
-
     # -- fetching -----------------------------------------------------------------------------------------------------
 
     def fetch(self, update: int, target: Path) -> None:
@@ -131,17 +116,21 @@ class RemoteCheckpoints:
             try:
                 make_folder(target.parent)
                 publish.make_directory(partial)
-                for name, record in records.items():
-                    self._download(f"{_folder(update)}/{name}", partial / name, record)
+                for name in records:
+                    self.download(f"{_folder(update)}/{name}", partial / name)
                 publish.write_file(partial / manifest.NAME, [memoryview(data)])
+                StoredCheckpoint(partial).verify()
                 sync_directory(partial)
                 publish.move_into_place(partial, target, aside)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+            except RemoteMissing as error:
+                raise CheckpointError(f"{where} lacks a file that its manifest names. {error}") from error
+            except CheckpointError as error:
+                raise type(error)(str(error).replace(str(partial), where)) from error
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)  # where it is not in its place
 
     def download(self, name: str, target: Path) -> None:
-        """Download a file that no manifest records; its size must be that which the place tells."""
+        """Download a file; its size must be that which the place tells."""
 
         def get() -> None:
             self._fs.invalidate_cache()
@@ -151,53 +140,14 @@ class RemoteCheckpoints:
                 raise OSError(f"{target.stat().st_size:,} of {size:,} bytes arrived")
 
         self._try(f"read {name}", get)
-
-    def _download(self, name: str, target: Path, record: manifest.FileRecord) -> None:
-        problem = ""
-        for _ in range(DOWNLOADS):
-            try:
-                self._get(name, target, record.size)
-            except RemoteMissing as error:
-                raise CheckpointError(f"{self.url}/{name} is missing.") from error
-            problem = _difference(target, record)
-            if not problem:
-                os.chmod(target, access(target, 6))
-                return
-        raise CheckpointError(f"{self.url}/{name} is damaged: {problem}.")
-
-    def _get(self, name: str, target: Path, size: int) -> None:
-        """Download a file, a large one in ranges, several at a time: one that fails is tried again alone."""
-        path = self._path(name)
-        if size <= RANGE:
-            self._try(f"read {name}", lambda: self._fs.get_file(path, str(target)))
-            return
-        with open(target, "wb") as stream, ThreadPoolExecutor(AT_ONCE) as pool:
-            file = stream.fileno()
-
-            def read(begin: int) -> None:
-                def get() -> bytes:
-                    found = self._fs.cat_file(path, start=begin, end=min(begin + RANGE, size))
-                    if len(found) != min(RANGE, size - begin):
-                        raise OSError(f"{len(found):,} bytes of a range arrived")
-                    return found
-
-                os.pwrite(file, self._try(f"read {name} from byte {begin:,}", get), begin)
-
-            for done in [pool.submit(read, begin) for begin in range(0, size, RANGE)]:
-                done.result()
+        with open(target, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.chmod(target, access(target, 6))
 
     # -- one operation ------------------------------------------------------------------------------------------------
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name) if name else self._root
-
-    def _names(self, folder: str) -> list[str]:
-        self._fs.invalidate_cache()  # other processes write here too
-        try:
-            found = self._fs.ls(self._path(folder), detail=False)
-        except FileNotFoundError:
-            return []
-        return [posixpath.basename(str(path).rstrip("/")) for path in found]
 
     def _written(self, name: str, write: Callable[[str], object], size: int) -> None:
         """Write a file and compare its size: a store may accept a part without an error."""
@@ -210,43 +160,10 @@ class RemoteCheckpoints:
         if there != size:
             raise OSError(f"{there:,} of {size:,} bytes arrived")
 
-    def _remove(self, name: str) -> None:
-        def remove() -> None:
-            self._fs.invalidate_cache()
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
-
-        self._try(f"remove {name}", remove)
-
     def _try(self, what: str, act: Callable[[], T]) -> T:
         """Call a function until it succeeds; raise its last error."""
-        try:
-            return attempt(act, self._sleep, lambda said: logger.debug("%s: could not %s (%s)", self.url, what, said))
-        except Unreachable as error:
-            kind = RemoteMissing if error.missing else RemoteFailure
-            raise kind(f"{self.url}: could not {what}: {error}.") from None
-
-
-class RemoteFailure(CheckpointError):
-    """A remote place did not answer, or refused. What is there is intact."""
-
-
-class RemoteMissing(RemoteFailure):
-    """A remote file, or its bucket, does not exist."""
+        return attempt(act, f"{self.url}: could not {what}")
 
 
 def _folder(update: int) -> str:
     return f"update-{update:08d}"
-
-
-def _difference(file: Path, record: manifest.FileRecord) -> str:
-    """Say how a file differs from its record; empty if it does not."""
-    digest, size = new_hash(), 0
-    with open(file, "rb+") as stream:
-        while piece := stream.read(2**20):
-            digest.update(piece)
-            size += len(piece)
-        os.fsync(stream.fileno())
-    if size != record.size:
-        return f"it has {size:,} bytes, not {record.size:,}"
-    return "" if digest.hexdigest() == record.sha256 else "its content does not match its hash"

@@ -11,7 +11,7 @@ from typing import Any
 from fsspec.registry import known_implementations, registry
 
 import forge
-from forge.checkpoint import Checkpoints, Writers, captured
+from forge.checkpoint import Checkpoints, captured
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import CheckpointError, RecipeError
 from forge.runs.card import group_of, name_of, new_run_dir
@@ -21,8 +21,8 @@ from forge.runs.lock import RunLock
 from forge.util.files import absolute, share
 from forge.util.text import short_path
 from forge_cluster.storage.mirror import Mirror
-from forge_cluster.storage.object_storage import check_url
-from forge_cluster.storage.remote import RemoteCheckpoints, RemoteFailure
+from forge_cluster.storage.object_storage import RemoteFailure, check_url
+from forge_cluster.storage.remote import RemoteCheckpoints
 
 logger = logging.getLogger("forge")
 
@@ -41,9 +41,9 @@ class RemoteRun:
             raise RecipeError(f"checkpoint.remote is {url[:200]!r}: fsspec, which reads it, knows no {scheme[:40]}://.")
         self._url = url
 
-    def mirror(self, run_dir: Path, folder: Checkpoints, writers: Writers | None, keep_older: bool) -> Mirror:
+    def mirror(self, run_dir: Path, folder: Checkpoints) -> Mirror:
         """Return what uploads the checkpoints of a run while it trains."""
-        return Mirror(self.at(run_dir), folder, writers, keep_older)
+        return Mirror(self.at(run_dir), folder)
 
     def at(self, run_dir: Path) -> RemoteCheckpoints:
         return RemoteCheckpoints(self._url.replace(RUN, run_dir.name))
@@ -60,13 +60,12 @@ class RemoteRun:
             return None
         folder = local or absolute(new_run_dir(group.name))
         remote = self.at(folder)
-        there = remote.updates()
-        if not there:
+        if remote.newest() is None:
             return None
         refuse_another_job(trainer, remote)
         share(folder, with_group=trainer.settings["group_access"])
         with RunLock(folder):
-            bring(remote, there, checkpoints_of(folder))
+            bring(remote, checkpoints_of(folder))
         return folder if local is None else None
 
     # -- when the run starts ------------------------------------------------------------------------------------------
@@ -75,9 +74,9 @@ class RemoteRun:
         """On rank 0: refuse a place that holds another run, and record this one there."""
         assert trainer.run_dir is not None
         remote = self.at(trainer.run_dir)
-        if not folder.all() and (there := remote.updates()):
+        if not folder.all() and (newest := remote.newest()) is not None:
             raise CheckpointError(
-                f"{remote.url} already holds the checkpoints of a run (up to update {there[-1]}). Use --resume or "
+                f"{remote.url} already holds the checkpoints of a run (up to update {newest}). Use --resume or "
                 f'resume="auto" to continue it, or choose another checkpoint.remote; {RUN} in it becomes the name of '
                 "the run folder."
             )
@@ -130,10 +129,10 @@ def refuse_another_job(trainer: forge.Run, remote: RemoteCheckpoints) -> None:
         logger.warning("%s holds another job: %s. The resumed run will differ (allow_inexact).", remote.url, odd)
 
 
-def bring(remote: RemoteCheckpoints, there: list[int], folder: Checkpoints) -> None:
+def bring(remote: RemoteCheckpoints, folder: Checkpoints) -> None:
     """Download the newest valid checkpoint if it is newer than the local ones, and the best that it names."""
     folder.sweep()
-    valid = folder.newest_valid()
+    valid, there = folder.newest_valid(), remote.updates()
     newer = [update for update in there if valid is None or update > valid.update]
     found = next((update for update in reversed(newer) if _fetched(remote, update, folder)), None)
     if found is None:
@@ -144,16 +143,16 @@ def bring(remote: RemoteCheckpoints, there: list[int], folder: Checkpoints) -> N
         return
     logger.info("Fetched the checkpoint of update %d from %s to %s.", found, remote.url, short_path(folder.folder))
     folder.point("latest", folder.path(found))
-    best = [update for update in _best(folder.path(found)) if update in there or folder.path(update).is_dir()]
-    for update in best:
-        if not folder.path(update).is_dir() and update != found:
-            _fetched(remote, update, folder)
-    if best and folder.path(best[0]).is_dir():
+    best = [update for update in _best(folder.path(found)) if folder.path(update).is_dir() or update in there]
+    best = [update for update in best if folder.path(update).is_dir() or _fetched(remote, update, folder)]
+    if best:
         folder.point("best", folder.path(best[0]))
 
 
 def _fetched(remote: RemoteCheckpoints, update: int, folder: Checkpoints) -> bool:
-    """Download a checkpoint; warn and return False if it is damaged. An outage raises: an older one may be there."""
+    """Download a checkpoint that is complete; warn of a damaged one. An outage raises: an older one may be there."""
+    if remote.manifest(update) is None:
+        return False
     try:
         remote.fetch(update, folder.path(update))
     except RemoteFailure:

@@ -10,8 +10,8 @@ from pathlib import Path
 from forge.checkpoint.checkpoint import NAME
 from forge.checkpoint.foreign import SUFFIXES
 from forge.errors import CheckpointError, TaskError
-from forge_cluster.storage.object_storage import CREDENTIALS, check_url
-from forge_cluster.storage.remote import RemoteCheckpoints, RemoteFailure, RemoteMissing
+from forge_cluster.storage.object_storage import CREDENTIALS, RemoteFailure, RemoteMissing, check_url
+from forge_cluster.storage.remote import RemoteCheckpoints
 
 FILE = "weights.safetensors"
 CHECKPOINTS = "checkpoints"
@@ -50,9 +50,9 @@ def _download_run(url: str, target: Path, average: bool, update_of: Callable[[Pa
     if FILE in there:
         place.download(FILE, file)
     inner = RemoteCheckpoints(f"{url}/{CHECKPOINTS}") if CHECKPOINTS in there else place
-    updates = inner.updates()
-    if updates and (FILE not in there or average or updates[-1] > update_of(file)):
-        inner.fetch(updates[-1], target / CHECKPOINTS / f"update-{updates[-1]:08d}")
+    newest = inner.newest()
+    if newest is not None and (FILE not in there or average or newest > update_of(file)):
+        inner.fetch(newest, target / CHECKPOINTS / f"update-{newest:08d}")
     elif FILE not in there:
         raise TaskError(
             f"There are no weights at {url}: neither {FILE} nor a complete checkpoint. Give the URL of a run folder, "
