@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import registry
-from forge.config.guard import RecipeGuard
+from forge.config.guard import RecipeText, read_text, refuse_more
 from forge.config.references import DEEPEST
 from forge.errors import RecipeError, did_you_mean
 from forge.util.files import check_name
@@ -70,7 +71,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
 def with_bases(path: Path) -> list[SourceFile]:
     """Return a recipe after all its bases, each once, so that a shared base cannot undo what another base changed."""
     done: dict[Path, SourceFile] = {}
-    guard = RecipeGuard()
+    counts: Counter[str] = Counter()
 
     def visit(path: Path, chain: list[Path]) -> None:
         path = path.resolve()
@@ -83,7 +84,10 @@ def with_bases(path: Path) -> list[SourceFile]:
             raise RecipeError(
                 f"{chain[0].name} extends {path.name} over more than {DEEPEST} recipes. Merge some of them."
             )
-        file = read(path, guard)
+        text = read_text(path)
+        counts.update(text.counts)
+        refuse_more(counts, f"{path.name}:1")
+        file = source_of(path, text)
         bases = file.values.pop("extends", None) or []
         for base in [bases] if isinstance(bases, str) else bases:
             visit(locate(base, beside=path), [*chain, path])
@@ -96,13 +100,17 @@ def with_bases(path: Path) -> list[SourceFile]:
     return [*bases, own]
 
 
-def read(path: Path, guard: RecipeGuard | None = None) -> SourceFile:
+def read(path: Path) -> SourceFile:
     """Read one file, unresolved, and check its shape."""
-    values, lines = (guard or RecipeGuard()).read(path)
-    if not isinstance(values, dict | None):
+    return source_of(path, read_text(path))
+
+
+def source_of(path: Path, text: RecipeText) -> SourceFile:
+    """Return a file of this text, its shape checked."""
+    if not isinstance(text.values, dict | None):
         raise RecipeError(f"{path.name}:1 is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
-    file = SourceFile(path, values or {}, lines)
-    settle_optional(file.values, lines)
+    file = SourceFile(path, text.values or {}, text.lines)
+    settle_optional(file.values, file.lines)
     check_shape(file.values, file.where)
     return file
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from forge import registry
 from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape
-from forge.config.guard import LONGEST, RecipeGuard, omegaconf
+from forge.config.guard import LONGEST, omegaconf, parse, refuse_more
 from forge.config.references import DEEPEST, needs_resolving, refuse_growth
 from forge.config.schema import Maker, label, options_of
 from forge.errors import RecipeError, did_you_mean
@@ -75,7 +76,7 @@ class Layers:
     def override(self, overrides: Sequence[str], local: Mapping[str, Maker]) -> None:
         """Merge "key=value" overrides; `name.option=0.5` is short for `plugins.name.option=0.5`."""
         layer: dict[str, Any] = {}
-        guard = RecipeGuard()
+        counts: Counter[str] = Counter()
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals or not key:
@@ -87,7 +88,7 @@ class Layers:
             for part in parts[:-1]:
                 inner = holder.get(part)
                 holder[part] = holder = inner if isinstance(inner, dict) else {}
-            holder[parts[-1]] = _parse(key, value, guard)
+            holder[parts[-1]] = _parse(key, value, counts)
         check_shape(layer, lambda key: COMMAND_LINE)
         self.add(layer, lambda key: COMMAND_LINE)
 
@@ -178,10 +179,13 @@ def refuse_unknown_plugin(name: str, problem: str) -> None:
         raise RecipeError(f"{problem}: {missing or f'no plugin {base!r} is installed.{did_you_mean(base, known)}'}")
 
 
-def _parse(key: str, text: str, guard: RecipeGuard) -> Any:
-    """Read a value as YAML: 1e-3 is a float, [1, 2] a list, null None."""
+def _parse(key: str, text: str, counts: Counter[str]) -> Any:
+    """Read a value as YAML (1e-3 is a float, [1, 2] a list, null None), and count it."""
     try:
-        return guard.parse(text, COMMAND_LINE)[0]
+        read = parse(text, COMMAND_LINE)
+        counts.update(read.counts)
+        refuse_more(counts, COMMAND_LINE)
+        return read.values
     except RecipeError as error:
         problem = getattr(error.__cause__, "problem", None) or error
         if len(text) > LONGEST or "${" in text:

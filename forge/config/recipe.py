@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from forge import options
 from forge.config.build import make_plugin
 from forge.config.files import SECTIONS, SourceFile, check_shape, locate, settle_optional, with_bases
-from forge.config.guard import LIMITS, RecipeGuard, omegaconf
+from forge.config.guard import LIMITS, omegaconf, parse
 from forge.config.merge import COMMAND_LINE, Layers, leaves, plain
 from forge.config.schema import TASK, Maker, check_plugin, check_section, label, maker_of, taken_from_recipe
 from forge.config.trainer_defaults import FOLDERS
@@ -196,7 +196,7 @@ def _from_python(given: Mapping[str, Any]) -> Recipe:
         config["plugins"] = {name: given for name, given in config["plugins"].items() if given is not None}
     kept = [*(key for key, _ in leaves(config)), *(f"plugins.{name}" for name in config.get("plugins", {}))]
     found = Recipe(config.get("task", {}).get("name", "python"), config, dict.fromkeys(kept, PYTHON))
-    RecipeGuard().parse(found.to_yaml(), "The recipe given in Python")  # a run writes it, and is to read it again
+    parse(found.to_yaml(), "The recipe given in Python")  # a run writes it, and is to read it again
     return found
 
 
@@ -273,7 +273,7 @@ def _recipe_of(name: str | Path, layers: Layers, local: dict[str, Maker]) -> Rec
     found = Recipe(Path(name).stem, config, origin, local=local)
     _refuse_outside_folders(found)
     if len(str(config)) > SHORT:  # a run writes it, and is to read it again
-        RecipeGuard().parse(found.to_yaml(), f"{found.name}, merged")
+        parse(found.to_yaml(), f"{found.name}, merged")
     return found
 
 

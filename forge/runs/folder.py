@@ -301,10 +301,10 @@ class RunFolder:
 
 def recipe_section(run: RunFolder, name: str) -> dict[str, Any]:
     """Return a section of the recipe in config.yaml, with the values that were given; empty if it cannot be read."""
-    from forge.config.guard import RecipeGuard
+    from forge.config.guard import parse
 
     with suppress(RecipeError):
-        return as_dict(as_dict(RecipeGuard().parse(run.recipe_text, "config.yaml")[0]).get(name))
+        return as_dict(as_dict(parse(run.recipe_text, "config.yaml").values).get(name))
     return {}
 
 
