@@ -243,7 +243,7 @@ def _place(source: Source, to: str, name: str, out: str | Path | None, quantize:
     suffix = "".join(Path(name).suffixes)
     if path.is_dir() or not path.suffix:
         return path / name
-    if to != "triton-repository" and not path.name.endswith(Path(name).suffix):
+    if not path.name.endswith(Path(name).suffix):
         raise ExportError(f"{path}: a file of the format {to} ends in {suffix}. Name it {path.with_suffix(suffix)}.")
     return path
 

@@ -26,7 +26,7 @@ from forge_ship.verify import ExportMismatch
 from tests.support.profiles import some
 from tests.support.ships import Classifier, batches, trained_run
 
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("aoti", "executorch", "triton-repository")]
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("aoti", "executorch")]
 
 
 def exported(task: forge.TaskModule, folder: Path, to: str = "torchscript", **options: Any) -> Any:
@@ -38,7 +38,7 @@ def exported(task: forge.TaskModule, folder: Path, to: str = "torchscript", **op
 
 @pytest.mark.parametrize("to", [*some(["pt2", "safetensors", "onnx", "torchscript", "pt"], quick=2), *LONG])
 def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> None:
-    if to in ("onnx", "triton-repository"):
+    if to == "onnx":
         pytest.importorskip("onnxruntime")
     elif to == "executorch":
         pytest.importorskip("executorch")
