@@ -206,7 +206,7 @@ def func_jvp(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor
     return torch.func.jvp(function, (x,), (tangent,))[1]
 
 
-def dual_numbers(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor:
+def dual_numbers(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor | None:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
 
