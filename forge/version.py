@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__version__ = "1.0.0"
+__version__ = "0.9.0"
 
 
 def newer(version: Any, known: Any, what: str) -> str:

@@ -1,15 +1,14 @@
-"""Record what the checkout at hand offers and writes, for `test_truth.py`. It holds for commit 8164eb8:
+"""Record what the checkout at hand writes, for `test_kept_runs.py`. The kept folders are those of commit 8164eb8:
 
     git worktree add ../then 8164eb8        # the checkout to record
     cp -r tests/truth ../then/tests/
     cd ../then && make install && .venv/bin/python -m tests.truth.record
-    cp -r tests/truth/surface.txt tests/truth/kept ../HERE/tests/truth/
+    cp -r tests/truth/kept ../HERE/tests/truth/
 
-Do not record newer code to make a test pass: that would make a loss the truth. What is dropped on purpose stands in
-`dropped.txt`, a line of surface.txt each, with two spaces, a # and the reason after it.
+Do not record newer code to make a test pass: that would make a loss the truth.
 
-`surface.txt` has what can be named (see surface.py); `kept/KIND/run` is a run that was cut (see kept_runs.py), and
-`kept/KIND/recorded.json` how the same run ended when nothing cut it, and what commands say of the folder.
+`kept/KIND/run` is a run that was cut (see kept_runs.py), and `kept/KIND/recorded.json` how the same run ended when
+nothing cut it, and what commands say of the folder.
 """
 
 from __future__ import annotations
@@ -27,38 +26,18 @@ from typing import Any
 import torch
 
 from forge import cli
-from tests.truth import kept_runs, surface
+from tests.truth import kept_runs
 
-HERE = Path(__file__).resolve().parent
 PASSING = {"path", "saved", "bytes", "size"}
 """What a command says of a file's place, age and size: these change when it is copied."""
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    parts = sys.argv[1:] or ["surface", *kept_runs.ALL]
-    if "surface" in parts:
-        record_surface()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # outside a checkout, so that cards name none
-        for kind in parts:
-            if kind != "surface":
-                record_run(kind)
-
-
-def record_surface() -> None:
-    kinds, errors = surface.collect()
-    if errors:
-        raise SystemExit("Install everything first; these could not be looked at:\n" + "\n".join(errors))
-    lines = set().union(*kinds.values())
-    for line in surface.documented_imports(HERE.parents[1]):
-        try:
-            surface.import_line(line)
-        except ImportError as error:
-            print(f"Not recorded, since it is not true: {line} ({error})", file=sys.stderr)
-        else:
-            lines.add(line)
-    (HERE / "surface.txt").write_text("".join(f"{line}\n" for line in sorted(lines)), encoding="utf-8")
+        for kind in sys.argv[1:] or kept_runs.ALL:
+            record_run(kind)
 
 
 def record_run(kind: str) -> None:

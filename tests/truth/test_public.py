@@ -1,50 +1,19 @@
-"""What is written down of the public surface; newer files."""
+"""The list of public names is that of the code; files of a newer version are told."""
 
 from __future__ import annotations
+
+import difflib
 
 import pytest
 
 from forge.version import newer
-from tests.support.docs_pages import load_script
-
-stability = load_script("make_stability")
+from tests.truth import public
 
 
-def test_the_list_was_written_by_the_script_and_since_the_changelog_changed() -> None:
-    first, *lines = stability.LIST.read_text(encoding="utf-8").splitlines()
-    told = stability.digest([stability.CHANGELOG.read_text(encoding="utf-8")])
-    assert first == stability.head(lines, told), "python docs/make_stability.py writes it"
-
-
-def test_the_page_is_that_of_the_list() -> None:
-    assert stability.PAGE.read_text(encoding="utf-8") == stability.page(), "python docs/make_stability.py writes it"
-
-
-def test_a_change_needs_a_line_in_the_changelog(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changelog, lines = tmp_path / "CHANGELOG.md", tmp_path / "public.txt"
-    changelog.write_text("## 1.0.0\n")
-    for name, value in {"CHANGELOG": changelog, "LIST": lines, "PAGE": tmp_path / "page.md"}.items():
-        monkeypatch.setattr(stability, name, value)
-    monkeypatch.setattr(stability, "page", lambda: "")
-    offered = {"name": {"name forge.Trainer"}}
-    monkeypatch.setattr(stability, "collected", lambda: (offered, []))
-    stability.main()
-    stability.main()  # nothing changed, nothing to say
-    offered["name"] = {"name forge.Trainer", "name forge.Winner"}
-    with pytest.raises(SystemExit, match=r"provisional name forge\.Winner"):
-        stability.main()
-    changelog.write_text("## 1.0.0\n\n- `forge.Winner`.\n")
-    stability.main()
-    changelog.write_text("## 1.0.0\n\n- `forge.Winner`, who wins.\n")  # an edit of before excuses no later change
-    stability.main()
-    offered["name"] = {"name forge.Trainer"}
-    with pytest.raises(SystemExit, match=r"- provisional name forge\.Winner"):
-        stability.main()
-    assert lines.read_text().splitlines()[1:] == ["stable name forge.Trainer", "provisional name forge.Winner"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of a newer version
+def test_the_list_is_that_of_the_code() -> None:
+    listed, now = public.LIST.read_text(encoding="utf-8"), public.text(public.names())
+    changed = "\n".join(difflib.unified_diff(listed.splitlines(), now.splitlines(), "listed", "now", n=0, lineterm=""))
+    assert not changed, f"{changed}\nSay it in CHANGELOG.md, then: python -m tests.truth.public"
 
 
 def test_a_newer_format_is_told_in_one_line() -> None:

@@ -1,13 +1,10 @@
-"""Nothing that users had at commit 8164eb8 is lost: names, options and files. record.py says how it was recorded."""
+"""Run folders of earlier versions load, resume and report as they did. record.py says how they were recorded."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-import warnings
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,94 +13,7 @@ import torch
 
 import forge
 from forge import cli
-from tests.support.docs_pages import load_script
-from tests.truth import kept_runs, record, surface
-
-HERE = Path(__file__).resolve().parent
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be named
-
-
-def recorded() -> dict[str, set[str]]:
-    kinds: dict[str, set[str]] = {}
-    for line in (HERE / "surface.txt").read_text(encoding="utf-8").splitlines():
-        kinds.setdefault(line.partition(" ")[0], set()).add(line)
-    return kinds
-
-
-@cache
-def collected() -> tuple[dict[str, set[str]], list[str]]:
-    return surface.collect(set().union(*recorded().values()) - dropped().keys())
-
-
-def dropped() -> dict[str, str]:
-    lines = (HERE / "dropped.txt").read_text(encoding="utf-8").splitlines()
-    return {line: reason for line, _, reason in (text.partition("  # ") for text in lines if text)}
-
-
-def with_what_is_there(missing: set[str], now: set[str]) -> Iterator[str]:
-    """The lines that are gone, each with the one that came in its place: a default or a type may have changed."""
-
-    def subject(line: str) -> str:
-        return line.partition(" = ")[0].partition(":")[0]
-
-    changed = {subject(line): line for line in now}
-    for line in sorted(missing):
-        yield f"- {line}"
-        if subject(line) in changed:
-            yield f"+ {changed[subject(line)]}"
-
-
-@pytest.mark.parametrize("kind", sorted(recorded().keys() - {"fixture", "import"}))
-def test_what_could_be_named_still_can(kind: str) -> None:
-    kinds, errors = collected()
-    now = kinds.get(kind, set())
-    missing = recorded()[kind] - now - dropped().keys()
-    said = "\n".join(["lost, and not in dropped.txt:", *with_what_is_there(missing, now), *errors])
-    assert not missing, said
-
-
-def test_the_public_list_is_that_of_the_code() -> None:
-    stability = load_script("make_stability")
-    kinds, errors = collected()
-    now, then = set(stability.listed(kinds)), set(stability.LIST.read_text(encoding="utf-8").splitlines()[1:])
-    changed = [f"+ {line}" for line in sorted(now - then)]
-    changed += [f"- {line}" for line in sorted(then - now) if not errors]  # where all could be looked at
-    cure = "Say in CHANGELOG.md what users will see, then: python docs/make_stability.py"
-    assert not changed, "\n".join([*changed, cure])
-
-
-@pytest.mark.parametrize("line", sorted(recorded()["import"]))
-def test_a_documented_import_still_works(line: str) -> None:
-    if line in dropped():
-        pytest.skip(dropped()[line])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # names the new place
-        surface.import_line(line)
-
-
-@pytest.mark.parametrize("line", sorted(recorded()["fixture"]))
-def test_pytest_has_the_fixtures(line: str, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(line.removeprefix("fixture "))
-
-
-def test_what_was_dropped_had_been_there_and_says_why() -> None:
-    known = set().union(*recorded().values())
-    for line, reason in dropped().items():
-        assert line in known, f"dropped.txt: {line!r} is no line of surface.txt"
-        assert reason, f"dropped.txt: {line!r} has no reason. Write: LINE  # REASON"
-
-
-def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    words = set(capsys.readouterr().out.split())
-    verbs = {line.split()[1] for line in recorded()["verb"] - dropped().keys()}
-    assert verbs <= words
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was written
+from tests.truth import kept_runs, record
 
 
 @pytest.fixture(params=kept_runs.ALL)
