@@ -375,8 +375,8 @@ def another_stream_after_a_while() -> None:
         (two_swapped, "The train data of rank 1 are not those of rank 0: the sample with index"),
         (other_labels, "The train data of rank 1 are not those of rank 0: the sample with index"),
         (another_sampler, "The train loader DataLoader gives another order on rank 1 than on rank 0"),
-        (another_stream, "The train loader StreamLoader gives another batch 0 on rank 1 than on rank 0"),
-        (another_stream_after_a_while, "The train loader StreamLoader gives another batch 1 on rank 1"),
+        (another_stream, "The train loader DataLoader gives another batch 0 on rank 1 than on rank 0"),
+        (another_stream_after_a_while, "The train loader DataLoader gives another batch 1 on rank 1"),
     ],
 )
 def test_samples_in_another_order_are_refused_with_the_cure(case: Any, said: str) -> None:

@@ -91,7 +91,9 @@ class TestLines:
 
     def test_the_first_line_says_where_what_and_how(self, capsys: Any) -> None:
         class Half(forge.Plugin):
-            precision = "half"
+            @forge.hookimpl
+            def forge_build_model(self, trainer: forge.Run) -> None:
+                trainer.env.computes_in[self.name] = "half"
 
         task = Classifier()
         next(task.parameters()).requires_grad_(False)
