@@ -126,6 +126,10 @@ def nodes() -> Any:
     return nodes.Loader(nodes.Mapper(batches, as_pairs))
 
 
+def test_a_stream_in_nodes_of_torchdata_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    check_resume(tmp_path, nodes)
+
+
 def test_a_loader_whose_state_would_lose_samples_is_refused() -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     assert resumable_reason(torchdata.StatefulDataLoader(HubStream(), batch_size=8)) is None

@@ -89,10 +89,6 @@ def hang() -> None:
     threading.Event().wait()
 
 
-def leave() -> None:
-    os._exit(3)
-
-
 def drop(held: list[Any]) -> None:
     """Let go of the last references to what is held."""
     held.clear()
