@@ -7,6 +7,7 @@ another process from being removed or missed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,25 +53,26 @@ def choose(trainer: Run, task: str) -> RunChoice:
         return _from_path(trainer, task, absolute(trainer.resume))
     if wanted is not None:
         folder = absolute(wanted)
-        refuse_another_job(trainer, folder)
+        refuse_another_job(trainer, _card_of(folder), folder)
         return RunChoice(folder, folder)
     group = Path("runs") / group_of(trainer.recipe, task)
     found = run_of_job(trainer, absolute(group))
     return RunChoice(found, found) if found else RunChoice(_new_folder(trainer, task))
 
 
-def refuse_another_job(trainer: Run, folder: Path) -> None:
-    """Raise if a run folder that the user named holds another job; with allow_inexact, warn."""
-    then = RunFolder(folder).card if checkpoints_of(folder).all() else {}
+def refuse_another_job(
+    trainer: Run, then: Mapping[str, Any], place: Path | str, instead: str = "run folder for a new run"
+) -> None:
+    """Raise if a place that the user named holds another job, by what was written of it; with allow_inexact, warn."""
     # the checkpoint itself refuses another seed, whatever is allowed
     odd = another_job(then, {**job_of(trainer), "seed": then.get("seed")}) if then else ""
     if odd and not trainer.allow_inexact:
         raise CheckpointError(
-            f"{folder} holds another job: {odd}. Give it its former value, choose another run folder for a new run, or "
+            f"{place} holds another job: {odd}. Give it its former value, choose another {instead}, or "
             "continue anyway with allow_inexact=True (trainer.allow_inexact=true on the command line)."
         )
     if odd:
-        logger.warning("%s holds another job: %s. The resumed run will differ (allow_inexact).", folder, odd)
+        logger.warning("%s holds another job: %s. The resumed run will differ (allow_inexact).", place, odd)
 
 
 def run_of_job(trainer: Run, group: Path) -> Path | None:
@@ -148,6 +150,10 @@ def newest_first(group: Path) -> list[RunFolder]:
     return sorted(runs, key=lambda run: (run.started, run.path.name), reverse=True)
 
 
+def _card_of(folder: Path) -> Mapping[str, Any]:
+    return RunFolder(folder).card if checkpoints_of(folder).all() else {}
+
+
 def _new_folder(trainer: Run, task: str) -> Path | None:
     """Return the folder of a new run; raise if it already holds checkpoints."""
     wanted: Any = trainer.wanted_run_dir
@@ -169,6 +175,6 @@ def _from_path(trainer: Run, task: str, path: Path) -> RunChoice:
     wanted: Any = trainer.wanted_run_dir
     is_run = (path / "checkpoints").is_dir()
     if is_run and (wanted is None or Path(wanted).resolve() == path.resolve()):
-        refuse_another_job(trainer, path)
+        refuse_another_job(trainer, _card_of(path), path)
         return RunChoice(path, path)
     return RunChoice(_new_folder(trainer, task), path)

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fsspec.registry import known_implementations, registry
 
@@ -14,11 +13,11 @@ import forge
 from forge.checkpoint import Checkpoints, captured
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import CheckpointError, RecipeError
-from forge.runs.card import group_of, name_of, new_run_dir
-from forge.runs.choose import checkpoints_of, newest_first
-from forge.runs.job import another_job, changed_plan, job_of
+from forge.runs.card import name_of
+from forge.runs.choose import checkpoints_of, choose, refuse_another_job
+from forge.runs.job import job_of
 from forge.runs.lock import RunLock
-from forge.util.files import absolute, share
+from forge.util.files import share
 from forge.util.text import short_path
 from forge_cluster.storage.mirror import Mirror
 from forge_cluster.storage.object_storage import RemoteFailure, check_url
@@ -52,21 +51,23 @@ class RemoteRun:
 
     def fetch(self, trainer: forge.Run) -> Path | None:
         """On rank 0: bring what the remote place has and the run to be resumed lacks; return a folder made for it."""
-        group, local = _group(trainer), resumed_folder(trainer)
-        if trainer.resume is None or trainer.wanted_run_dir is False or (local is None and trainer.resume != "auto"):
+        if trainer.resume is None or trainer.wanted_run_dir is False:
             return None
-        if local is None and RUN in self._url:
+        choice = choose(trainer, name_of(trainer.task))
+        folder = choice.run_dir
+        if folder is None or (choice.source is not None and not choice.continues):
+            return None
+        if choice.source is None and RUN in self._url:
             logger.info("Nothing to resume here; name the run with --run-dir to fetch it from %s.", self._url)
             return None
-        folder = local or absolute(new_run_dir(group.name))
         remote = self.at(folder)
         if remote.newest() is None:
             return None
-        refuse_another_job(trainer, remote)
+        _refuse_another_job(trainer, remote)
         share(folder, with_group=trainer.settings["group_access"])
         with RunLock(folder):
             bring(remote, checkpoints_of(folder))
-        return folder if local is None else None
+        return folder if choice.source is None else None
 
     # -- when the run starts ------------------------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class RemoteRun:
                 "the run folder."
             )
         if folder.all():
-            refuse_another_job(trainer, remote)
+            _refuse_another_job(trainer, remote)
         record = {"format": "forge-remote", "version": 1, "run": trainer.run_dir.name, **job_of(trainer)}
         try:
             remote.write(RECORD, json.dumps(record, indent=1).encode())
@@ -92,41 +93,13 @@ class RemoteRun:
             ) from error
 
 
-def _group(trainer: forge.Run) -> Path:
-    return absolute(Path("runs") / group_of(trainer.recipe, name_of(trainer.task)))
-
-
-def resumed_folder(trainer: forge.Run) -> Path | None:
-    """Return the local folder of the run that will be resumed; it need not hold a checkpoint."""
-    wanted: Any = trainer.wanted_run_dir
-    if trainer.resume == "auto":
-        return absolute(wanted) if wanted else _own_run(trainer, _group(trainer))
-    path = absolute(trainer.resume) if trainer.resume is not None else None
-    is_run = path is not None and (path / "checkpoints").is_dir()
-    return path if is_run and (not wanted or absolute(wanted) == path) else None
-
-
-def _own_run(trainer: forge.Run, group: Path) -> Path | None:
-    now, jobs = job_of(trainer), ((run.path, run.card) for run in newest_first(group))
-    return next((p for p, then in jobs if then and not another_job(then, now) and not changed_plan(then, now)), None)
-
-
-def refuse_another_job(trainer: forge.Run, remote: RemoteCheckpoints) -> None:
-    """Raise if the checkpoints at a remote place are of another job; with allow_inexact, warn."""
+def _refuse_another_job(trainer: forge.Run, remote: RemoteCheckpoints) -> None:
     try:
         then = json.loads(remote.read(RECORD) or b"null")
     except ValueError:
         then = None
-    if not isinstance(then, Mapping):
-        return
-    odd = another_job(then, {**job_of(trainer), "seed": then.get("seed")})
-    if odd and not trainer.allow_inexact:
-        raise CheckpointError(
-            f"{remote.url} holds another job: {odd}. Give it its former value, choose another checkpoint.remote, or "
-            "continue anyway with allow_inexact=True (trainer.allow_inexact=true on the command line)."
-        )
-    if odd:
-        logger.warning("%s holds another job: %s. The resumed run will differ (allow_inexact).", remote.url, odd)
+    if isinstance(then, Mapping):
+        refuse_another_job(trainer, then, remote.url, "checkpoint.remote")
 
 
 def bring(remote: RemoteCheckpoints, folder: Checkpoints) -> None:
