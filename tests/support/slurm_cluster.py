@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.free_port import free_port
 from tests.support.patience import PATIENCE, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "squeue")
@@ -46,7 +47,6 @@ ReturnToService=2
 JobRequeue=1
 MpiDefault=none
 KillWait=5
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
 PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=60 State=UP
 """
 
@@ -105,10 +105,10 @@ def slurm_cluster(folder: Path, nodes: int = 2) -> Iterator[SlurmCluster]:
     cluster = SlurmCluster(folder, nodes)
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
-    ports = _free_ports(nodes + 1)
-    text = CONFIGURATION.format(
-        host=socket.gethostname(), folder=folder, nodes=nodes, controller=ports[0], first=ports[1], last=ports[-1]
-    )
+    host = socket.gethostname()
+    text = CONFIGURATION.format(host=host, folder=folder, nodes=nodes, controller=free_port())
+    for number in range(1, nodes + 1):
+        text += f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=4000\n"
     (folder / "slurm.conf").write_text(text)
     conf, started = folder / "slurm.conf", []
 
@@ -143,17 +143,3 @@ def slurm_cluster(folder: Path, nodes: int = 2) -> Iterator[SlurmCluster]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _free_ports(count: int) -> range:
-    """Return neighbouring ports that nothing listens at now, below those that connections get."""
-    for first in range(21000 + os.getpid() % 5000, 32000, count):
-        ports = range(first, first + count)
-        try:
-            for port in ports:
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return ports
-    raise RuntimeError("no free ports")
