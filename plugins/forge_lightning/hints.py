@@ -62,8 +62,8 @@ TRAINER: dict[str, tuple[str, str]] = {
     "weights_save_path": _FOLDER,
     "resume_from_checkpoint": ("resume='auto', or a run folder", "docs/surviving.md"),
     "gpus": _RANKS,
-    "auto_lr_find": ("forge tune lr", "docs/cli.md"),
-    "auto_scale_batch_size": ("forge tune batch", "docs/cli.md"),
+    "auto_lr_find": ("forge tune lr", "docs/recipes-and-cli.md"),
+    "auto_scale_batch_size": ("forge tune batch", "docs/recipes-and-cli.md"),
     # Hugging Face's TrainingArguments and Trainer
     "output_dir": _FOLDER,
     "run_name": _FOLDER,
