@@ -56,6 +56,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "kernels": {},
     "ledger": {},
     "monitor": {"every": "2 updates", "histograms": True},
+    "rehearse": {},
     "system": {},
     "prefetch": {},
     "profiler": {"wait": 1, "warmup": 1, "active": 1},
