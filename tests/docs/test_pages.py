@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -97,3 +98,8 @@ def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
 
 def test_pages_that_scripts_write_are_known() -> None:
     assert registry.installed("plugin").keys() >= {path.stem for path in (DOCS / "plugins").glob("[!R]*.md")}
+
+
+def test_the_names_of_the_reference_are_there() -> None:
+    names = re.findall(r"^::: ([\w.]+)$", read("docs/api.md"), flags=re.MULTILINE)
+    assert [name for name in names if pkgutil.resolve_name(name).__doc__] == names != []
