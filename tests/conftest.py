@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, settings
 
 import forge
 import forge.env
-from tests.support import cpu_times, forked
+from tests.support import forked
 from tests.support.patience import PATIENCE
 from tests.support.small_data import write_small_data
 
@@ -70,11 +70,6 @@ Run = Callable[..., Completed]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
-    cpu_times.add_option(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(cpu_times.CPUTimes())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import yaml
 
 from tests.conftest import REPO
-from tests.support.cpu_times import CPUTimes
 
 WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), flags=re.MULTILINE))
@@ -53,23 +50,6 @@ def test_hooks_before_a_commit_run_the_tools_of_make_check() -> None:
     checked = re.findall(r"@\$\(BIN\)/(.*)", recipe.replace(" --check", ""))
     (local,) = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())["repos"]
     assert [hook["entry"].removeprefix(".venv/bin/") for hook in local["hooks"]] == checked
-
-
-@pytest.mark.parametrize(("minutes", "code"), [("1.9", 1), ("2.1", 0), ("", 0)])
-def test_tests_that_cost_more_than_is_allowed_fail_the_run(
-    minutes: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORGE_CPU_MINUTES", minutes)
-    times, session = CPUTimes(), SimpleNamespace(exitstatus=pytest.ExitCode.OK)
-    times.tests = {"a": 60.0, "b": 60.0}
-    times.pytest_sessionfinish(cast(pytest.Session, session))
-    assert session.exitstatus == code
-    assert times.over_limit() == ("2.0 minutes of CPU; FORGE_CPU_MINUTES allows 1.9" if code else "")
-
-
-def test_every_change_is_held_to_a_cost() -> None:
-    (job,) = (job for job in yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"].values() if "strategy" in job)
-    assert [step["env"]["FORGE_CPU_MINUTES"] for step in job["steps"] if "make" in step.get("run", "")] == [16]
 
 
 def test_the_citation_is_of_this_version() -> None:

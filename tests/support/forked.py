@@ -65,7 +65,6 @@ LOAD = "import pickle, sys; sys.path[:] = {path!r}; sys.exit(pickle.loads({work!
 _server: socket.socket | None = None
 _server_pid = 0
 _asking = threading.Lock()
-_running: set[int] = set()
 
 
 class Popen(subprocess.Popen):
@@ -89,7 +88,6 @@ class Popen(subprocess.Popen):
         else:
             self.pid = _ask("fork", streams, request)
             self._ended = os.pidfd_open(self.pid)
-            _running.add(self.pid)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -117,15 +115,9 @@ class Popen(subprocess.Popen):
             return 0, 0
         os.close(self._ended)
         self._ended = None
-        _running.discard(self.pid)
         if _server is None:  # it has ended: its children are those of this process
             return super()._try_wait(wait_flags)  # pyright: ignore[reportAttributeAccessIssue]
         return self.pid, _ask("wait", [], self.pid)
-
-
-def processes() -> list[int]:
-    """The processes that this one waits for last: the server, and those of its children that are running."""
-    return [] if _server is None else [_server_pid, *_running]
 
 
 def run(args: Sequence[Any], *, timeout: float, **options: Any) -> Completed:
