@@ -51,7 +51,7 @@ test-shuffled: $(INSTALLED_DEV)  ## run the tests in another order: ORDER=SEED f
 test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
 	@FORGE_PROFILE=full $(PYTEST)
 
-test-browser: $(INSTALLED_BROWSER) chromium  ## look at TensorBoard and reports in Chromium (Debian's is installed where there is none)
+test-browser: $(INSTALLED_BROWSER) chromium  ## look at reports and the site in Chromium (Debian's is installed where there is none)
 	@FORGE_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 docs: $(INSTALLED_DOCS)  ## build the site into site/, strictly

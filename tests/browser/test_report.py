@@ -46,7 +46,11 @@ def test_fifteen_runs_fit_into_the_page(tmp_path: Path) -> None:
 
     with chromium() as browser:
         shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
+        asked: list[str] = []
+        shown.on("request", lambda request: asked.append(request.url))
+        shown.context.set_offline(True)
         shown.goto((tmp_path / "page.html").as_uri())
+        assert asked == [(tmp_path / "page.html").as_uri()]
         assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         cut = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth + 1).length"
         assert shown.evaluate(cut) == 0

@@ -1,4 +1,4 @@
-"""Real runs, a real TensorBoard over them, and Chromium looking at it: for tests, and for the pictures of the docs."""
+"""Real runs, a real TensorBoard over them, and Chromium looking at it, for the pictures of the docs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -66,17 +65,6 @@ def make_runs(folder: Path, epochs: int = 4) -> dict[str, Path]:
     }
 
 
-def logged(run: Path) -> dict[str, list[tuple[int, float | None]]]:
-    """(update, value) of every metric, as metrics.jsonl has them."""
-    found: dict[str, list[tuple[int, float | None]]] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        update = record["update"]
-        for name in record.keys() - {"update", "epoch", "sample", "time"}:
-            found.setdefault(name, []).append((update, record[name]))
-    return found
-
-
 @contextmanager
 def board(folder: Path) -> Iterator[str]:
     """The address of a TensorBoard over the runs of a folder."""
@@ -114,12 +102,11 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page of the board, with everything that it asked for and complained of."""
+    """A page of the board, with everything that it complained of."""
 
     page: Page
     address: str
     errors: list[str] = field(default_factory=list)
-    answers: list[Response] = field(default_factory=list)
 
     @classmethod
     def of(cls, browser: Browser, address: str, width: int = 1280, height: int = 800) -> Watched:
@@ -138,17 +125,11 @@ class Watched:
         self.page.wait_for_load_state("networkidle")
         return self.page
 
-    def ask(self, *paths: str) -> list[Any]:
-        """What the server answers to this very page."""
-        script = "paths => Promise.all(paths.map(path => fetch(path).then(answer => answer.json())))"
-        return self.page.evaluate(script, paths)
-
     def _said(self, message: ConsoleMessage) -> None:
         if message.type == "error":
             self.errors.append(f"console: {message.text}")
 
     def _answered(self, response: Response) -> None:
-        self.answers.append(response)
         if response.status >= 400:
             self.errors.append(f"{response.status}: {response.url}")
 
@@ -156,14 +137,3 @@ class Watched:
         there, here = urlsplit(request.url), urlsplit(self.address)
         if there.scheme in ("http", "https", "ws", "wss") and there.netloc != here.netloc:
             self.errors.append(f"asked another machine: {request.url}")
-
-    def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
-        """(update, value) by (run, name) of what the SCALARS page has loaded to draw."""
-        found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for response in self.answers:
-            if response.url.endswith("/scalars_multirun"):
-                name = re.findall(r'name="tag"\r\n\r\n(.*?)\r\n', response.request.post_data or "")
-                answer: dict[str, Any] = response.json()
-                for run, points in answer.items():
-                    found[run, name[0]] = [(step, value) for _, step, value in points]
-        return found
