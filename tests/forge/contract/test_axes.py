@@ -18,7 +18,7 @@ from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.torchft import Torchft
 from forge_cluster.zero import Zero
-from forge_plugins import DDP, FSDP
+from forge_plugins import AMP, DDP, FSDP
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support.profiles import few
 
@@ -112,6 +112,9 @@ def test_the_nearest_mesh_has_all_processes_and_none_is_nearer(sizes: list[int],
         ),
         ([FSDP(), Pipeline()], "both provide 'strategy': only one can.*shard x pipe: use -p pipeline"),
         ([DDP(), FSDP()], "both provide 'strategy': only one can.*nearest mesh is shard: use -p fsdp"),
+        ([ExpertParallel()], "divides experts, and no plugin .* nearest mesh is expert: use -p ddp -p expert_parallel"),
+        ([Zero(), ExpertParallel()], "'zero' does not work where ranks divide experts, as 'expert_parallel' does"),
+        ([DDP(), ExpertParallel(), AMP("fp16")], "Use amp.dtype=bf16"),
         ([DDP(), Zero()], "both provide 'strategy'.*nearest mesh is data: use -p ddp, or -p zero"),
         ([Torchft(), ContextParallel()], "'torchft' does not work where ranks divide positions"),
     ],

@@ -21,10 +21,8 @@ from forge.snapshot.copies import without_hooks
 from forge.snapshot.sandbox import kept_buffers
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge.util.frozen import Frozen, every_module, frozen_in
-from forge_plugins import AMP, DDP, EMA, FSDP, Checkpoint, Remat, Throughput
-from forge_plugins.rehearse import SWITCH
+from forge_plugins import DDP, EMA, FSDP, Checkpoint, Remat, Throughput
 from tests.forge.snapshot.test_resume import die, live
-from tests.support import forked
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
@@ -171,14 +169,6 @@ def test_it_keeps_its_mode() -> None:
     assert [module.training for module in task.teacher.module] == [False, True, False]
 
 
-def test_amp_applies_to_it() -> None:
-    seen: list[torch.dtype] = []
-    task: Any = Student()
-    task.teacher.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    fit_tiny([AMP("bf16")], task=task, max_updates=1)
-    assert seen[0] is torch.bfloat16
-
-
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,25 +207,17 @@ def test_a_teacher_that_came_or_went_is_refused(tmp_path: Path) -> None:
         live(tmp_path / "two", [Checkpoint(every="1 update")], task=with_another_teacher())
 
 
-@pytest.mark.slow
 def test_what_changes_in_it_is_said_and_goes_on_where_it_was(tmp_path: Path, caplog: Any) -> None:
-    make = lambda: Student(kind=Counting)  # noqa: E731
-    with caplog.at_level(logging.INFO, "forge"):
-        straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=make())
-    assert caplog.text.count("The frozen module 'teacher' changes while the run trains: calls.") == 1
-    die(tmp_path / "cut", [Checkpoint(every="1 update")], 7, task=make())
-    resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=make())
-    assert int(resumed.teacher.calls) == int(straight.teacher.calls) > 15
-    assert_same_weights(resumed, straight)
+    """As the statistics of a batch norm in training mode."""
 
-
-def test_statistics_of_a_frozen_batch_norm_in_training_mode_go_on_where_they_were(tmp_path: Path) -> None:
     def make() -> Any:
         task: Any = Student()
         task.teacher.train()
         return task
 
-    straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=make())
+    with caplog.at_level(logging.INFO, "forge"):
+        straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=make())
+    assert caplog.text.count("The frozen module 'teacher' changes while the run trains: ") == 1
     die(tmp_path / "cut", [Checkpoint(every="1 update")], 7, task=make())
     resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=make())
     assert not torch.equal(straight.teacher.module[1].running_mean, teacher()[1].running_mean)  # pyright: ignore
@@ -387,51 +369,6 @@ def test_ranks_neither_divide_it_nor_reduce_its_gradients(strategy: str, tmp_pat
 
 
 # -- the rehearsal ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_rehearsal_finds_it_again_as_it_was(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    file = tmp_path / "task.py"
-    file.write_text(REHEARSED)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process
-    options = ["trainer.max_epochs=2", "trainer.seed=0", "rehearse.strict=true", "checkpoint.every=2 updates"]
-    done = forked.forge("fit", str(file), "--run-dir", "runs/one", *options)
-    assert done.returncode == 0, done.stderr
-    card = json.loads((tmp_path / "runs" / "one" / "card.json").read_text())
-    assert card["resume"].startswith("rehearsed, exact")
-
-
-REHEARSED = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-import forge
-from forge.testing import tiny_batches
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 3)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-    def forward(self, x):
-        self.calls += 1
-        return self.net(x) + self.calls
-
-class Student(forge.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 3)
-        self.teacher = forge.frozen(Counting())
-    def training_step(self, batch):
-        return F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-def data():
-    return forge.data.Splits(train=tiny_batches())
-"""
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

@@ -40,16 +40,41 @@ def assert_refused(message: str, *plugins: forge.Plugin) -> None:
     assert not worked
 
 
-def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
-    assert_refused(
-        "forge_step_ende, which is no hook.*Did you mean 'forge_step_end'", plugin(forge_step_ende=lambda self: 0)
-    )
+def observes(self: Any, step: Any) -> None: ...
 
 
-def test_an_unmarked_hook_is_refused() -> None:
-    assert_refused(
-        "forge_step_end is not marked. Put @forge.hookimpl above it", plugin(forge_step_end=lambda self, step: 0)
-    )
+def asks_for_trainer(self: Any, trainer: Any) -> None: ...
+
+
+def has_a_default(self: Any, step: Any = None) -> None: ...
+
+
+def yields(self: Any, step: Any) -> Any:
+    yield
+
+
+def around_the_end(self: Any, trainer: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("message", "body"),
+    [
+        ("forge_step_ende, which is no hook.*Did you mean 'forge_step_end'", {"forge_step_ende": observes}),
+        ("forge_step_end is not marked. Put @forge.hookimpl above it", {"forge_step_end": observes}),
+        (
+            "asks for 'trainer', which it does not get. It can take: step",
+            {"forge_step_end": forge.hookimpl(asks_for_trainer)},
+        ),
+        ("gives 'step' a default", {"forge_step_end": forge.hookimpl(has_a_default)}),
+        ("tryfirst or trylast", {"forge_step_end": forge.hookimpl(tryfirst=True)(lambda self, step: None)}),
+        ("has no yield", {"forge_train_step": forge.hookimpl(wrapper=True)(lambda self, step: None)}),
+        ("not marked as a wrapper", {"forge_train_step": forge.hookimpl(yields)}),
+        ("forge_end cannot be wrapped", {"forge_end": forge.hookimpl(wrapper=True)(around_the_end)}),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused(message: str, body: dict[str, Any]) -> None:
+    assert_refused(message, plugin(**body))
 
 
 def test_a_misspelt_hook_on_the_task_is_refused_too() -> None:
@@ -58,43 +83,6 @@ def test_a_misspelt_hook_on_the_task_is_refused_too() -> None:
 
     with pytest.raises(forge.StackError, match=r"the task Typo defines forge_step_edn.*'forge_step_end'"):
         fit(Typo())
-
-
-def test_an_argument_a_hook_does_not_get_is_refused() -> None:
-    def forge_step_end(self: Any, trainer: Any) -> None: ...
-
-    assert_refused(
-        "asks for 'trainer', which it does not get. It can take: step",
-        plugin(forge_step_end=forge.hookimpl(forge_step_end)),
-    )
-
-
-def test_a_default_for_a_hook_argument_is_refused() -> None:
-    def forge_step_end(self: Any, step: Any = None) -> None: ...
-
-    assert_refused("gives 'step' a default", plugin(forge_step_end=forge.hookimpl(forge_step_end)))
-
-
-def test_priorities_are_refused_in_favour_of_order() -> None:
-    def forge_step_end(self: Any, step: Any) -> None: ...
-
-    assert_refused("tryfirst or trylast", plugin(forge_step_end=forge.hookimpl(tryfirst=True)(forge_step_end)))
-
-
-def test_a_wrapper_needs_a_yield_and_a_yield_a_wrapper() -> None:
-    def plain(self: Any, step: Any) -> None: ...
-    def yields(self: Any, step: Any) -> Any:
-        yield
-
-    assert_refused("has no yield", plugin(forge_train_step=forge.hookimpl(wrapper=True)(plain)))
-    assert_refused("not marked as a wrapper", plugin(forge_train_step=forge.hookimpl(yields)))
-
-
-def test_hooks_called_plugin_by_plugin_cannot_be_wrapped() -> None:
-    def yields(self: Any, trainer: Any) -> Any:
-        yield
-
-    assert_refused("forge_end cannot be wrapped", plugin(forge_end=forge.hookimpl(wrapper=True)(yields)))
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
@@ -141,47 +129,44 @@ def test_ownership_is_per_instance() -> None:
     assert fit(plugins=[quiet, Accumulate(2)]).updates == 2
 
 
-def test_two_providers_of_one_thing_are_refused() -> None:
-    assert_refused(
-        "'first' and 'second' both provide 'x'", plugin("First", provides=("x",)), plugin("Second", provides=("x",))
-    )
-
-
-def test_a_missing_requirement_is_refused_with_how_to_add_it() -> None:
-    assert_refused("'sample' requires 'grad_scaler', which nothing.*-p grad_scaler", plugin(requires=("grad_scaler",)))
-    named = plugin(requires={"grad_scaler": "Use amp.dtype=fp16."})
-    assert_refused(r"requires 'grad_scaler', which nothing in this stack is or provides\. Use amp\.dtype=fp16\.", named)
-
-
 def test_a_requirement_is_met_by_a_name_or_a_provider() -> None:
     provider = plugin("Provider", provides=("thing",))
     assert resolved(plugin(requires=("thing", "provider")), provider) == ["sample", "provider"]
 
 
-def test_a_conflict_names_both() -> None:
-    assert_refused(
-        "'sample' cannot run together with 'other'", plugin(conflicts=("y",)), plugin("Other", provides=("y",))
-    )
+OTHER = plugin("Other", provides=("y",))
 
 
-def test_a_conflict_can_say_what_to_do_instead() -> None:
-    picky = plugin(conflicts={"y": "Set other.y=false."})
-    assert_refused(
-        "^'sample' cannot run together with 'other', which brings 'y'. Set other.y=false.$",
-        picky,
-        plugin("Other", provides=("y",)),
-    )
-    assert resolved(picky, plugin("Other")) == ["sample", "other"]
+@pytest.mark.parametrize(
+    ("message", "plugins"),
+    [
+        ("'sample' and 'other' both provide 'y'", [plugin(provides=("y",)), OTHER]),
+        ("'sample' requires 'grad_scaler', which nothing.*-p grad_scaler", [plugin(requires=("grad_scaler",))]),
+        (
+            r"requires 'grad_scaler', which nothing in this stack is or provides\. Use amp\.dtype=fp16\.",
+            [plugin(requires={"grad_scaler": "Use amp.dtype=fp16."})],
+        ),
+        ("'sample' cannot run together with 'other'", [plugin(conflicts=("y",)), OTHER]),
+        (
+            "^'sample' cannot run together with 'other', which brings 'y'. Set other.y=false.$",
+            [plugin(conflicts={"y": "Set other.y=false."}), OTHER],
+        ),
+        ("'a' -> 'b' -> 'a'", [plugin("A", after=("b",)), plugin("B", after=("a",)), plugin("C")]),
+        ("Two plugins are called 'clip'.*'clip@second'", [Clip(1.0), Clip(2.0)]),
+    ],
+)
+def test_plugins_that_cannot_stand_together_are_refused_with_what_to_do(message: str, plugins: list[Any]) -> None:
+    assert_refused(message, *plugins)
+
+
+def test_a_conflict_is_with_what_is_provided() -> None:
+    assert resolved(plugin(conflicts=("y",)), plugin("Other")) == ["sample", "other"]
 
 
 def test_before_and_after_move_a_plugin_and_nothing_else() -> None:
     a, b, c = plugin("A"), plugin("B", before=("a",)), plugin("C")
     assert resolved(a, b, c) == ["b", "a", "c"]
     assert resolved(plugin("A", after=("c",)), plugin("B"), plugin("C")) == ["b", "c", "a"]
-
-
-def test_a_cycle_is_refused_with_its_members_in_order() -> None:
-    assert_refused("'a' -> 'b' -> 'a'", plugin("A", after=("b",)), plugin("B", after=("a",)), plugin("C"))
 
 
 @given(st.permutations(["a", "b", "c", "d"]), st.sets(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"))))
@@ -204,8 +189,7 @@ def _has_cycle(edges: set[tuple[str, str]]) -> bool:
     return any(a == b for a, b in reach)
 
 
-def test_two_of_one_name_are_refused_in_a_list_only() -> None:
-    assert_refused("Two plugins are called 'clip'.*'clip@second'", Clip(1.0), Clip(2.0))
+def test_two_of_one_kind_stand_together_under_names_of_their_own() -> None:
     second = plugin("Other")
     second.name = "clip@second"
     assert resolved(Clip(1.0), second) == ["clip", "clip@second"]

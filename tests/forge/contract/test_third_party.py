@@ -46,15 +46,6 @@ def test_an_installed_plugin_is_documented_by_its_own_words(example: Path, run_f
     assert "forge_step_end" in done.stdout
 
 
-@pytest.mark.slow
-def test_its_recipe_is_listed_and_planned(example: Path, run_forge: Run) -> None:
-    listed = run_forge("recipes", paths=[example])
-    assert "digits_lookahead" in listed.stdout, listed.stderr
-    planned = run_forge("plan", "digits_lookahead", paths=[example])
-    assert planned.returncode == 0, planned.stderr
-    assert "lookahead" in planned.stdout
-
-
 def test_its_recipe_trains(example: Path, run_forge: Run, empty_folder: Path) -> None:
     done = run_forge("fit", "digits_lookahead", "trainer.max_epochs=2", "lookahead.every=3", paths=[example])
     assert done.returncode == 0, done.stderr
@@ -97,13 +88,3 @@ def test_its_conformance_is_the_one_that_is_listed(source: Path, run_forge: Run,
     assert {plugin: found["checked"] for plugin, found in now["plugins"].items()} == {
         plugin: found["checked"] for plugin, found in then["plugins"].items()
     }
-
-
-@pytest.mark.slow
-def test_a_callback_that_was_ported_draws_pictures_in_a_run(run_forge: Run, empty_folder: Path) -> None:
-    site = install(PORTED, empty_folder / "site")
-    words = ["-p", "image_sampler", "image_sampler.part=generator", "image_sampler.latent=32", "trainer.max_epochs=1"]
-    done = run_forge("fit", "gan_digits", *words, "-p", "no:first_look", "-p", "no:checkpoint", paths=[site])
-    assert done.returncode == 0, done.stderr
-    (run,) = empty_folder.glob("runs/gan_digits/*")
-    assert any(b"samples" in path.read_bytes() for path in run.glob("tensorboard/*"))
