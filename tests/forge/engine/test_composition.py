@@ -1,4 +1,5 @@
-"""The composition law: any stack of plugins equals a hand-written loop, bit for bit."""
+"""The composition law: micro-batches give the gradient of the batch, and a GAN equals its loop. Beside it, what the
+law for every lever trains (test_composition_levers.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import copy
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import forge
-from forge_plugins import JSONL, Accumulate, Clip, Progress, Schedule, Tensorboard
+from forge_plugins import Accumulate, Clip
 from tests.support import reference
-from tests.support.profiles import some
 
 
 class Net(forge.TaskModule):
@@ -57,54 +56,6 @@ def same_state(first: nn.Module, second: nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-PLUGINS = {
-    "accumulate": lambda: Accumulate(3),
-    "clip": lambda: Clip(0.5),
-    "schedule": lambda: Schedule("cosine", warmup=2),
-    "progress": lambda: Progress(),
-    "jsonl": lambda: JSONL(),
-    "tensorboard": lambda: Tensorboard(),
-}
-
-
-@pytest.mark.parametrize("optimizer", some(["adam", "sgd"]))
-@given(
-    stack=st.lists(st.sampled_from(sorted(PLUGINS)), unique=True),
-    sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),
-    validate=st.booleans(),
-)
-def test_any_plugins_in_any_order_equal_the_plain_loop(
-    optimizer: str, stack: list[str], sizes: list[int], validate: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    torch.manual_seed(1)
-    ours = Net(optimizer)
-    theirs = copy.deepcopy(ours)
-    data, window, epochs = batches(sizes), 3 if "accumulate" in stack else 1, 2
-
-    forge.Trainer(
-        max_epochs=epochs,
-        seed=7,
-        plugins=[PLUGINS[name]() for name in stack],
-        run_dir=tmp_path_factory.mktemp("run"),
-        log_every=2,
-    ).fit(ours, data, batches([4, 3], seed=1) if validate else None)
-
-    reference_optimizer = theirs.configure_optimizers()
-    total = epochs * math.ceil(len(data) / window)
-    reference.train(
-        theirs,
-        loss_of,
-        reference_optimizer,
-        data,
-        epochs,
-        window=window,
-        clip_norm=0.5 if "clip" in stack else None,
-        schedule=warmup_cosine(reference_optimizer, 2, total) if "schedule" in stack else None,
-        seed=7,
-    )
-    assert same_state(ours, theirs)
-
-
 def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> Any:
     """Linear warm-up to the peak at update `warmup - 1`, then half a cosine towards 0 at update `total`."""
 
@@ -115,29 +66,6 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> 
         return (1 + math.cos(math.pi * share)) / 2
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-@pytest.mark.slow
-@given(
-    stack=st.lists(st.sampled_from(["accumulate", "clip", "schedule"]), unique=True),
-    sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),
-    wrapped=st.sampled_from(["prepare_batch", "micro_step", "forward", "backward", "optimizer_step", "train_step"]),
-)
-def test_an_inert_wrapper_of_any_action_changes_no_bit(stack: list[str], sizes: list[int], wrapped: str) -> None:
-    def around(self: Any) -> Any:
-        return (yield)
-
-    nothing = type("Nothing", (forge.Plugin,), {f"forge_{wrapped}": forge.hookimpl(wrapper=True)(around)})
-    torch.manual_seed(1)
-    alone = Net()
-    wrapped_task = copy.deepcopy(alone)
-    data, metrics = batches(sizes), []
-    for task, extra in ((alone, []), (wrapped_task, [nothing()])):
-        plugins = [*extra, *(PLUGINS[name]() for name in stack)]
-        trainer = forge.Trainer(max_epochs=2, seed=7, plugins=plugins, run_dir=False)
-        metrics.append(trainer.fit(task, data).metrics)
-    assert same_state(alone, wrapped_task)
-    assert metrics[0] == metrics[1]
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 99))

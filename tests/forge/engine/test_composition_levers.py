@@ -192,26 +192,6 @@ def test_a_stack_is_refused_or_equals_the_loop_and_resumes(
     assert all(torch.equal(resumed[name], value) for name, value in exported.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
-@given(stack=stacks(), order=st.randoms(use_true_random=False))
-@settings(max_examples=100 if PROFILE == "full" else 3)
-def test_the_order_of_a_stack_makes_no_difference(
-    optimizer: str, stack: Stack, order: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    other = list(stack)
-    order.shuffle(other)
-    assume(not clashes(stack) and other != stack)
-    data, folder = batches([4, 3, 4, 2]), tmp_path_factory.mktemp("runs")
-    one, two = new(optimizer), new(optimizer)
-    first = trained(stack, data, folder / "one", one)
-    second = trained(other, data, folder / "two", two)
-    assert same_state(one, two)
-    timed = ("ledger/", "throughput/", "profile")
-    ours, theirs = ({n: v for n, v in r.metrics.items() if not n.startswith(timed)} for r in (first, second))
-    assert ours == pytest.approx(theirs, rel=0, abs=0, nan_ok=True)
-
-
 MANY: Stack = [(name, OPTIONS[name][0]) for name in ("amp", "clip", "accumulate", "ema", "remat", "schedule")]
 
 
@@ -252,7 +232,7 @@ def test_a_compiled_stack_equals_the_loop_and_resumes(
 
 def test_every_built_in_plugin_is_in_these_laws() -> None:
     ours = {n for n, entry in registry.installed("plugin").items() if entry.value.startswith("forge_")}
-    ours -= {"autotune"}  # it chooses among the others
+    ours -= {"autotune", "rehearse"}  # one chooses among the others, one begins a second process
     strategies = {
         "context_parallel",
         "ddp",

@@ -51,9 +51,6 @@ def observer() -> list[forge.Plugin]:
     return [watch]
 
 
-STACKS = pytest.mark.parametrize("stack", [no_plugin, inert_micro_step, observer])
-
-
 def calls_seen(stack: Callable[[], list[forge.Plugin]], change: Callable[[forge.Run, list[int]], None]) -> list[int]:
     """Train ten updates, change something after the second, and return the updates that noticed."""
     seen: list[int] = []
@@ -68,56 +65,43 @@ def calls_seen(stack: Callable[[], list[forge.Plugin]], change: Callable[[forge.
     return seen
 
 
-@STACKS
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
-def test_a_hook_on_the_model_is_called(stack: Callable[[], list[forge.Plugin]], kind: str) -> None:
-    def change(run: forge.Run, seen: list[int]) -> None:
-        getattr(run.model, f"register_{kind}")(lambda *_: seen.append(run.progress.update))
-
-    assert calls_seen(stack, change) == list(range(2, 10))
+def forward_hook(run: forge.Run, seen: list[int]) -> None:
+    run.model.register_forward_hook(lambda *_: seen.append(run.progress.update))
 
 
-@STACKS
-def test_a_replaced_training_step_is_called(stack: Callable[[], list[forge.Plugin]]) -> None:
-    def change(run: forge.Run, seen: list[int]) -> None:
-        given = run.task.training_step
+def forward_pre_hook(run: forge.Run, seen: list[int]) -> None:
+    run.model.register_forward_pre_hook(lambda *_: seen.append(run.progress.update))
 
-        def replaced(batch: Any) -> Any:
+
+def training_step(run: forge.Run, seen: list[int]) -> None:
+    run.task.training_step = noting(run, seen, run.task.training_step)
+
+
+def optimizer_step(run: forge.Run, seen: list[int]) -> None:
+    optimizer = run.optimizers[None]
+    optimizer.step = noting(run, seen, optimizer.step)
+
+
+def model(run: forge.Run, seen: list[int]) -> None:
+    class Around(type(run.model)):
+        def forward(self, *given: Any) -> Any:
             seen.append(run.progress.update)
-            return given(batch)
+            return super().forward(*given)
 
-        run.task.training_step = replaced
-
-    assert calls_seen(stack, change) == list(range(2, 10))
+    run.replace_model(Around(run.task))
 
 
-@STACKS
-def test_a_replaced_model_is_called(stack: Callable[[], list[forge.Plugin]]) -> None:
-    def change(run: forge.Run, seen: list[int]) -> None:
-        model = run.model
+def noting(run: forge.Run, seen: list[int], given: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(*arguments: Any) -> Any:
+        seen.append(run.progress.update)
+        return given(*arguments)
 
-        class Around(type(model)):
-            def forward(self, *given: Any) -> Any:
-                seen.append(run.progress.update)
-                return super().forward(*given)
-
-        run.replace_model(Around(run.task))
-
-    assert calls_seen(stack, change) == list(range(2, 10))
+    return replaced
 
 
-@STACKS
-def test_a_replaced_optimizer_step_is_called(stack: Callable[[], list[forge.Plugin]]) -> None:
-    def change(run: forge.Run, seen: list[int]) -> None:
-        optimizer = run.optimizers[None]
-        given = optimizer.step
-
-        def replaced(*arguments: Any) -> Any:
-            seen.append(run.progress.update)
-            return given(*arguments)
-
-        optimizer.step = replaced
-
+@pytest.mark.parametrize("stack", [no_plugin, inert_micro_step, observer])
+@pytest.mark.parametrize("change", [forward_hook, forward_pre_hook, training_step, optimizer_step, model])
+def test_what_is_hooked_or_replaced_is_called(stack: Any, change: Any) -> None:
     assert calls_seen(stack, change) == list(range(2, 10))
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import forge
-from tests.support.docs_pages import blocks
 
 SETTINGS: dict[str, Any] = {"max_updates": 2, "plugins": [], "run_dir": False, "device": "cpu"}
 
@@ -112,24 +111,6 @@ def test_a_trainer_without_a_seed_touches_no_generator() -> None:
     forge.Trainer(**SETTINGS, seed=None)
     after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
     assert before == after
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/start.md", marks=pytest.mark.slow)])
-def test_the_code_of_a_page_gives_the_same_bits_twice(
-    page: str, fresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        fresh()
-        namespace: dict[str, Any] = {"__name__": "page"}
-        for block in blocks(page, "python"):
-            exec(compile(block.text, page, "exec", dont_inherit=True), namespace)
-        file = namespace["result"].run_dir / "weights.safetensors"
-        ends.append((namespace["result"].metrics, file.read_bytes()))
-    assert ends[0] == ends[1]
 
 
 # -- the warning ------------------------------------------------------------------------------------------------------

@@ -133,13 +133,6 @@ def shot_in(folder: Path, times: int = 1, stderr: bool = True) -> None:
     fit(folder, Shot(at=7, times=times), [Checkpoint(every="2 updates")])
 
 
-@pytest.mark.slow
-def test_a_script_ends_with_85(tmp_path: Path) -> None:
-    done = forked.call(partial(shot_in, tmp_path))
-    assert done.returncode == 85, done.stderr
-    assert "SIGTERM: stopping after this update" in done.stderr
-
-
 def test_a_closed_stderr_does_not_keep_a_signal_from_saving(tmp_path: Path) -> None:
     done = forked.call(partial(shot_in, tmp_path, stderr=False))
     assert done.returncode == 85
