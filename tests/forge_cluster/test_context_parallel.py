@@ -171,28 +171,6 @@ def test_evaluations_and_exports_are_those_of_one_process(tmp_path: Path) -> Non
         torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-11)
 
 
-def counted_metric() -> float:
-    torchmetrics = pytest.importorskip("torchmetrics")
-
-    class Measured(kit.Tokens):
-        def __init__(self) -> None:
-            super().__init__()
-            self.f1 = torchmetrics.F1Score(task="multiclass", num_classes=kit.VOCABULARY, average="macro")
-
-        def validation_step(self, batch: Any) -> Any:
-            self.f1.update(self(batch[0]).flatten(0, 1), batch[1].flatten())
-            return {"f1": self.f1}
-
-    several = [DDP(), ContextParallel(check=False)] if "RANK" in os.environ else []
-    trainer = forge.Trainer(seed=0, device="cpu", run_dir=False, plugins=several)
-    return trainer.validate(Measured(), kit.token_batches(ignored=False))["val/f1"]
-
-
-@pytest.mark.slow
-def test_a_torchmetric_counts_the_positions_of_all_ranks() -> None:
-    assert ranks(4)(counted_metric) == [pytest.approx(counted_metric())] * 4
-
-
 def drawn() -> tuple[float, list[int]]:
     seen: list[Any] = []
 
@@ -365,10 +343,7 @@ DIFFERS = "does not compute the same on divided sequences"
             ("Summarising", {}, "attention of 9 queries over 9 keys, where the rank's slice of the sequence has 8"),
             ("ByHand", {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
             ("Stranger", {}, DIFFERS),
-            ("Sliced", {"positions": "arange"}, DIFFERS),
             ("Shifting", {"balance": False}, DIFFERS),
-            ("Convolving", {"balance": False}, DIFFERS),
-            ("Normalising", {}, DIFFERS),
         ],
         quick=3,
     ),

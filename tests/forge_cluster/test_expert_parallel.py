@@ -15,15 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.contract.stack import Stack
-from forge.errors import RecipeError, StackError, TaskError
+from forge.errors import RecipeError, TaskError
 from forge.optim.sharded import local, whole
-from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.expert_parallel.routing import Ranks, route
-from forge_cluster.pipeline import Pipeline
-from forge_cluster.zero import Zero
-from forge_plugins import AMP, DDP, EMA, SAM, Accumulate, Checkpoint, Clip, Compile, Freeze, Guard, Remat, Schedule
+from forge_plugins import DDP, EMA, SAM, Accumulate, Checkpoint, Clip, Compile, Freeze, Guard, Remat, Schedule
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support import expert_kit as kit
 from tests.support import strangers_kit as strangers
@@ -173,17 +169,6 @@ def test_kinds_of_experts_and_levers(kind: str, mesh: dict[str, int]) -> None:
     for rank in ranks(math.prod(mesh.values()))(run, kind, mesh):
         assert kit.apart(rank["weights"], alone["weights"]) < EXACT
         assert rank["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-9)
-
-
-def in_bf16(mesh: dict[str, int]) -> dict[str, Any]:
-    return kit.fit_experts(mesh, [AMP("bf16")], kit.Mixed().float())
-
-
-@pytest.mark.slow
-def test_mixed_precision_sends_what_the_experts_return() -> None:
-    alone = in_bf16({})
-    for rank in ranks(2)(in_bf16, {"expert": 2}):
-        assert kit.apart(rank["weights"], alone["weights"]) < 0.02
 
 
 def beside_matrices(mesh: dict[str, int]) -> dict[str, Any]:
@@ -430,27 +415,6 @@ def test_what_holds_no_experts_is_refused(task: Any, options: Any, error: Any, s
         fit_alone(task(), **options)
 
 
-@pytest.mark.parametrize(
-    ("plugins", "said"),
-    [
-        ([ExpertParallel()], "divides experts, and no plugin .* nearest mesh is expert: use -p ddp -p expert_parallel"),
-        ([Zero(), ExpertParallel()], "'zero' does not work where ranks divide experts, as 'expert_parallel' does. The"),
-        (
-            [Pipeline(), ExpertParallel()],
-            "'pipeline' does not work where ranks divide experts.*use -p fsdp -p expert_p",
-        ),
-        (
-            [DDP(), ExpertParallel(), ContextParallel()],
-            "data x expert: use -p ddp -p expert_parallel; or data x contex",
-        ),
-        ([DDP(), ExpertParallel(), AMP("fp16")], "Use amp.dtype=bf16"),
-    ],
-)
-def test_what_does_not_combine_is_refused_with_what_does(plugins: list[Any], said: str) -> None:
-    with pytest.raises(StackError, match=said):
-        Stack(plugins).resolve()
-
-
 class Mixing(kit.Mixed):
     """Experts that look at the mean of all tokens."""
 
@@ -461,19 +425,6 @@ class Mixing(kit.Mixed):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].experts.__class__ = self.Centred
-
-
-class Counting(kit.Mixed):
-    """Experts that write down their number."""
-
-    class Counted(kit.Experts):
-        def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            marks = F.one_hot(chosen, kit.EXPERTS).to(tokens) * weights[..., None]
-            return torch.einsum("tke,td,ehd,edh->td", marks, tokens, self.up, self.down)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].experts.__class__ = self.Counted
 
 
 class Odd(kit.Mixed):
@@ -494,7 +445,6 @@ def refused(task: type[kit.Mixed]) -> None:
     some(
         [
             (Mixing, "TaskError: expert_parallel: blocks.1.experts (Centred) does not compute the same with 1/2 of"),
-            (Counting, "TaskError: expert_parallel: blocks.0.experts (Counted) does not compute the same with 1/2 of"),
             (Odd, "blocks.0.experts has 3 experts, which 2 ranks cannot divide evenly"),
         ]
     ),

@@ -15,7 +15,7 @@ import forge
 from forge.errors import StackError
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.zero import Zero
-from forge_plugins import EMA, FSDP, Accumulate, Checkpoint, Clip, Remat
+from forge_plugins import EMA, FSDP, Accumulate, Checkpoint, Clip
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support import mesh_kit as kit
 from tests.support.lasting_ranks import ranks
@@ -82,30 +82,6 @@ def test_a_mesh_trains_what_one_process_trains(mesh: dict[str, int]) -> None:
         assert rank["held"]["state"] == 2 * (rank["held"]["parameters"] - 8)  # Adam's moments; a number has none
     fullest = max(rank["held"]["parameters"] for rank in together)
     assert fullest == bytes_per_rank(mesh)
-
-
-def remat(mesh: dict[str, int]) -> dict[str, Any]:
-    return kit.fit_mesh(mesh, [Accumulate(2), Remat(), Clip(0.05, norm_type=float("inf"))])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*FOUR, *EIGHT])
-def test_recomputed_activations_on_a_mesh(mesh: dict[str, int]) -> None:
-    alone = remat(mesh)
-    for rank in ranks(math.prod(mesh.values()))(remat, mesh):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
-
-
-def sharded_gradients(mesh: dict[str, int]) -> dict[str, Any]:
-    return kit.fit_mesh(mesh, [Accumulate(2), Clip(0.05)], several=kit.strategies(mesh, reduce="micro"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"shard": 2, "context": 2}, {"data": 2, "shard": 1, "tensor": 2}])
-def test_gradients_that_stay_sharded_on_a_mesh(mesh: dict[str, int]) -> None:
-    alone = sharded_gradients(mesh)
-    for rank in ranks(4)(sharded_gradients, mesh):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
 
 
 def owned_states(stage: int) -> dict[str, Any]:
@@ -198,17 +174,6 @@ def test_a_block_that_fails_with_whole_layers_too_keeps_its_own_error() -> None:
     errors = [each for each in ranks(2).errors(counted, CountsWrongly) if "PeerFailed" not in each]
     assert errors
     assert all(each.startswith("RuntimeError: shape") for each in errors)
-
-
-def arranged(mesh: dict[str, int]) -> None:
-    kit.fit_mesh(mesh, [])
-
-
-@pytest.mark.slow
-def test_a_mesh_of_another_number_of_processes_is_refused_with_the_nearest() -> None:
-    for each in ranks(2).errors(arranged, {"shard": 2, "tensor": 2}):
-        assert "2 processes cannot be arranged as shard 2 x tensor 2: that is 4 processes" in each
-        assert "the nearest mesh is trainer.mesh={shard: 2, tensor: 1}" in each
 
 
 def test_a_mesh_in_one_process_is_refused() -> None:

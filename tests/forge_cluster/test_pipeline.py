@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,73 +287,6 @@ def test_an_update_sends_one_boundary_there_and_back() -> None:
         assert updates == [(parts, batch * width)] * 2
         greeting = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")  # of torch 2.10, once
         assert first == (parts + greeting, batch * width + greeting)
-
-
-NEW = hasattr(dist, "all_gather_single")
-GATHER = "all_gather_single" if NEW else "all_gather_into_tensor"
-SCATTER = "reduce_scatter_single" if NEW else "reduce_scatter_tensor"
-"""What torch's FSDP2 calls."""
-
-
-def divided(window: int) -> dict[str, Any]:
-    """Values in each update's collectives between pipelines, and sizes of what this rank holds."""
-    seen: dict[str, Any] = {GATHER: [[]], SCATTER: [[]]}
-    kept = {name: getattr(dist, name) for name in seen}
-
-    def counting(name: str) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            ends = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
-            seen[name][-1].append(max(value.numel() for value in ends))
-            return kept[name](*args, **options)
-
-        return counted
-
-    @forge.on("step_end")
-    def next_one(step: forge.Step) -> None:
-        for updates in (seen[GATHER], seen[SCATTER]):
-            updates.append([])
-        named = [(n, p) for n, p in step.trainer.task.named_parameters() if not p.is_meta]
-        seen["shapes"] = {name: tuple(parameter.shape) for name, parameter in named}
-        seen["held"] = sum(local(parameter).numel() for _, parameter in named)
-        state = step.trainer.optimizers.entries
-        seen["state"] = sum(
-            local(value).numel()
-            for entry in state.values()
-            for of_one in entry.optimizer.state.values()
-            for value in of_one.values()
-            if value.ndim
-        )
-
-    for name in kept:
-        setattr(dist, name, counting(name))
-    try:
-        plugins = [Pipeline(4, **SHARDED), Accumulate(window), next_one]
-        fit(deep(Deeper), plugins, validate_every=None, max_epochs=2)
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
-    return seen
-
-
-@pytest.mark.slow  # four ranks
-def test_shards_send_each_stage_once_there_and_once_back() -> None:
-    for window in (1, 2):
-        for rank in ranks(4)(divided, window):
-            units: dict[str, int] = {}
-            for name, shape in rank["shapes"].items():
-                unit = name[:8] if name.startswith("blocks.") else "the rest"
-                units[unit] = units.get(unit, 0) + 2 * -(-shape[0] // 2) * math.prod(shape[1:])  # padded for two
-            assert len(units) == 5  # four blocks of eight
-            *gathered, after = rank[GATHER]
-            *scattered, _ = rank[SCATTER]
-            assert len(gathered) == 8 // window
-            assert all(sorted(update) == sorted(units.values()) for update in gathered), window
-            outside = units.pop("the rest")
-            used = 8 * 6 + 8 if "blocks.0" in units else 4 * 8 + 4  # the stem, or the head with three rows padded
-            assert scattered == [[used, *units.values()]] * len(gathered)
-            assert after == []
-            assert rank["held"] <= (sum(units.values()) + outside) / 2
-            assert rank["state"] == 2 * rank["held"]
 
 
 def read_from_device() -> list[int]:

@@ -1,9 +1,8 @@
-"""pipeline beside metrics of torchmetrics, `monitor` and the checks of a first evaluation: what one process logs."""
+"""pipeline beside metrics of torchmetrics: what one process logs."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 import forge
 from forge_cluster.pipeline import Pipeline
-from forge_plugins import JSONL, Monitor
+from forge_plugins import JSONL
 from tests.forge_cluster.test_pipeline import Deeper
 from tests.support.fsdp_kit import deep, wide
 from tests.support.lasting_ranks import ranks
@@ -46,29 +45,13 @@ class Measured(Deeper):
         return {"loss": F.cross_entropy(logits, y), "f1": self.val_f1, "both": self.both, "area": self.area}
 
 
-class Said(logging.Handler):
-    """Collects warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def logged(kind: type[Deeper], folder: str, plugins: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of all logs of a fit, and its warnings."""
-    stack = [*plugins, *([Pipeline(**options)] if "RANK" in os.environ else [])]
+def logged(folder: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The metrics of all logs of a fit."""
+    stack = [Pipeline(**options)] if "RANK" in os.environ else []
     trainer = forge.Trainer(plugins=[JSONL(), *stack], max_epochs=2, seed=0, device="cpu", run_dir=folder, log_every=2)
-    said = Said()
-    logging.getLogger("forge").addHandler(said)
-    try:
-        trainer.fit(deep(kind), wide(), wide(1))
-    finally:
-        logging.getLogger("forge").removeHandler(said)
+    trainer.fit(deep(Measured), wide(), wide(1))
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return {"lines": [{k: v for k, v in line.items() if k != "time"} for line in lines], "said": said.texts}
+    return [{k: v for k, v in line.items() if k != "time"} for line in lines]
 
 
 @pytest.mark.slow
@@ -84,29 +67,8 @@ def logged(kind: type[Deeper], folder: str, plugins: list[Any], options: dict[st
 )
 def test_metrics_of_torchmetrics_are_those_of_one_process(count: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Batches of 5 and of 1 samples: parts that only fill the schedule do not count."""
-    one = logged(Measured, str(tmp_path / "one"), [], {})["lines"]
+    one = logged(str(tmp_path / "one"), {})
     assert {"train/f1", "train/kept"} <= one[0].keys()
     assert {"val/f1", "val/both/p", "val/both/r", "val/area"} <= one[-1].keys()
-    several = ranks(count)(logged, Measured, str(tmp_path / "several"), [], options)[0]["lines"]
+    several = ranks(count)(logged, str(tmp_path / "several"), options)[0]
     assert several == [pytest.approx(line, abs=1e-6) for line in one]
-
-
-@pytest.mark.slow
-def test_a_validation_does_not_seem_to_draw_numbers(tmp_path: Path) -> None:
-    said = ranks(2)(logged, Deeper, str(tmp_path), [], {})[0]["said"]
-    assert not [text for text in said if "drew random numbers" in text]
-
-
-@pytest.mark.slow
-def test_monitor_logs_the_layers_of_the_first_rank(tmp_path: Path) -> None:
-    one = logged(Deeper, str(tmp_path / "one"), [Monitor("2 updates")], {})["lines"]
-    first, other = ranks(2)(logged, Deeper, str(tmp_path / "several"), [Monitor("2 updates")], {"microbatches": 2})
-    assert "other ranks hold blocks.4.norm.weight" in " ".join(first["said"])
-    assert not other["said"]
-    names = [f"monitor/{what}/blocks.{n}.fc1.weight" for what in ("grad_norm", "update_ratio") for n in range(8)]
-    assert set(names) <= {name for line in one for name in line}
-    for ours, theirs in zip(first["lines"], one, strict=True):
-        own = {name: value for name, value in ours.items() if name in names}
-        assert own == pytest.approx({name: theirs[name] for name in own}, rel=1e-5)
-    seen = {name for line in first["lines"] for name in line} & set(names)
-    assert seen == {name for name in names if int(name.split(".")[1]) < 4}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,10 @@ import forge
 from forge.checkpoint.weights import read_weights
 from forge.cli import main
 from forge.errors import CheckpointError, RecipeError, TaskError
-from forge.testing import assert_same_weights
 from forge_cluster.storage import object_storage
 from forge_plugins import EMA, Checkpoint
 from tests.support.profiles import some
-from tests.support.s3_server import Proxy, s3_server
+from tests.support.s3_server import s3_server
 from tests.support.tasks import Classifier, fit, make_batches
 
 __all__ = ["s3_server"]
@@ -108,24 +106,3 @@ def test_errors_name_the_fix(memory: str, monkeypatch: pytest.MonkeyPatch) -> No
     refused(
         f"{memory}/weights.safetensors", "could not read weights.safetensors: .* AWS_ACCESS_KEY_ID", CheckpointError
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [0, 3])
-def test_weights_from_s3_start_a_run(s3_server: Proxy, run: Path, tmp_path: Path, cut: int) -> None:
-    fs: Any = fsspec.filesystem("s3")
-    fs.put(str(run), "bucket/first", recursive=True)
-    s3_server.cut = cut
-    tasks = []
-    for weights in (run, "s3://bucket/first", f"s3://bucket/first/checkpoints/{last(run)}"):
-        tasks.append(Classifier())
-        folder = tmp_path / f"from-{len(tasks)}"
-        trainer = forge.Trainer(max_updates=2, seed=1, device="cpu", run_dir=folder)
-        trainer.fit(tasks[-1], make_batches(2), weights=weights)
-        written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-        assert b"testing-secret" not in written
-        assert b"testing-key" not in written
-    assert_same_weights(tasks[1], tasks[0])
-    shutil.rmtree(run)
-    with pytest.raises(TaskError, match=r"no weights file at s3://bucket/none\.safetensors"):
-        forge.load_weights(Classifier(), "s3://bucket/none.safetensors")

@@ -76,13 +76,6 @@ class TestReplicas:
         assert start("replica0", 12).wait(PATIENCE) == 0
         assert all(value.equal(weights(tmp_path / "one")[key]) for key, value in weights(tmp_path / "replica0").items())
 
-    def test_several_train_what_one_process_trains(self, start: Start, tmp_path: Path) -> None:
-        assert start("one", 40, alone=True).wait(PATIENCE) == 0
-        replicas = [start(f"replica{number}", 40) for number in range(3)]
-        assert [replica.wait(PATIENCE) for replica in replicas] == [0, 0, 0]
-        assert max(of for _, of in noted(tmp_path / "replica0")) >= 2
-        assert_as_one_process(tmp_path, "replica0", "replica1", "replica2")
-
     def test_one_that_is_killed_comes_back_while_others_train(self, start: Start, tmp_path: Path) -> None:
         assert start("one", 150, alone=True).wait(PATIENCE) == 0
         stays = start("replica0", 150)

@@ -31,13 +31,10 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("pooled bert", strategy): f"Set {strategy}.find_unused=true, or freeze them" for strategy in ("ddp", "zero")},
     ("resnet", "interleaved, remat"): FEW.format("layer4"),
     ("grouped resnet", "interleaved, remat"): FEW.format("layer4"),
-    ("swin", "interleaved, remat"): FEW.format("swin.encoder.layers"),
     ("mistral", "context"): f"{MASK}, which a ring of slices cannot apply. Use causal or full attention without one",
     ("t5", "context"): MASK,
     ("whisper", "context"): "Encoded computes whole sequences, but fails on a slice",
     ("vit", "context"): NO_TOKENS,
-    ("torchvision vit", "context"): NO_TOKENS,
-    ("swin", "context"): NO_TOKENS,
     ("clip", "context"): "Only self-attention along the sequence can be divided: no tokens that the model adds",
     ("gemma2", "context"): "does not call torch.nn.functional.scaled_dot_product_attention",
     ("pooled bert", "context"): "does not compute the same on divided sequences as on whole ones",
@@ -49,7 +46,7 @@ REFUSED: dict[tuple[str, str], str] = {
 EVERYWHERE = ("ddp", "zero", "fsdp", "fsdp, remat", "hybrid", "tensor", *PIPELINES)
 ELSEWHERE = [
     ("pooled bert", "find_unused"),
-    *((name, "zero 2") for name in ("gpt2", "llama", "whisper", "torchvision vit")),
+    *((name, "zero 2") for name in ("gpt2", "llama", "whisper")),
     *((name, "context") for name in kit.CASES if "without padding" in name),
     ("mixtral", "experts"),
     ("mixtral", "sharded experts"),

@@ -140,37 +140,12 @@ class Stranger(Tokens):
 # -- mixing positions -------------------------------------------------------------------------------------------------
 
 
-class Sliced(Tokens):
-    """Takes the first rows of the table of positions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places.weight[: x.shape[1]]
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
 class Shifting(Tokens):
     """Shifts targets in the step, as transformers does with `labels`."""
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         x, _ = batch
         return {"loss": self.loss(self(x)[:, :-1], x[:, 1:])}
-
-
-class Convolving(Tokens):
-    """A causal convolution along the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixing = nn.Conv1d(WIDTH, WIDTH, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places(forge.positions(x))
-        h = h + self.mixing(F.pad(h.transpose(1, 2), (2, 0))).transpose(1, 2)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
 
 
 class Pooling(Tokens):
@@ -181,17 +156,6 @@ class Pooling(Tokens):
         for block in self.blocks:
             h = block(h)
         return self.head(h + h.mean(1, keepdim=True))
-
-
-class Normalising(Tokens):
-    """Statistics over samples and positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(VOCABULARY, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.batch_norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
 class Masking(Tokens):
