@@ -217,20 +217,6 @@ def test_whatever_ends_one_rank_ends_all_with_its_code(start: Start, how: str, c
 
 
 @pytest.mark.slow
-def test_a_rank_that_vanishes_with_exit_code_0_has_failed(start: Start) -> None:
-    ranks = start("vanish")
-    assert ranks.codes() == [1, 0]
-    assert "its process has ended" in ranks.text
-
-
-@pytest.mark.slow
-def test_an_error_in_a_hook_names_the_hook(start: Start) -> None:
-    ranks = start("hook")
-    assert ranks.codes() == [1, 1]
-    assert f"rank 1 of 2 on {HOST} failed first, in the task's forge_step_end, at update 3:" in ranks.text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_when_the_store_dies_the_other_rank_ends_too(start: Start, how: str) -> None:
     ranks = start(how, who=0)
@@ -461,14 +447,6 @@ def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
 
     text = stall_report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
     assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text
-
-
-@pytest.mark.slow
-def test_different_collectives_end_even_the_first_update_soon(start: Start) -> None:
-    ranks = start("differ", at=0)
-    assert ranks.codes() == [1, 1]
-    assert re.search("wait in barrier while it waits in|while it waits in barrier itself", ranks.text), ranks.text
-    assert "The ranks are in different collectives, number " in ranks.text
 
 
 def test_only_different_collectives_of_one_number_are_a_stall(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

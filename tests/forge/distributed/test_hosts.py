@@ -183,44 +183,6 @@ def test_one_host_goes_on_alone_when_the_other_is_cut_off(strategy: str, hosts: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_job_of_slurm_is_requeued_when_a_host_is_lost(strategy: str, hosts: list[Host], tmp_path: Path) -> None:
-    """With the variables that srun sets on two nodes; SLURM itself starts all tasks of a requeued job again."""
-    (tmp_path / "mine.py").write_text(TASK)
-    run, updates = tmp_path / "run", 40
-    saved = Checkpoints(run / "checkpoints")
-
-    def srun(attempt: int) -> list[subprocess.Popen[str]]:
-        shared = {"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
-        shared |= {"SLURM_STEP_NODELIST": ",".join(host.address for host in hosts)}
-        shared |= {"SLURM_RESTART_COUNT": str(attempt)} if attempt else {}
-        command = [sys.executable, "-m", "forge", "fit", "mine.py", "--run-dir", str(run), "--resume"]
-        command += settings(strategy, updates, 0.3)
-        return [
-            host.start(tmp_path, *command, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID="0")
-            for rank, host in enumerate(hosts)
-        ]
-
-    try:
-        jobs = srun(0)
-        wait_for(lambda: len(saved.all()) >= 2, jobs[0])
-        hosts[1].cut_off()
-        os.killpg(jobs[1].pid, signal.SIGKILL)
-        assert jobs[0].wait(PATIENCE) != 0
-        hosts[1].join()
-        assert [job.wait(PATIENCE) for job in srun(1)] == [0, 0]
-    except BaseException:
-        for host in hosts:
-            print(f"-- {host.address}\n{(tmp_path / f'{host.address}.log').read_text()[-6000:]}")
-        raise
-    last = forge.checkpoint.StoredCheckpoint(saved.path(updates)).load()
-    assert len(last["rng"]) == 2
-    assert "does not answer" in (text := (tmp_path / f"{hosts[0].address}.log").read_text()) or "gone" in text
-    for name, value in alone(tmp_path, updates).items():
-        torch.testing.assert_close(last["model"][name], value, rtol=EXACT, atol=EXACT)
-
-
-@pytest.mark.slow
 def test_two_hosts_whose_names_nobody_knows_train_together(hosts: list[Host], tmp_path: Path) -> None:
     """As the files of `forge launch` start them: each host is found at its address on the way to the first."""
     (tmp_path / "mine.py").write_text(TASK)

@@ -23,7 +23,6 @@ from forge.engine.signals import Signals
 from forge.errors import ForgeError
 from forge.testing import TinyTask, assert_same_weights
 from tests.support import forked
-from tests.support.context_kit import Tokens
 from tests.support.patience import PATIENCE
 
 TASK = """
@@ -103,8 +102,8 @@ def await_file(path: Path) -> None:
         time.sleep(0.02)
 
 
-def trained(run: Path, kind: type[Any] = TinyTask) -> Any:
-    task = kind()
+def trained(run: Path) -> TinyTask:
+    task = TinyTask()
     load_weights(task, run)
     return task
 
@@ -143,30 +142,20 @@ STRATEGIES = {
         *("-p", "no:ddp", "-p", "pipeline", "pipeline.microbatches=2", "pipeline.stages=2", "pipeline.shard=true"),
         *("--nproc", "4"),
     ),
-    "context_parallel": ("-p", "context_parallel"),
 }
-OF_TOKENS = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
-from tests.support.context_kit import Tokens as TinyTask, token_batches as tiny_batches"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_killed_rank_restarts_and_ends_in_the_same_bits(launch: Launch, empty_folder: Path, strategy: str) -> None:
     words = ("trainer.max_epochs=2", "checkpoint.every=3 updates", *STRATEGIES[strategy])
-    kind: type[Any] = TinyTask
-    if strategy == "context_parallel":
-        kind = Tokens
-        text = TASK.replace("\nfrom forge.testing import TinyTask, tiny_batches", OF_TOKENS)
-        (empty_folder / "small.py").write_text(text)
     code, text = finished(launch(*words, "--run-dir", "straight"))
     assert code == 0, text
     code, text = finished(launch(*words, "--run-dir", "cut", "--max-restarts", "1", how="SIGKILL"))
     assert code == 0, text
     assert text.count("failed first: gone (killed?)") == 1
     assert text.count("Resuming from") == 1
-    assert_same_weights(trained(empty_folder / "cut", kind), trained(empty_folder / "straight", kind))
+    assert_same_weights(trained(empty_folder / "cut"), trained(empty_folder / "straight"))
 
 
 @pytest.mark.slow

@@ -110,15 +110,6 @@ def test_two_ranks_write_predictions_in_the_order_of_data(trained: TinyTask, on_
     assert written["rank"].tolist() == [0] * 4 + [1] * 4 + [0] * 3 + [1] * 4 + [1]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("trained")
-def test_a_rank_that_fails_fails_the_command_and_says_why_once(on_two_ranks: Forge) -> None:
-    code, out, err = on_two_ranks("test")
-    assert code == 1
-    assert err.count("\nValueError: rank 1 has had enough") == 1
-    assert "metric" not in out
-
-
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_what_all_ranks_would_refuse_is_refused_at_once(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -141,11 +132,3 @@ def test_workers_get_the_command_less_what_concerns_the_launch(monkeypatch: pyte
     again = validate.parser().parse_intermixed_args(validating)
     assert vars(again) == {**vars(validate.parser().parse_intermixed_args(words)), "nproc": None}
     assert predict.parser().parse_intermixed_args(predicting).out == "p.safetensors"
-
-
-@pytest.mark.slow
-def test_a_verdict_of_two_ranks_is_given_once(trained: TinyTask, on_two_ranks: Forge) -> None:
-    code, out, err = on_two_ranks("validate", "--at-least", "val/accuracy=2")
-    assert code == 1
-    assert "val/accuracy" in out
-    assert err.count("less than 2 (--at-least)") == 1
