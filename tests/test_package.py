@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -13,9 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.metadata import Metadata
 
-from tests.conftest import REPO, Run
-
-BUILT_IN = ("accumulate", "clip", "jsonl", "progress", "schedule", "tensorboard")
+from tests.conftest import REPO
 
 
 @pytest.fixture(scope="session")
@@ -25,30 +22,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip("wheel", REPO, "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
     (built,) = folder.glob("*.whl")
     return built
-
-
-@pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a clean environment that holds the wheel, over the torch that is here."""
-    folder = tmp_path_factory.mktemp("clean")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    python = folder / "bin" / "python"
-    pip("--python", python, "install", "--no-deps", "--no-index", wheel)
-    # Only now does it see our packages. A path file inside them is not followed from here, so an editable install of
-    # forge stays invisible.
-    own = Path(
-        subprocess.check_output(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-        ).strip()
-    )
-    (own / "packages_of_the_tests.pth").write_text("\n".join(packages_of_this_python()))
-    return python
-
-
-def packages_of_this_python() -> list[str]:
-    """Every folder of installed packages on this interpreter's path, but not the checkout."""
-    homes = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    return [p for p in sys.path if p in homes or "site-packages" in p or "dist-packages" in p]
 
 
 def pip(*words: str | Path) -> None:
@@ -120,29 +93,3 @@ def test_every_package_ships_the_licence_and_says_that_it_is_typed(project: Path
 
 def test_recipes_are_typed_too() -> None:
     assert (REPO / "recipes" / "forge_recipes" / "py.typed").is_file()
-
-
-INSTALLED = """
-import forge, forge_plugins, forge_recipes
-from forge.cli import main
-print(*forge.__path__, *forge_plugins.__path__, *forge_recipes.__path__)
-raise SystemExit(main(["plugins"]) or main(["recipes"]))
-"""
-
-
-@pytest.mark.slow
-def test_an_installed_forge_is_the_wheels_and_finds_its_plugins_and_recipes(installed: Path, run_python: Run) -> None:
-    done = run_python("-c", INSTALLED, python=installed)
-    assert done.returncode == 0, done.stderr
-    places, listed = done.stdout.split("\n", 1)
-    assert all(Path(place).is_relative_to(installed.parent.parent) for place in places.split())
-    for name in (*BUILT_IN, "quickstart", "default"):
-        assert name in listed
-
-
-@pytest.mark.slow
-def test_an_installed_forge_trains_through_its_command(installed: Path, empty_folder: Path) -> None:
-    command = [installed.with_name("forge"), "fit", "quickstart", "trainer.max_epochs=1"]
-    done = subprocess.run(command, cwd=empty_folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert list(empty_folder.glob("runs/quickstart/*/weights.safetensors"))

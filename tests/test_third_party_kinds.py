@@ -23,7 +23,6 @@ from forge.runs.trained_task import Source
 from forge.testing import TinyTask, tiny_batches
 from forge_doctor.areas import by_area
 from forge_doctor.doctor import doctor
-from forge_ship import bench
 from forge_ship.engine import ExportError
 from forge_ship.export import prepare
 from forge_ship.export_formats import formats, module_of
@@ -179,15 +178,6 @@ def test_a_program_is_exported_with_proof_and_served(tmp_path: Path) -> None:
     made = forge.export(TinyTask(), to="packed", out=tmp_path / "out", data=tiny_batches())
     assert made.path == tmp_path / "out" / "model.xz"
     assert open_engine(made.path).inputs[0].shape[0] == "batch"
-
-
-@pytest.mark.slow
-def test_a_task_is_exported_with_proof(tmp_path: Path) -> None:
-    made = forge.export(TinyTask(), to="npz", out=tmp_path / "out" / "model.npz", data=tiny_batches())
-    assert made.path.name == "model.npz"
-    import numpy
-
-    assert set(numpy.load(made.path)) == set(TinyTask().state_dict())
 
 
 def test_its_probe_finds_what_it_looks_for() -> None:

@@ -34,7 +34,3 @@ def test_a_planted_leak_is_found() -> None:
     code, rows = call("--only", "run", "--updates", "60", "--validations", "6", "--plant", "descriptors")
     assert (code, rows["run", "descriptors"]["flat"]) == (1, False)
     assert rows["run", "threads"]["flat"]
-
-
-def made(*values: float) -> list[soak.Sample]:
-    return [soak.Sample(at, value, 7, 4, 1000, 12) for at, value in enumerate(values, 1)]

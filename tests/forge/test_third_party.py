@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import forge
-from forge import cli, registry
+from forge import registry
 from forge.config.build import make_plugins, plugin_class
 from forge.contract.plugin import Plugin
 from forge.errors import ForgeError
@@ -21,8 +21,6 @@ from forge.runs.folder import RunFolder
 from forge.snapshot.left_out import is_left_out
 from forge.testing import TinyTask, check_plugin, fit_tiny, tiny_batches
 from forge.tuning.trial import TuningTrial, run_trial
-from tests.conftest import PLAIN
-from tests.support import forked
 
 THEIRS = '''
 import forge
@@ -163,13 +161,6 @@ def test_what_is_read_from_the_source_is_what_the_class_has(what: str) -> None:
 # -- forge's own plugins, under other names ---------------------------------------------------------------------------
 
 REAL = registry.installed
-RECIPE = """\
-extends: []
-task: {name: digits_mlp}
-data: {name: digits}
-trainer: {max_epochs: 1}
-plugins: {x_clip: {}, x_amp: {dtype: fp16}, x_prefetch: {}, x_schedule: {}, x_compile: {}, x_guard: {}, x_ddp: {}}
-"""
 
 
 def under_other_names(kind: str) -> dict[str, EntryPoint]:
@@ -183,23 +174,6 @@ def under_other_names(kind: str) -> dict[str, EntryPoint]:
 def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plugin is installed as `x_NAME`: what works now asks for nothing by name."""
     monkeypatch.setattr(registry, "installed", under_other_names)
-
-
-def plan_renamed() -> int:
-    registry.installed = under_other_names  # pyright: ignore[reportAttributeAccessIssue]
-    return cli.main(["plan", "my.yaml", "--devices", "2", "--memory", "80"])
-
-
-@pytest.mark.slow
-def test_planning_knows_no_name(empty_folder: Path) -> None:
-    Path("my.yaml").write_text(RECIPE)
-    done = forked.call(plan_renamed, env=PLAIN)
-    assert done.returncode == 0, done.stderr
-    for words in ("x_ddp ", "≈ x_fsdp ", "≈ x_fsdp + offload", "≈ x_fsdp + x_tensor_parallel 2", "x_amp"):
-        assert words in done.stdout
-    assert "x_compile is left out: compiled code has other temporaries" in done.stdout
-    assert "has no repeated blocks for x_remat; to plan with it: -p x_remat x_remat.modules=NAME." in done.stdout
-    assert done.stdout.splitlines()[-1] == "  forge fit my.yaml --nproc 2"
 
 
 @pytest.mark.usefixtures("renamed")

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import forge
-from forge.cli import main
 from forge.util import tracebacks
 from forge_plugins import Anomaly
 
@@ -351,19 +350,6 @@ def test_an_error_of_the_users_own_gets_no_cure(write: Write) -> None:
     error = raised(write('raise ValueError(f"bad {x.shape}")  # here'))
     (where,) = error.__notes__
     assert where.startswith("forge: raised in Task.training_step")
-
-
-@pytest.mark.slow
-def test_the_command_line_prints_the_same(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("return F.cross_entropy(self.body(x), y)  # here", "self.body[2] = nn.Linear(12, 3)")
-    assert main(["fit", f"{path}:Task", "-q", "trainer.device=cpu", "trainer.max_epochs=1"]) == 1
-    said = capsys.readouterr().err
-    text = said[said.index("Traceback") :]
-    assert text.count('File "') == 1
-    assert f'File "{path}"' in text
-    assert "body.2 takes 12 features" in text
-    assert "FORGE_TRACEBACK=full shows them." in text
-    assert len(text.splitlines()) <= MOST
 
 
 def test_a_task_without_forward_is_told_what_predict_needs() -> None:

@@ -1,6 +1,6 @@
 """Optimizers of other libraries: wrapping ones, schedule-free ones, those with strides of their own; timm's schedules.
 
-Each mechanism has a stand-in here; the packages themselves are tried where they are installed.
+Each mechanism has a stand-in here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forge.errors import CheckpointError
 from forge.optim.optimizers import Optimizers
 from forge.testing import tiny_batches
 from forge_plugins import Checkpoint
-from tests.forge.snapshot.test_resume import die, live, log_of
+from tests.forge.snapshot.test_resume import die, live
 from tests.forge.snapshot.test_resume_state import Built, ends_the_same
 from tests.support.profiles import some
 from tests.support.tasks import fit
@@ -361,46 +361,3 @@ def test_a_schedule_may_drive_the_wrapped_optimizer() -> None:
         return Ahead(inner), torch.optim.lr_scheduler.StepLR(inner, 1)
 
     assert fit(Built(make), tiny_batches()).metrics["lr"] < 0.1
-
-
-# -- the packages themselves ------------------------------------------------------------------------------------------
-
-PACKAGES: dict[str, Callable[[Any], Any]] = {
-    "pytorch_optimizer.SOAP": lambda m: lambda p: m.SOAP(p, lr=3e-3, precondition_frequency=2),
-    "pytorch_optimizer.Lookahead": lambda m: lambda p: m.Lookahead(torch.optim.AdamW(p, lr=0.01), k=3),
-    "pytorch_optimizer.ScheduleFreeAdamW": lambda m: lambda p: m.ScheduleFreeAdamW(p, lr=0.01),
-    "pytorch_optimizer.ScheduleFreeWrapper": lambda m: lambda p: m.ScheduleFreeWrapper(torch.optim.SGD(p, lr=0.1)),
-    "timm.optim.Lookahead": lambda m: lambda p: m.optim.Lookahead(torch.optim.AdamW(p, lr=0.01), k=3),
-    "schedulefree.AdamWScheduleFree": lambda m: lambda p: m.AdamWScheduleFree(p, lr=0.01),
-    "schedulefree.RAdamScheduleFree": lambda m: lambda p: m.RAdamScheduleFree(p, lr=0.01),
-    "schedulefree.ScheduleFreeWrapper": lambda m: lambda p: m.ScheduleFreeWrapper(torch.optim.SGD(p, lr=0.1)),
-}
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_packages_resume_exactly(tmp_path: Path, name: str) -> None:
-    module = pytest.importorskip(name.partition(".")[0])
-    if name.startswith("timm"):
-        pytest.importorskip("timm.optim")
-    ends_the_same(tmp_path, lambda: Built(PACKAGES[name](module)))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("CosineLRScheduler", {"t_initial": 3}),
-        ("CosineLRScheduler", {"t_initial": 15, "t_in_epochs": False, "warmup_t": 3, "noise_range_t": 4}),
-        ("StepLRScheduler", {"decay_t": 1, "decay_rate": 0.5}),
-        ("PlateauLRScheduler", {"patience_t": 0, "noise_range_t": 1}),
-    ],
-)
-def test_timms_schedules_resume_exactly(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    scheduler = pytest.importorskip("timm.scheduler")
-
-    def make(parameters: Any) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        return optimizer, getattr(scheduler, name)(optimizer, **options)
-
-    ends_the_same(tmp_path, lambda: Built(make), cut=7)
-    rates = {line.get("lr") for line in log_of(tmp_path / "cut")} - {None}
-    assert len(rates) > 1

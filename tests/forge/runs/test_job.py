@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import forge
-from forge.cli import main
 from forge.runs.job import another_job, changed_plan, job_of
 from forge.testing.tiny import TinyTask, tiny_batches
 from forge_plugins import DDP, JSONL, Checkpoint, Clip
@@ -166,22 +165,3 @@ def test_the_newest_run_goes_by_utc(names: tuple[str, str], monkeypatch: pytest.
     assert fit(max_epochs=2).run_dir == made[1]
     monkeypatch.undo()
     time.tzset()
-
-
-@pytest.mark.slow
-def test_the_command_line_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["fit", "quickstart", "task.hidden=8", "trainer.max_epochs=1", "-p", "no:tensorboard"]
-
-    def said(*words: str) -> tuple[int, str]:
-        code, captured = main([*quick, *words]), capsys.readouterr()
-        return code, captured.out + captured.err
-
-    assert said("--run-dir", "runs/quickstart/first")[0] == 0
-    code, text = said("--resume")
-    assert (code, "already complete" in text, "as planned" in text) == (0, True, False)
-    code, text = said("--resume", "task.lr=5e-2")
-    assert code == 0
-    assert "(the newest, first, is another job: task.lr was 0.003 and is 0.05): a new run." in text
-    assert len(list(Path("runs/quickstart").iterdir())) == 2
-    code, text = said("--resume", "task.lr=5e-2", "--run-dir", "runs/quickstart/first")
-    assert (code, "holds another job: task.lr was 0.003 and is 0.05" in text) == (2, True)

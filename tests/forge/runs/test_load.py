@@ -137,22 +137,6 @@ def test_a_strangers_module_is_not_imported(tmp_path: Path) -> None:
         forge.load(tmp_path / "run")
 
 
-def test_an_installed_task_is_found_by_name(tmp_path: Path) -> None:
-    trainer = forge.Trainer(recipe="quickstart", max_updates=2, device="cpu", run_dir=tmp_path / "run")
-    task, data = trainer.build()
-    trainer.fit(task, data.train)
-    assert type(forge.load(tmp_path / "run")).__name__ == "DigitsMLP"
-
-
-def test_a_task_can_be_scripted() -> None:
-    task = Classifier().eval()
-    with pytest.warns((FutureWarning, DeprecationWarning), match="torch.jit") as seen:  # the latter in torch 2.10
-        script = torch.jit.script(task)
-    assert not [each for each in seen if "since forge" in str(each.message)]  # it reads every name, and uses none
-    images = batches(3)[0][0]
-    assert torch.equal(script(images), task(images))
-
-
 # -- what the run did not save ----------------------------------------------------------------------------------------
 
 

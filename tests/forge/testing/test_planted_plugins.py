@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Generator
@@ -147,16 +146,6 @@ class CarriesState(forge.Plugin):
             step.skip_update("the ninth")
 
 
-class Draws(forge.Plugin):
-    """Says that it only watches, and picks one parameter by chance."""
-
-    observer = True
-
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
-        step.record("norm", random.choice(step.parameters()).norm())
-
-
 class LeavesEvalMode(forge.Plugin):
     """Says that it only watches, and looks at the task as it is when nothing is dropped."""
 
@@ -192,22 +181,6 @@ class GoesByTheClock(forge.Plugin):
         for parameter in step.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(time.perf_counter() % 1)
-
-
-class OwnGenerator(forge.Plugin):
-    """Noise from a generator of its own, which is seeded but not saved."""
-
-    before = ("clip",)
-
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
-        self.generator = torch.Generator().manual_seed(trainer.seed or 0)
-
-    @forge.hookimpl
-    def forge_edit_grads(self, step: forge.Step) -> None:
-        for parameter in step.parameters():
-            if parameter.grad is not None:
-                parameter.grad.add_(torch.randn(parameter.shape, generator=self.generator), alpha=0.1)
 
 
 class LeavesAThread(forge.Plugin):
@@ -291,14 +264,12 @@ PLANTED: dict[type[forge.Plugin], list[str]] = {
     ],
     LeavesTheEnvironment: ["leaves os.environ changed after a fit: A_LIBRARY_IS_QUIET is '1' instead of None"],
     CarriesState: ["'carries_state' carries state from one run into the next", "forge_start, not in __init__"],
-    Draws: ["'draws' declares observer = True", "it draws from Python's random", "a generator of your own"],
     LeavesEvalMode: [
         "'leaves_eval_mode' declares observer = True",
         "It leaves the task in eval mode. Save `training` of",
     ],
     KeepsGraph: ["'keeps_graph' keeps", "alive with their autograd graph", "memory grows", "detach()"],
     GoesByTheClock: ["'goes_by_the_clock' makes a fit end differently each time", "the time", "trainer.seed"],
-    OwnGenerator: ["'own_generator' that is resumed at update 4 ends differently", "forge_state_dict"],
     LeavesAThread: ["'leaves_a_thread' leaves a thread running after a fit: watcher", "join it, in forge_end"],
     LeavesAFile: ["'leaves_a_file' leaves a file open after a fit", "own.log", "forge_end"],
     WritesEverywhere: ["'writes_everywhere' writes run/own.log on rank 1", "trainer.env.is_main"],

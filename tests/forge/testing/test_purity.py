@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import random
 import re
@@ -102,12 +101,6 @@ def test_observers_are_not_noticed_together(bare: UserView) -> None:
         quiet = [name for name in names if {*registry.load("plugin", name).effects} <= {"files"}]
         assert len(quiet) > 10
         assert noticed(*quiet, bare=bare) == ""
-
-
-@pytest.mark.slow
-def test_no_pair_of_observers_is_noticed(bare: UserView) -> None:
-    pairs = [pair for pair in itertools.combinations(observers(), 2) if {*pair} != APART]
-    assert {pair: found for pair in pairs if (found := noticed(*pair, bare=bare))} == {}
 
 
 def test_the_run_without_plugins_shows_what_a_plain_loop_shows(bare: UserView) -> None:

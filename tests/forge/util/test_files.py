@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +13,7 @@ import torch
 import forge
 from forge.runs.sinks import drop_after
 from forge.util.files import atomic_write
-from forge_plugins import JSONL
 from forge_plugins.tensorboard import projector
-from tests.support.tasks import fit
 
 
 def names(folder: Path) -> list[str]:
@@ -63,21 +59,3 @@ def test_an_error_leaves_no_file_beside_it(
     with pytest.raises(type(error)):
         write(tmp_path)
     assert names(tmp_path) == left
-
-
-def test_an_end_that_cannot_be_written_leaves_nothing_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    replace = os.replace
-
-    def fail(source: Path, file: Path) -> None:
-        if file.name == "end.json":
-            raise OSError(28, "No space left on device")
-        replace(source, file)
-
-    monkeypatch.setattr(os, "replace", fail)
-    with caplog.at_level(logging.ERROR, "forge"):
-        assert fit(plugins=[JSONL()], run_dir=tmp_path).updates == 4
-    assert "end.json cannot be written" in caplog.text
-    assert not [name for name in names(tmp_path) if "end.json" in name]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["update"] == 4

@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import distributed as dist
 from torch.utils.data import Dataset
 
 from forge.data import Loader, workers
 from forge.util import fork_garbage
-from tests.support.lasting_ranks import ranks
-from tests.support.patience import PATIENCE
 
 COLLECTED: Counter[int] = Counter()
 """Collections, by process."""
@@ -123,28 +119,3 @@ def test_collections_go_on_after_a_start_that_fails_and_one_inside_another() -> 
     with pytest.raises(KeyError, match="False"):
         start_in_vain()
     assert gc.isenabled()
-
-
-def start_beside_a_group_that_is_garbage(passes: int) -> int:
-    """Start workers which inherit a group of gloo that nobody holds: to free it is to join its threads."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=not rank)
-    gc.disable()
-    read = 0
-    try:
-        for number in range(passes):
-            group: Any = dist.ProcessGroupGloo(dist.PrefixStore(str(number), store), rank, world)
-            group.allreduce([torch.ones(1)]).wait()
-            held: list[Any] = [group]
-            held.append(held)
-            del group, held
-            read += len(seen(collect, data_timeout=PATIENCE, persistent_workers=False)) > 0
-            gc.collect()
-    finally:
-        gc.enable()
-    return read
-
-
-@pytest.mark.slow
-def test_a_rank_forks_workers_while_a_group_waits_to_be_collected() -> None:
-    assert ranks(2)(start_beside_a_group_that_is_garbage, 2) == [2, 2]

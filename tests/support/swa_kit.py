@@ -1,3 +1,0 @@
-"""What the tests of swa share."""
-
-from __future__ import annotations
