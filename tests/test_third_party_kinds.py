@@ -23,6 +23,7 @@ from forge.runs.trained_task import Source
 from forge.testing import TinyTask, tiny_batches
 from forge_doctor.areas import by_area
 from forge_doctor.doctor import doctor
+from forge_ship import bench
 from forge_ship.engine import ExportError
 from forge_ship.export import prepare
 from forge_ship.export_formats import formats, module_of
