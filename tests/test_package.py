@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from packaging.metadata import Metadata
 
+from forge.registry import GROUPS
 from tests.conftest import REPO
+
+TOLD = ("command", "plugin", "name")
+"""Kinds whose names people miss where a package is not installed."""
 
 
 @pytest.fixture(scope="session")
@@ -93,3 +97,11 @@ def test_every_package_ships_the_licence_and_says_that_it_is_typed(project: Path
 
 def test_recipes_are_typed_too() -> None:
     assert (REPO / "recipes" / "forge_recipes" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(REPO.glob("plugins/forge_*/pyproject.toml")), ids=lambda path: path.parent.name)
+def test_the_table_of_packages_names_what_each_offers(path: Path) -> None:
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    told = tomllib.loads((REPO / "forge" / "packages.toml").read_text(encoding="utf-8")).get(project["name"], {})
+    for kind in {*TOLD, *told}:
+        assert set(told.get(kind, [])) == project["entry-points"].get(GROUPS[kind], {}).keys(), kind

@@ -6,10 +6,12 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from forge import registry
@@ -21,7 +23,7 @@ from forge.util.files import absolute
 from forge.version import __version__
 
 GROUPS = ("train", "look", "check", "ship", "scale", "extend")
-"""The groups of verbs in `forge --help`; a verb of a package says its own: GROUP = "ship" in its module."""
+"""The groups of verbs in `forge --help`, in the order of use; a verb of a package says its own: GROUP = "ship"."""
 VERBS = {
     "fit": ("train", "Train a recipe, or a task from your own file."),
     "validate": ("train", "Evaluate weights on the validation split."),
@@ -120,24 +122,49 @@ def _is_reported(error: BaseException) -> bool:
 
 def verbs() -> dict[str, str]:
     """Return every verb with its one-line description, by group: forge's own, and those of installed packages."""
-    return {verb: text for group in GROUPS for verb, text in by_group()[group].items()}
+    return {verb: text for group in by_group().values() for verb, text in group.items()}
 
 
 def by_group() -> dict[str, dict[str, str]]:
-    """Return the verbs of each group with their descriptions."""
-    found: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
-    for verb, (group, text) in VERBS.items():
-        found[group][verb] = text
-    for verb, entry in registry.installed("command").items():
-        group = registry.constant(entry, "GROUP")
-        text = re.sub(r"^`.*?`: ", "", registry.summary(entry))  # a module may begin with its own command
-        found[group if group in GROUPS else GROUPS[-1]].setdefault(verb, text[:1].upper() + text[1:])
-    return found
+    """Return the verbs of each group with their descriptions, in the order in which they are used: the verb of a
+    package follows the one that its module names (AFTER = "plan"), or ends its group."""
+    order = {group: [verb for verb, (home, _) in VERBS.items() if home == group] for group in GROUPS}
+    texts = {verb: text for verb, (_, text) in VERBS.items()}
+    offered = {verb: entry for verb, entry in registry.installed("command").items() if " " not in verb}
+    after = {verb: registry.constant(entry, "AFTER") for verb, entry in offered.items() if verb not in VERBS}
+    for verb in sorted(after, key=lambda verb: bool(after[verb])):
+        group = registry.constant(offered[verb], "GROUP")
+        there = order[group if group in GROUPS else GROUPS[-1]]
+        there.insert(there.index(after[verb]) + 1 if after[verb] in there else len(there), verb)
+        texts[verb] = _described(offered[verb])
+    return {group: {verb: texts[verb] for verb in there} for group, there in order.items()}
 
 
-def module_of(verb: str) -> Any:
-    """Import the module of a verb, which has `parser()` and `run(args)`."""
-    return import_module(f"forge.cli.{verb.replace('-', '_')}") if verb in VERBS else registry.load("command", verb)
+def additions(verb: str) -> dict[str, str]:
+    """Return what packages add to a verb, as "VERB WORD" or "VERB --OPTION", with its one-line description."""
+    offered = registry.installed("command")
+    return {name: _described(entry) for name, entry in offered.items() if name.startswith(f"{verb} ")}
+
+
+def _described(entry: EntryPoint) -> str:
+    text = re.sub(r"^`.*?`: ", "", registry.summary(entry))  # a module may begin with its own command
+    return text[:1].upper() + text[1:]
+
+
+def module_of(command: str) -> Any:
+    """Import the module of a command, which has `parser()` and `run(args)`."""
+    own = f"forge.cli.{command.replace('-', '_')}"
+    return import_module(own) if command in VERBS else registry.load("command", command)
+
+
+def parser_of(command: str) -> ArgumentParser:
+    """Return the parser of a command. Its help ends with what packages add to it."""
+    parser = module_of(command).parser()
+    if added := additions(command):
+        lines = [_line(f"forge {name}", text, 25) for name, text in added.items()]
+        told = ["added by packages, with options of their own:", *lines, ""]
+        parser.epilog = "\n".join([parser.epilog or "", *told])
+    return parser
 
 
 def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -162,22 +189,38 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _nearest(word: str) -> str:
-    """Suggest the verbs that are spelt alike, or that say the word in their description: `train` is said by `fit`."""
-    stem = re.escape(re.sub(r"(ing|ed|e|s)$", "", word.lower()))
-    whole, begun = rf"\b{re.escape(word.lower())}\b", rf"\b{stem}" if len(stem) > 2 else "$^"
+    """Suggest verbs that are spelt alike, commands that take the word, or else verbs that say it in their description:
+    `train` is said by `fit`."""
     texts = {verb: text.lower() for verb, text in verbs().items()}
-    said = [verb for verb in texts if re.search(whole, texts[verb])]
-    said = said or [verb for verb in texts if re.search(begun, texts[verb])]
-    near = get_close_matches(word, verbs(), n=1, cutoff=0.6)
-    if not (said or near):
+    near = [*get_close_matches(word, texts, n=1, cutoff=0.6), *_that_take(word)]
+    stem = re.escape(re.sub(r"(ing|ed|e|s)$", "", word.lower()))
+    for pattern in (rf"\b{re.escape(word.lower())}\b", rf"\b{stem}" if len(stem) > 2 else "$^"):
+        near = near or [verb for verb in texts if re.search(pattern, texts[verb])]
+    if not near:
         return " `forge --help` lists all verbs."
-    return f" Did you mean {' or '.join(f'`forge {verb}`' for verb in dict.fromkeys([*near, *said[:2]]))}?"
+    return f" Did you mean {' or '.join(f'`forge {command}`' for command in dict.fromkeys(near[:3]))}?"
+
+
+def _that_take(word: str) -> Iterator[str]:
+    """Yield the commands that have the word behind a verb: one that a package adds, an argument, an option."""
+    for verb in verbs():
+        yield from (name for name in additions(verb) if name.partition(" ")[2].lstrip("-") == word)
+        with suppress(ForgeError):  # a package that cannot be imported says so when its verb is used
+            for action in module_of(verb).parser()._actions:
+                if f"--{word}" in action.option_strings:
+                    yield f"{verb} --{word}"
+                elif not action.option_strings and word in (action.choices or ()):
+                    yield f"{verb} {word}"
 
 
 def _group(group: str, verbs: dict[str, str]) -> str:
     """Return the lines of a group of verbs in `forge --help`."""
-    columns = show.console().width
-    return "\n".join([group, *(show.wrapped(f"  {verb:<15} {text}", columns, 18) for verb, text in verbs.items())])
+    also = {verb: f" Also: {', '.join(added)}." for verb in verbs if (added := additions(verb))}
+    return "\n".join([group, *(_line(verb, f"{text}{also.get(verb, '')}", 15) for verb, text in verbs.items())])
+
+
+def _line(command: str, text: str, room: int) -> str:
+    return show.wrapped(f"  {command:<{room}} {text}", show.console().width, room + 3)
 
 
 def _run(words: list[str]) -> int:
@@ -193,12 +236,14 @@ def _run(words: list[str]) -> int:
     known = {*VERBS, *registry.installed("command")}
     if verb not in known:
         raise ForgeError(registry.to_install("command", verb) or f"forge has no verb {verb!r}.{_nearest(verb)}")
-    module = module_of(verb)
     # intermixed: overrides may come before, between and after the options
-    parser = module.parser()
+    parser = parser_of(verb)
+    if {"-h", "--help"} & set(rest):  # before argparse misses what an option before it wants
+        parser.print_help()
+        return 0
     args, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         target.refuse_options(verb, args, unknown, parser)
     absolute(".")  # refuses a working directory that was deleted
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):
-        return module.run(args)
+        return module_of(verb).run(args)

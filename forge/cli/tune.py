@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge import registry
 from forge.cli import target, tune_workers
 from forge.config import Recipe
 from forge.config.schema import options_of
@@ -55,9 +54,7 @@ def parser() -> ArgumentParser:
     parser = show.new_parser(
         "tune", "Measure a learning rate, the largest batch that fits, or the data workers.", EXAMPLES
     )
-    others = [name.removeprefix("tune ") for name in registry.installed("command") if name.startswith("tune ")]
-    more = "".join(f"; {name}, which has options of its own: forge tune {name} --help" for name in others)
-    parser.add_argument("what", metavar="WHAT", type=_search, help=f"what to search for: {', '.join(DEFAULTS)}{more}")
+    parser.add_argument("what", metavar="WHAT", choices=DEFAULTS, help=f"what to search for: {', '.join(DEFAULTS)}")
     target.add_arguments(parser)
     parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")
     parser.add_argument(
@@ -80,14 +77,6 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--limit", type=float, metavar="GB", help="batch: memory budget; the only limit on a CPU")
     return parser
-
-
-def _search(name: str) -> str:
-    if name not in DEFAULTS:
-        known = [*DEFAULTS, *(n.removeprefix("tune ") for n in registry.installed("command") if n.startswith("tune "))]
-        missing = registry.to_install("command", f"tune {name}")
-        raise ForgeError(missing or f"forge tune searches for {', '.join(known)}, not {name!r}.")
-    return name
 
 
 def run(args: Namespace) -> int:

@@ -85,7 +85,7 @@ def test_every_recipe_and_its_page_is_in_the_overview() -> None:
         assert path.name == "index.md" or f"]({path.name})" in overview, path.name
 
 
-@pytest.mark.parametrize("verb", cli.verbs())
+@pytest.mark.parametrize("verb", [words for verb in cli.verbs() for words in (verb, *cli.additions(verb))])
 def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
     parser = cli.module_of(verb).parser()
     # what stands behind two spaces is said about the command

@@ -65,7 +65,8 @@ def is_documented(value: Any) -> bool:
 def with_words(verb: str) -> list[str]:
     """Return a verb, and its words where it has some: `ckpt show`."""
     actions = cli.module_of(verb).parser()._actions
-    return [verb, *(f"{verb} {word}" for each in actions if not each.option_strings for word in each.choices or ())]
+    own = [f"{verb} {word}" for each in actions if not each.option_strings for word in each.choices or ()]
+    return [verb, *own, *cli.additions(verb)]
 
 
 def offered(group: str) -> list[str]:

@@ -11,7 +11,6 @@ from rich.text import Text
 from forge.cli import target
 from forge.util import show
 
-GROUP = "scale"
 EXAMPLES = """\
 Predicts by formula: trains nothing, and needs no GPU. Levers count as the recipe has them: add -p amp, -p remat.
 

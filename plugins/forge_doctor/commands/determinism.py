@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forge_doctor.witness import TensorDifference
 
 GROUP = "check"
+AFTER = "verify-resume"
 EXAMPLES = """\
 Exit code 0: the two runs are equal bit for bit; 1: they are not.
 

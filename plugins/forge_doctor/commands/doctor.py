@@ -14,6 +14,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 GROUP = "check"
+AFTER = "plan"
 EXAMPLES = """\
 Works on copies for two minutes at most, and writes no run. Exits with 1 if there are errors. When the time is over, or
 by Ctrl-C, it prints what it has, and lists what was left out.

@@ -12,6 +12,7 @@ from forge.util import show
 from forge_ship.commands.export import add_source_arguments, source_arguments
 
 GROUP = "ship"
+AFTER = "export"
 EXAMPLES = """\
 examples:
   forge bench runs/quickstart/RUN

@@ -13,6 +13,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 GROUP = "ship"
+AFTER = "bench"
 EXAMPLES = """\
 examples:
   forge serve runs/quickstart/A                       the best weights of a run

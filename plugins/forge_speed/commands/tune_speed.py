@@ -21,7 +21,6 @@ from forge.util.files import atomic_write
 if TYPE_CHECKING:
     from forge.tuning import Change, LeverRow, SpeedReport, StepReading
 
-GROUP = "train"
 EXAMPLES = """\
 Trains fresh copies of the task for a few updates at a time, and writes no run.
 

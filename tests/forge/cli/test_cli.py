@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import SUPPRESS
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
@@ -19,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from forge import __version__, registry
-from forge.cli import main, verbs
+from forge.cli import additions, main, parser_of, verbs
 from forge.cli.evaluate import check_bounds
 from forge.errors import NegativeVerdict
 from tests.support import forked
@@ -113,10 +114,9 @@ def broken_plugin(tmp_path, monkeypatch):
 
 WITHOUT_TORCH = """
 import contextlib, io, sys
-from forge.cli import main, verbs
-from forge.cli.evaluate import check_bounds
-from forge.errors import NegativeVerdict
-for words in ["--help"], ["plugins"], ["recipes"], *([verb, "--help"] for verb in verbs()):
+from forge.cli import additions, main, verbs
+shown = [[*command.split(), "--help"] for verb in verbs() for command in (verb, *additions(verb))]
+for words in ["--help"], ["plugins"], ["recipes"], *shown:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = main(words)
     if code or not said.getvalue().strip() or "torch" in sys.modules:
@@ -129,10 +129,21 @@ def test_help_and_lists_do_not_import_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_help_names_every_verb(forge):
+def test_help_names_every_verb_and_at_its_line_what_packages_add(forge, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     text = forge("--help")
-    assert all(verb in text for verb in verbs())
+    listed = [line.split()[0] for line in text.partition("\nexamples")[0].splitlines() if line[:2] == "  " != line[2:4]]
+    assert listed == list(verbs())
+    assert len(listed) <= 22
+    assert all(name in " ".join(text.split()) for verb in verbs() for name in additions(verb))
+    assert max(map(len, text.splitlines())) <= 80
     assert forge() == text
+
+
+@pytest.mark.parametrize("command", [name for verb in verbs() for name in (verb, *additions(verb))])
+def test_every_argument_has_a_meaning(command):
+    actions = [action for action in parser_of(command)._actions if action.help != SUPPRESS]
+    assert [action.dest for action in actions if not action.help] == []
 
 
 def test_version(forge):
@@ -144,8 +155,18 @@ def test_python_dash_m_forge_is_the_same_command():
     assert done.stdout == f"forge {__version__}\n"
 
 
-def test_a_mistyped_verb_is_answered_with_the_nearest(forge):
-    assert "Did you mean `forge validate`?" in forge.refused("validte")
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [
+        ("validte", "validate"),
+        ("train", "fit"),
+        ("ready", "doctor --ready"),
+        ("lr", "tune lr"),
+        ("speed", "tune speed"),
+    ],
+)
+def test_a_verb_that_is_not_there_is_answered_with_the_nearest(forge, word, command):
+    assert f"`forge {command}`" in forge.refused(word)
 
 
 def test_a_crash_prints_its_traceback_and_notes_and_exits_with_1(capsys):
