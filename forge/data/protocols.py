@@ -8,7 +8,7 @@ start, stop)` and `peek(places)`, as `Indexed` says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -84,11 +84,11 @@ class LiveLoader(Protocol):
         ...
 
 
-def is_seekable(loader: Any) -> TypeGuard[Seekable]:
+def is_seekable(loader: Any) -> bool:
     """Whether a loader, or the one that it wraps, can begin anywhere in an epoch."""
     return hasattr(loader, "seek")  # a wrapper passes names on, which isinstance does not ask for
 
 
-def is_live(loader: Any) -> TypeGuard[LiveLoader]:
+def is_live(loader: Any) -> bool:
     """Whether a loader makes its batches with the task."""
     return getattr(loader, "live", False)

@@ -54,7 +54,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "gpt2_124m": (
         *("task.layers=1", "task.width=16", "task.heads=2", "task.context=32", "task.vocabulary=64"),
         *("task.attention=sdpa", "task.loss=plain", "data.window=32", "data.batch_size=4", "data.vocabulary=64"),
-        *("data.samples=200", "-p", "no:compile", "-p", "no:kernels"),
+        *("data.samples=200", "-p", "no:compile", "task.mlp=plain"),
     ),
     "hf_text": ("task.width=16", "task.layers=1", "task.heads=2", "task.context=64", "data.longest=64"),
     "grpo": ("task.width=16", "task.layers=1", "task.heads=2", "data.batch_size=32", "data.group=4"),
