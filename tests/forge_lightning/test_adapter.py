@@ -164,34 +164,6 @@ def test_other_forms_are_refused_by_name(make: Any, said: str) -> None:
         fit(Odd(), make_batches())
 
 
-def test_a_batch_that_returns_nothing_changes_nothing() -> None:
-    class Every(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)  # which moves without gradients too
-
-    class Some(Every):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (
-                None
-                if batch[0] is batches[1][0] or batch[0] is batches[3][0]
-                else super().training_step(batch, batch_idx)
-            )
-
-    batches, outcomes = make_batches(), []
-    torch.manual_seed(0)
-    weights = Module().state_dict()
-    for kind, data in ((Some, batches), (Every, [batches[0], batches[2]])):
-        module = kind()
-        module.load_state_dict(weights)
-        trainer = forge.Trainer(max_epochs=2, plugins=[], run_dir=False, device="cpu", seed=0)
-        outcomes.append((module, trainer.fit(forge.LightningAdapter(module), data).metrics))
-    assert all(torch.equal(a, b) for a, b in zip(outcomes[0][0].parameters(), outcomes[1][0].parameters(), strict=True))
-    assert outcomes[0][1] == outcomes[1][1]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Hooks and the Trainer's stand-in
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import forge
-from forge_plugins import DDP, JSONL, Checkpoint
+from forge_plugins import DDP
 from tests.support.lasting_ranks import ranks
 
 L = pytest.importorskip("lightning.pytorch")
@@ -28,18 +25,18 @@ from torchmetrics.classification import (  # noqa: E402
     MulticlassPrecision,
 )
 
+from tests.forge_lightning.both import forge_trainer, lightning_trainer, made  # noqa: E402
 from tests.support.profiles import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Scores(L.LightningModule):
     """Metrics logged as objects, metrics computed by hand, and a look at `callback_metrics` wherever an epoch ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.1) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.net = nn.Linear(6, 3)
         self.of_epoch, self.of_both = MulticlassF1Score(3, average="macro"), MulticlassF1Score(3, average="macro")
         self.of_step, self.late = MulticlassAccuracy(3), MulticlassAUROC(3)
@@ -62,7 +59,8 @@ class Scores(L.LightningModule):
         self.log("train_both", self.of_both, on_step=True, on_epoch=True)
         self.log("train_acc", self.of_step)
         self.log("train_loss", entropy.item())
-        self.log("train_entropy", entropy, on_epoch=True)
+        self.log("train_entropy", entropy, on_epoch=True, prog_bar=True)
+        self.log("train_rate", self.optimizers().param_groups[0]["lr"])
         return entropy + 0.1 * self.net.weight.square().sum()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -98,12 +96,7 @@ class Scores(L.LightningModule):
         self.seen.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def made(kind: type[Any] = Scores) -> Any:
-    torch.manual_seed(1)
-    return kind()
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["rate"])
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -115,21 +108,19 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def by_lightning(module: Any) -> dict[str, float]:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(max_epochs=3, num_sanity_val_steps=0, accelerator="cpu", log_every_n_steps=1, **quiet)
+    trainer = lightning_trainer(log_every_n_steps=1)
     trainer.fit(module, *loaders())
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def by_forge(module: Any, val: Any = None, **options: Any) -> forge.FitResult:
-    settings = {"max_epochs": 3, "seed": 0, "plugins": [], "run_dir": False, "device": "cpu", **options}
-    return forge.Trainer(**settings).fit(forge.LightningAdapter(module), loaders()[0], val or loaders()[1])
+    return forge_trainer(**options).fit(forge.LightningAdapter(module), loaders()[0], val or loaders()[1])
 
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[Any, dict[str, float]]:
     """The module after Lightning's Trainer, and what it had logged."""
-    module = made()
+    module = made(Scores)
     return module, by_lightning(module)
 
 
@@ -153,6 +144,7 @@ STEP = {
     "train/acc": "train_acc",
     "train/both": "train_both_step",
     "train/train_loss": "train_loss",
+    "train/rate": "train_rate",
     "train/place": "train_place_step",
 }
 
@@ -160,7 +152,7 @@ STEP = {
 @pytest.mark.parametrize("log_every", some([3, 1, 50]))
 def test_an_epochs_values_are_lightnings_however_often_is_logged(reference: Any, log_every: int) -> None:
     module, theirs = reference
-    ours = made()
+    ours = made(Scores)
     metrics = by_forge(ours, log_every=log_every).metrics
     assert torch.equal(ours.net.weight, module.net.weight)
     for name, called in {**EPOCH, **(STEP if log_every == 1 else {})}.items():
@@ -171,7 +163,7 @@ def test_an_epochs_values_are_lightnings_however_often_is_logged(reference: Any,
 
 def test_hooks_at_the_end_of_an_epoch_find_what_they_expect(reference: Any) -> None:
     module, _ = reference
-    ours = made()
+    ours = made(Scores)
     by_forge(ours, log_every=1)
     assert len(ours.seen) == len(module.seen) == 6  # a validation's end and a training epoch's, three times
     for found, theirs in zip(ours.seen, module.seen, strict=True):
@@ -180,10 +172,10 @@ def test_hooks_at_the_end_of_an_epoch_find_what_they_expect(reference: Any) -> N
 
 
 def test_with_several_loaders_a_metric_is_of_each() -> None:
-    module = made()
+    module = made(Scores)
     module.validation_step = lambda batch, batch_idx, dataloader_idx: Scores.validation_step(module, batch, batch_idx)
     metrics = by_forge(module, {"a": loaders()[1], "b": loaders()[1]}, max_epochs=1).metrics
-    once = by_forge(made(), max_epochs=1).metrics
+    once = by_forge(made(Scores), max_epochs=1).metrics
     for name in ("acc", "precision", "hp_metric", "loss"):
         assert metrics[f"val/a/{name}"] == metrics[f"val/b/{name}"] == pytest.approx(once[f"val/{name}"])
     for name in ("val/mean", "val/f1", "train/late_mean"):
@@ -191,28 +183,21 @@ def test_with_several_loaders_a_metric_is_of_each() -> None:
     assert module.seen[0]["val_mean"] == pytest.approx(once["val/mean"])
 
 
+def scores(*plugins: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Weights and metrics."""
+    module = made(Scores)
+    metrics = by_forge(module, plugins=list(plugins)).metrics
+    return [p.tolist() for p in module.parameters()], dict(metrics)
+
+
 @pytest.mark.slow
-def test_a_run_cut_in_an_epoch_keeps_accumulated_metrics(tmp_path: Path) -> None:
-    @forge.on("step_end")
-    def power_cut(step: forge.Step) -> None:
-        if step.index == 8:
-            raise RuntimeError("power cut")
-
-    def run(folder: str, *more: Any, **options: Any) -> tuple[list[Any], list[Any]]:
-        module = made()
-        plugins = [JSONL(), Checkpoint("2 updates"), *more]
-        by_forge(module, plugins=plugins, run_dir=tmp_path / folder, log_every=3, **options)
-        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in line.items() if key != "time"} for line in lines], module.seen
-
-    whole, seen = run("whole")
-    with pytest.raises(RuntimeError, match="power cut"):
-        run("cut", power_cut)
-    lines, again = run("cut", resume="auto")  # from the eighth update, the third of an epoch of five
-    assert lines == whole
-    assert [set(each) for each in again] == [set(each) for each in seen[-4:]]
-    for found, expected in zip(again, seen[-4:], strict=True):
-        assert found == expected
+def test_two_ranks_train_and_log_what_one_process_does() -> None:
+    weights, metrics = scores()
+    for theirs, logged in ranks(2)(scores, DDP()):
+        for found, expected in zip(theirs, weights, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        for name in EPOCH.keys() - {"val/mean", "train/late_mean"}:  # means of means, of other batches
+            assert logged[name] == pytest.approx(metrics[name], rel=1e-4), name
 
 
 class Sometimes(L.LightningModule):
@@ -236,8 +221,7 @@ def sometimes(*plugins: Any) -> dict[str, Any]:
     x[22, 0] = 3.0  # one sample of the third batch: on one of two ranks
     train = DataLoader(TensorDataset(x, torch.arange(40) % 3), 10)
     task = forge.LightningAdapter(made(Sometimes))
-    trainer = forge.Trainer(max_epochs=1, seed=0, plugins=list(plugins), run_dir=False, device="cpu", log_every=1)
-    return dict(trainer.fit(task, train).metrics)
+    return dict(forge_trainer(max_epochs=1, plugins=list(plugins), log_every=1).fit(task, train).metrics)
 
 
 @pytest.mark.slow

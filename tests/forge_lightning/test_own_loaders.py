@@ -14,10 +14,9 @@ from forge_plugins import Accumulate
 L = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("torchmetrics")
 
-from tests.forge_lightning.both import Subject, loader  # noqa: E402
+from tests.forge_lightning.both import Subject, forge_trainer, lightning_trainer, loader, made  # noqa: E402
 
 ASKED = ("max_epochs", "max_steps", "world_size", "global_rank", "num_devices", "accumulate_grad_batches")
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 class Loaders:
@@ -73,14 +72,8 @@ class Steps(Owns):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def made(kind: type[Any]) -> Any:
-    torch.manual_seed(1)
-    return kind()
-
-
 def ours(module: Any, data: Any = None, **options: Any) -> tuple[forge.Trainer, forge.LightningAdapter]:
-    settings = {"max_epochs": 3, "plugins": [], "run_dir": False, "device": "cpu", "seed": 7, **options}
-    return forge.Trainer(**settings), forge.LightningAdapter(module, data)
+    return forge_trainer(**options), forge.LightningAdapter(module, data)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -89,9 +82,7 @@ def ours(module: Any, data: Any = None, **options: Any) -> tuple[forge.Trainer, 
 def test_every_verb_makes_the_loaders_in_the_run_as_lightning_does(has_datamodule: bool, window: int) -> None:
     kind = Steps if has_datamodule else Owns
     theirs, data = made(kind), Data() if has_datamodule else None
-    trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", num_sanity_val_steps=0, accumulate_grad_batches=window, **QUIET
-    )
+    trainer = lightning_trainer(accumulate_grad_batches=window)
     L.seed_everything(7, verbose=False)
     trainer.fit(theirs, datamodule=data)
     for verb in (trainer.validate, trainer.test, trainer.predict):

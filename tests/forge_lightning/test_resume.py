@@ -17,9 +17,9 @@ pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.callbacks import EarlyStopping  # noqa: E402
 
-from tests.forge_lightning.both import Subject, loader  # noqa: E402
+from tests.forge_lightning.both import Subject, forge_trainer, lightning_trainer, loader  # noqa: E402
 from tests.forge_lightning.manual_scenarios import Scheduled, Shared  # noqa: E402
-from tests.forge_lightning.scenarios import scheduled  # noqa: E402
+from tests.forge_lightning.scenarios import Metrics, scheduled  # noqa: E402
 from tests.support.profiles import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +39,7 @@ def plateau() -> type[Any]:
     return scheduled(make, monitor="val_loss", interval="step", frequency=3, strict=False)
 
 
-@pytest.mark.parametrize("kind", some([Shared, plateau(), Logs, Scheduled]))
+@pytest.mark.parametrize("kind", some([Shared, plateau(), Logs, Scheduled, Metrics]))
 def test_a_cut_run_goes_on_bit_for_bit(kind: type[Any], tmp_path: Path) -> None:
     @forge.on("step_end")
     def power_cut(step: forge.Step) -> None:
@@ -49,8 +49,7 @@ def test_a_cut_run_goes_on_bit_for_bit(kind: type[Any], tmp_path: Path) -> None:
     def run(folder: str, *more: Any, **options: Any) -> tuple[Any, EarlyStopping]:
         torch.manual_seed(0)
         module, stop = kind(), EarlyStopping("val_loss", patience=5, strict=False)
-        settings = {"max_epochs": 3, "seed": 7, "device": "cpu", "run_dir": tmp_path / folder, **options}
-        trainer = forge.Trainer(plugins=[Checkpoint("2 updates"), *more], **settings)
+        trainer = forge_trainer(plugins=[Checkpoint("2 updates"), *more], run_dir=tmp_path / folder, **options)
         trainer.fit(forge.LightningAdapter(module, callbacks=[stop]), loader(), loader(10, seed=1))
         return module, stop
 
@@ -86,17 +85,14 @@ def test_a_resumed_run_counts_as_under_lightning(epochs: int, tmp_path: Path) ->
         torch.manual_seed(0)
         return Steady()
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"accelerator": "cpu", "num_sanity_val_steps": 0, **quiet}
-    first = L.Trainer(max_epochs=epochs, **options)
+    first = lightning_trainer(max_epochs=epochs)
     first.fit(make(), loader(), loader(10, seed=1))
     first.save_checkpoint(tmp_path / "theirs.ckpt")
     theirs, ours = make(), make()
-    L.Trainer(max_epochs=4, **options).fit(theirs, loader(), loader(10, seed=1), ckpt_path=tmp_path / "theirs.ckpt")
+    checkpoint = tmp_path / "theirs.ckpt"
+    lightning_trainer(max_epochs=4).fit(theirs, loader(), loader(10, seed=1), ckpt_path=checkpoint)
     for module, until in ((make(), epochs), (ours, 4)):
-        trainer = forge.Trainer(
-            max_epochs=until, plugins=[Checkpoint()], run_dir=tmp_path / "run", resume="auto", device="cpu", seed=0
-        )
+        trainer = forge_trainer(max_epochs=until, plugins=[Checkpoint()], run_dir=tmp_path / "run", resume="auto")
         trainer.fit(forge.LightningAdapter(module), loader(), loader(10, seed=1))
     assert ours.heard == theirs.heard
     assert ours.rates == theirs.rates
@@ -106,7 +102,7 @@ def test_a_resumed_run_counts_as_under_lightning(epochs: int, tmp_path: Path) ->
 def test_a_checkpoint_of_the_stand_in_is_read_by_lightning(tmp_path: Path) -> None:
     callback = L.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss")
     module = Steady()
-    trainer = forge.Trainer(max_epochs=2, plugins=[], run_dir=False, device="cpu")
+    trainer = forge_trainer(max_epochs=2)
     trainer.fit(forge.LightningAdapter(module, callbacks=callback), loader(), loader(10, seed=1))
     read = Steady.load_from_checkpoint(callback.best_model_path)
     best = torch.load(callback.best_model_path, weights_only=False)

@@ -20,13 +20,13 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 
-from tests.forge_lightning.both import Subject, loader  # noqa: E402
+from tests.forge_lightning.both import Subject, forge_trainer, lightning_trainer, loader  # noqa: E402
 from tests.forge_lightning.manual_scenarios import Manual  # noqa: E402
 
 
 def fit(module: Any, val: Any = None, callbacks: Any = (), **options: Any) -> forge.FitResult:
-    settings = {"max_epochs": 2, "plugins": [], "run_dir": False, "device": "cpu", "seed": 0, **options}
-    return forge.Trainer(**settings).fit(forge.LightningAdapter(module, callbacks=callbacks), loader(), val)
+    task = forge.LightningAdapter(module, callbacks=callbacks)
+    return forge_trainer(max_epochs=2, **options).fit(task, loader(), val)
 
 
 READ = (
@@ -62,9 +62,7 @@ class Reads(Subject):
 @pytest.mark.filterwarnings("ignore")
 def test_the_stand_in_answers_as_lightnings_trainer() -> None:
     theirs, ours = Reads(), Reads()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", num_sanity_val_steps=0, **quiet)
-    trainer.fit(theirs, loader(), loader(10, seed=1))
+    lightning_trainer(max_epochs=2).fit(theirs, loader(), loader(10, seed=1))
     fit(ours, loader(10, seed=1))
     assert ours.heard == theirs.heard
 
