@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import forge
-from forge.config import read_recipe
 from forge.data import Splits, TensorLoader
 from forge_recipes.fashion_cnn import moved
 from forge_recipes.fashion_mlp import FashionMLP
@@ -143,15 +142,6 @@ def test_a_file_that_is_broken_is_refused_by_name(content: bytes, tmp_path: Path
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_recipe_is_the_labs() -> None:
-    recipe = read_recipe("fashion_mlp").checked().resolved
-    expected = {"hidden": 256, "dropout": 0.2, "lr": 1e-3, "fused": False}
-    assert {key: recipe["task"][key] for key in expected} == expected
-    assert recipe["data"]["batch_size"] == 64
-    assert recipe["data"]["val_share"] == 0
-    assert recipe["trainer"]["max_epochs"] == 10
 
 
 @pytest.mark.parametrize("fused", some([False, True], quick=1))

@@ -1,17 +1,14 @@
-"""The models of the recipes against ones that somebody else wrote, and each recipe end to end in small."""
+"""The models of the recipes against ones that somebody else wrote."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 import forge
-from forge.cli import main
-from forge.data import TokenStream
 from forge_recipes.gpt import GPT
 from forge_recipes.resnet import ResNet18
 from forge_recipes.synthetic import tokens
@@ -73,47 +70,6 @@ def test_resnet18_is_torchvisions_behind_the_small_stem() -> None:
     assert not theirs
     x = torch.randn(4, 3, 32, 32)
     torch.testing.assert_close(task(x), peer(x), rtol=1e-4, atol=1e-4)
-
-
-TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "context": 16, "vocabulary": 50}
-
-
-def trained(updates: int, plugins: Any = (), **options: Any) -> GPT:
-    """A tiny GPT, trained on a few random windows."""
-    torch.manual_seed(0)
-    task = GPT(**TINY, **options)
-    text = np.random.default_rng(0).integers(50, size=200, dtype=np.uint16)
-    trainer = forge.Trainer(max_updates=updates, seed=1, plugins=plugins, run_dir=False, device="cpu")
-    trainer.fit(task, TokenStream(text, window=16, batch_size=2, samples=8, drop_last=True))
-    return task
-
-
-IN_SMALL = {
-    "mlp": ["task.hidden=8", "data.samples=400", "trainer.max_updates=3"],
-    "resnet18": ["data.samples=20", "data.batch_size=4", "data.size=8", "trainer.max_updates=2", "-p", "no:checkpoint"],
-    "gpt2_124m": [
-        "task.layers=1",
-        "task.width=16",
-        "task.heads=2",
-        "task.context=16",
-        "task.vocabulary=50",
-        "data.window=16",
-        "data.batch_size=2",
-        "data.vocabulary=50",
-        "trainer.max_updates=1",
-        "trainer.validate_every=null",
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in IN_SMALL if name != "mlp")]
-)
-def test_each_recipe_trains_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forge.recipe(name).description
-    compiled = ["-p", "no:compile"] if "compile" in forge.recipe(name).plugins else []
-    assert main(["fit", name, "trainer.device=cpu", *IN_SMALL[name], *compiled]) == 0
-    assert "train/loss" in capsys.readouterr().out
 
 
 def test_tokens_come_from_a_file_where_one_is_given(tmp_path: Any) -> None:

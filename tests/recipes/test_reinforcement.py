@@ -1,4 +1,4 @@
-"""PPO, DQN and GRPO: what they compute by hand, as plain loops bit for bit, killed and resumed, seen by other verbs."""
+"""PPO, DQN and GRPO: what they compute by hand; as plain loops bit for bit, killed and resumed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.profiles import some
 
 pytest.importorskip("gymnasium")
-
-SMALL = {
-    "ppo": ["task.steps=8", "data.environments=2", "data.batch_size=8", "data.epochs=2", "data.episodes=2"],
-    "dqn": ["task.steps=8", "data.environments=2", "data.batch_size=8", "data.every=4", "data.warmup=20"],
-    "grpo": ["task.width=16", "data.group=2", "data.batch_size=50"],
-}
 
 
 def test_advantages_are_sums_over_all_horizons() -> None:
@@ -153,54 +147,6 @@ def test_grpo_cut_in_a_collection_ends_in_the_same_bits(tmp_path: Path) -> None:
     with pytest.raises(PowerCut):
         grpo_by_forge(tmp_path, often, cut_at(8))
     assert_same_weights(grpo_by_forge(tmp_path, often), grpo_by_forge(False))
-
-
-@pytest.mark.parametrize("name", some(["ppo", "dqn", "grpo"]))
-def test_each_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forge.recipe(name).description
-    words = ["fit", name, "trainer.max_updates=6", "trainer.validate_every=6 updates", "-p", "no:tensorboard"]
-    code = main([*words, *SMALL[name]])
-    printed, errors = capsys.readouterr()
-    assert code == 0, errors
-    assert "val/" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    some([["data"], ["plan", "--memory", "1"], ["tune", "lr", "--updates", "10"], ["doctor", "--quick"]], quick=2),
-)
-def test_other_verbs_see_what_the_fit_sees(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    verb = words[: 2 if words[0] == "tune" else 1]
-    code = main([*verb, "ppo", *words[len(verb) :], *SMALL["ppo"], "trainer.max_updates=12"])
-    printed, errors = capsys.readouterr()
-    assert code == 0, printed + errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "dqn"])
-def test_the_road_before_a_long_run_sees_no_mistake(
-    name: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The evidence of the road is that of the fit: what repeats by design is no mistake, and a resume is exact."""
-    words = [*SMALL[name], "trainer.max_updates=60", "trainer.validate_every=30 updates"]
-    code = main(["ready", name, *words, "--budget", "60"])
-    printed, errors = capsys.readouterr()
-    assert code == 0, printed + errors
-    assert "May I start the long run? Yes" in printed
-    for wrong in ("not restored", "duplicates", "tensor_ignored", "average_stands_still", "is not learnt"):
-        assert wrong not in printed, printed
-
-
-@pytest.mark.slow
-def test_a_sweep_trains_policies(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optuna")
-    words = [*SMALL["ppo"], "trainer.max_updates=8", "trainer.validate_every=4 updates", "-p", "no:tensorboard"]
-    asked = ["task.lr=choice(1e-4,1e-3)", "--metric", "val/return", "--mode", "max", "--trials", "2"]
-    code = main(["sweep", "ppo", *asked, *words])
-    printed, errors = capsys.readouterr()
-    assert code == 0, printed + errors
-    assert len(list(empty_folder.rglob("trial-*/end.json"))) == 2
 
 
 DATA = """

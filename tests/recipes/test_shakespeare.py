@@ -78,14 +78,6 @@ def test_matrices_decay_and_norms_do_not() -> None:
     assert {p.ndim for p in others["params"]} == {1}
 
 
-def test_the_recipe_is_nanogpts_setting_for_a_gpu() -> None:
-    recipe = forge.recipe("shakespeare_char")
-    assert recipe.trainer["max_updates"] == 5000
-    assert recipe.plugins["schedule"] == {"kind": "cosine", "warmup": 100, "min_ratio": 0.1}
-    assert recipe.plugins["clip"] == {"max_norm": 1.0}
-    assert recipe.plugins["amp"] == {"dtype": "bf16"}
-
-
 # -- the data ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,9 @@
-"""The small recipes: what they compute against plain PyTorch and plain counting, that they learn and can be resumed."""
+"""The small recipes: what they compute against plain PyTorch and plain counting, and that they learn."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,22 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import forge
-from forge.cli import main
 from forge.data import Loader, Splits, TensorLoader, pad_collate
 from forge.metrics import drawing
 from forge.testing import assert_same_weights
-from forge_plugins import Checkpoint
 from forge_recipes import gan, multilabel, regression, sentiment
 from forge_recipes.digits import digits
-from tests.support.profiles import some
-
-NAMES = {
-    "gan_digits": [],
-    "multilabel": ["data.train=200", "data.val=50"],
-    "regression": [],
-    "sentiment": ["data.train=200", "data.val=50"],
-}
-"""The recipes, with what makes their data small."""
 
 
 def fit(task: Any, splits: Splits, **options: Any) -> forge.FitResult:
@@ -52,44 +40,6 @@ def whole(loader: Any) -> tuple[Tensor, Tensor]:
     """The tensors of a loader, all of them."""
     assert isinstance(loader, TensorLoader)
     return loader.tensors[0], loader.tensors[1]
-
-
-# -- all of them ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", some(NAMES))
-def test_each_recipe_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forge.recipe(name).description
-    words = ["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"]
-    code = main([*words, *NAMES[name]])
-    printed, errors = capsys.readouterr()
-    assert code == 0, errors
-    assert "val/" in printed
-
-
-RESUMED: dict[str, tuple[Callable[[], Any], Callable[[], Splits]]] = {
-    "gan": (lambda: gan.DigitsGAN(hidden=16), lambda: digits(batch_size=300)),
-    "multilabel": (lambda: multilabel.Multilabel(width=4), lambda: multilabel.digit_pairs(100, 20, 20)),
-    "regression": (lambda: regression.Regression(hidden=8), lambda: regression.waves(125, batch_size=20)),
-    "sentiment": (lambda: sentiment.Sentiment(width=8), lambda: sentiment.reviews(100, 20, 20)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some(RESUMED))
-def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str) -> None:
-    make_task, make_splits = RESUMED[name]
-
-    def life(folder: str, updates: int) -> Any:
-        torch.manual_seed(0)
-        task = make_task()
-        options = {"resume": "auto", "validate_every": "2 updates", "plugins": [Checkpoint(every=None)]}
-        fit(task, make_splits(), max_updates=updates, run_dir=folder, **options)
-        return task
-
-    straight = life("straight", 8)
-    life("cut", 3)  # in the middle of an epoch of 5
-    assert_same_weights(life("cut", 8), straight)
 
 
 # -- gan_digits -------------------------------------------------------------------------------------------------------
