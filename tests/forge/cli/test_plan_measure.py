@@ -42,16 +42,6 @@ def test_the_costs_of_every_plugin_come_after_the_plan(forge: Forge) -> None:
 
 
 @pytest.mark.slow
-def test_json_holds_the_measured_costs(forge: Forge) -> None:
-    _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "8", "--json")
-    measured = json.loads(out)["measured"]
-    assert measured["updates"] == 7
-    assert {row["plugin"] for row in measured["rows"]} >= {"clip", "guard", "progress"}
-    assert measured["update_us"] > 0
-    assert sum(row["share"] for row in measured["rows"]) <= 1
-
-
-@pytest.mark.slow
 def test_what_a_task_prints_does_not_get_into_the_json(forge: Forge) -> None:
     Path("chatty.py").write_text(
         """
@@ -77,7 +67,10 @@ def data():
 """
     )
     _, out, err = forge("plan", "chatty.py", "-p", "no:tensorboard", "--measure", "--updates", "4", "--json")
-    assert json.loads(out)["measured"]["updates"] == 3
+    measured = json.loads(out)["measured"]
+    assert measured["updates"] == 3
+    assert {row["plugin"] for row in measured["rows"]} >= {"guard", "progress"}
+    assert sum(row["share"] for row in measured["rows"]) <= 1
     assert "hello" in err
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,21 +10,7 @@ from forge.cli import main
 from forge.runs.find import locate
 from forge.runs.folder import RunFolder
 from forge.runs.group import RunGroup
-from tests.forge.cli.test_runs import card, listed, write_run
-
-
-def write_group(name: str, values: dict[str, float], day: int = 1, planned: int = 0, **more: Any) -> Path:
-    """A group with a finished run for each value of val/loss."""
-    for i, (run, value) in enumerate(values.items()):
-        described = card(day, trainer={"seed": i}, **more)
-        described["task"] = {"class": "Net", "options": {"lr": 0.1 * day}}
-        lines = [{"update": 5, "val/loss": 2 * value}, {"update": 10, "val/loss": value}]
-        write_run(f"{name}/{run}", *lines, end={"status": "finished", "metrics": {"val/loss": value}}, card=described)
-    home = Path("runs") / name
-    names = [*values, *(f"seed-{i}" for i in range(len(values), planned))]
-    content = {"command": f"forge fit {name}", "job": [name], "runs": {run: {"trainer.seed": 0} for run in names}}
-    (home / "group.json").write_text(json.dumps(content))
-    return home
+from tests.support.run_folders import card, listed, write_group, write_run
 
 
 @pytest.fixture(autouse=True)

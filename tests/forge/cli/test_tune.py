@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from forge.cli import main, tune
-from forge.config import read_recipe
-from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, SpeedReport, StepReading, batch, step_timer
+from forge.cli import main
+from forge.tuning import batch
 from forge.tuning.lr import rate_text
 from forge.util import peak_memory
-from forge_speed.commands import tune_speed
 
 TASK = """
 import torch
@@ -160,99 +156,3 @@ def test_data_of_one_size_only_are_refused_with_what_to_write(capsys: Any, file:
 def test_a_mistake_is_named(capsys: Any, file: str, words: list[str], said: str) -> None:
     _, err = ask(capsys, words[0], file + ":Task", *words[1:], code=2)
     assert said in err
-
-
-# -- the verdict ------------------------------------------------------------------------------------------------------
-
-
-def verdict(*speeds: float, bound: Any = None, own: int = 1, rate: float | None = None) -> str:
-    probes = [Probe(2**i, speed=speed) for i, speed in enumerate(speeds)]
-    return " ".join(tune.verdict(BatchReport([*probes, *([bound] if bound else [])]), own, rate))
-
-
-def test_a_smaller_batch_that_is_as_fast_is_pointed_out() -> None:
-    said = verdict(100, 390, 400)
-    assert "4 is the largest batch that works" in said
-    assert "2 is within 3 % of the best speed (400 samples/s at 4), and makes more updates of the same data." in said
-
-
-# -- speed ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times do not matter here."""
-    for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
-        monkeypatch.setattr(step_timer, name, value)
-
-
-@pytest.mark.slow
-def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], file: str, quick: None) -> None:
-    words = [f"{file}:Task", "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
-    out, err = ask(capsys, "speed", *words)
-    names = (file, "runs/tune/Task-speed.yaml", "runs/tune/Task-speed.svg")
-    assert written() == {str(Path(name).resolve()) for name in names}
-    assert "Up to 10 minutes of trials on cpu; the precision stays" in err
-    for text in ("fused_optimizer", "micro-batch 4", "needs CUDA", "left out", "changes the precision"):
-        assert text in out
-    config = yaml.safe_load(Path("runs/tune/Task-speed.yaml").read_text())
-    assert config["task"] == {"lr": 0.01}
-    assert config["trainer"] == {"device": "cpu"}
-    assert config["data"]["batch_size"] in (4, 8)
-    command = shlex.split(next(line for line in out.splitlines() if line.startswith("use it")).removeprefix("use it"))
-    assert command[1:] == ["fit", f"{file}:Task", "--recipe", "runs/tune/Task-speed.yaml"]
-    assert main([*command[1:], "-q", "trainer.max_epochs=1", "--run-dir", "runs/one"]) == 0
-    assert Path("runs/one/weights.safetensors").is_file()
-
-
-def report_of(**changed: Any) -> SpeedReport:
-    start, fast = StepReading(10.0, 2 * 10**9, same=True), StepReading(4.0, 3 * 10**9, 31.0, same=False)
-    rows = [
-        LeverRow(Lever("compile", Change({"compile": {}}), "rounding"), "", fast, fast, chosen=True),
-        LeverRow(Lever("amp bf16", Change({"amp": {}}), "precision"), "no gain", start, start),
-        LeverRow(Lever("kernels", Change({"kernels": {}}), "rounding"), "RuntimeError: no", failed=True),
-    ]
-    return SpeedReport(start, rows, **{"best": fast, "chosen": [rows[0].lever], **changed})
-
-
-def test_the_table_of_speed_has_times_memory_numbers_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    tune_speed.print_report(report_of())
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "start 10.0 ms 2.00 GB" in lines
-    assert "compile 4.00 ms 3.00 GB 4.00 ms 3.00 GB rounding 31 s used" in lines
-    assert "amp bf16 10.0 ms 2.00 GB 10.0 ms 2.00 GB precision no gain" in lines
-    assert "failed kernels RuntimeError: no" in lines
-    assert "2.50× as fast: 10.0 -> 4.00 ms per update, 2.00 -> 3.00 GB: compile." in lines
-
-
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"best": None, "chosen": []}, "your recipe stays as it is"),
-        ({"best": None, "chosen": [], "dropped": "compile"}, "compile was no faster in the end"),
-        ({"best": None, "chosen": [], "fits": False}, "Nothing fits into the limit"),
-        ({"reproducible": False}, "gives other bits each time"),
-        ({"extremes": (10.0, 12.0)}, "took 10.0 to 12.0 ms"),
-        ({"spent": True}, "--budget"),
-    ],
-)
-def test_the_verdict_of_speed_says_what_to_know(changed: Any, text: str) -> None:
-    assert text in " ".join(tune_speed.verdict(report_of(**changed)))
-
-
-def test_the_answer_changes_a_recipe_by_name(empty_folder: Path) -> None:
-    recipe = read_recipe("frugal").checked()
-    change = Change({"remat": None, "compile": {"dynamic": None}}, {"batch_size": 4})
-    changed = tune_speed.changed_recipe(recipe, change)
-    assert "remat" not in changed.plugins
-    assert changed.plugins["compile"] == {"dynamic": None}
-    assert changed.config["data"] == {"batch_size": 4}
-
-
-def test_options_of_another_search_are_refused(capsys: pytest.CaptureFixture[str], file: str) -> None:
-    _, err = ask(capsys, "lr", f"{file}:Task", "--bitwise", code=2)
-    assert "forge tune has no option '--bitwise'" in err
-    _, err = ask(capsys, "speed", f"{file}:Task", "--updates", "3", code=2)
-    assert "forge tune speed has no option '--updates'" in err
-    _, err = ask(capsys, "speed", f"{file}:Task", "--out", "x.png", code=2)
-    assert ".yaml" in err

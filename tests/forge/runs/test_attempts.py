@@ -19,7 +19,7 @@ from forge.runs.attempts import attempts_of
 from forge.runs.card import command
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Tensorboard
-from tests.forge.cli.test_report import Page
+from tests.forge.report.test_page import Page
 from tests.support.tasks import fit, second_rank
 
 Live = Callable[..., None]

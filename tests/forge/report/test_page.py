@@ -1,4 +1,4 @@
-"""forge report: one page that holds what the run folder holds, and nothing that a stranger could run."""
+"""The page of `forge report`: what the run folder holds, means of groups, and nothing that a stranger could run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ import forge
 from forge.cli import main
 from forge.report.images import pictures
 from forge.report.page import page
+from forge.runs.find import locate
 from forge.runs.folder import RunFolder
+from forge.runs.group import RunGroup
 from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
 from tests.support.profiles import some
+from tests.support.run_folders import write_group, write_run
 from tests.support.tasks import Classifier, fit, make_batches
 
 HOSTILE = """</pre></td></svg></style><script>alert('x"')</script><img src=x onerror=alert(1)>"""
@@ -125,14 +128,11 @@ class TestOneRun:
         assert shown.points("clip") == written(trained, "ledger/clip")
         assert len(shown.points("train")[0]) == 9
 
-    def test_it_says_how_the_run_ended_and_what_it_came_to(self, trained: Path) -> None:
+    def test_it_shows_the_last_and_the_best_of_a_metric(self, trained: Path) -> None:
         text = Page(page([RunFolder(trained)])).text
         end = json.loads((trained / "end.json").read_text())
-        assert "Finished after 3 epochs, 18 updates in " in text
-        assert " s, as planned (max_epochs)." in text
         assert f"val/accuracy {end['metrics']['val/accuracy']:.5g}" in text
-        best = min(y for _, y in written(trained, "val/loss")[0])
-        assert f"{best:.5g} 18" in text
+        assert f"{min(y for _, y in written(trained, 'val/loss')[0]):.5g} 18" in text
 
     def test_it_has_card_stack_ledger_checkpoints_samples_and_recipe(self, trained: Path) -> None:
         text = Page(page([RunFolder(trained)])).text
@@ -414,3 +414,84 @@ class TestMistakes:
         assert "cannot be written to file/page.html" in capsys.readouterr().err
         assert main(["report", str(trained), "-o", "."]) == 2
         assert "name a file in it" in capsys.readouterr().err
+
+
+class TestAGroup:
+    def test_its_curve_is_the_mean_with_a_band(self) -> None:
+        group = RunGroup(write_group("mine/g", {"seed-0": 1.0, "seed-1": 2.0}))
+        text = page([group])
+        assert Page(text).points("val") == [[(5, 3.0), (10, 1.5)]]
+        assert text.count('class="band"') == 1
+        assert "val 1.5 ± 0.7071" in Page(text).text
+        for word in ("val/loss 1.50 ± 0.71", "seed-1", "Single runs", "2 runs of 0 epochs, 10 updates each"):
+            assert word in Page(text).text
+
+    def test_two_and_a_run_lie_side_by_side(self) -> None:
+        write_group("mine/a", {"seed-0": 1.0, "seed-1": 2.0})
+        write_group("mine/b", {"seed-0": 2.0, "seed-1": 2.0})
+        write_run("mine/c", {"update": 5, "val/loss": 1.0}, {"update": 10, "val/loss": 0.5})
+        text = page([locate(f"runs/mine/{name}") for name in "abc"])
+        assert Page(text).points("A val", "C val") == [[(5, 3.0), (10, 1.5)], [(5, 1.0), (10, 0.5)]]
+        assert text.count('class="band"') == 2
+        assert "3 rows" in Page(text).text
+
+    def test_a_stranger_writes_no_markup(self) -> None:
+        home = write_group("mine/g", {"seed-0": 1.0, "seed-1": 2.0})
+        content = {"command": HOSTILE, "job": HOSTILE, "runs": {HOSTILE: {}, "seed-0": HOSTILE}}
+        (home / "group.json").write_text(json.dumps(content))
+        (home / "notes.json").write_text(json.dumps({"tags": [HOSTILE], "note": HOSTILE}))
+        shown = Page(page([RunGroup(home)]))
+        assert not {"script", "img"} & set(shown.tags)
+        assert "alert(" in shown.text
+
+    def test_one_without_runs_has_a_page(self, tmp_path: Path) -> None:
+        (tmp_path / "group.json").write_text("{}")
+        assert "none begun" in Page(page([RunGroup(tmp_path)])).text
+
+
+def epoch_logs(logs: int) -> list[dict[str, Any]]:
+    """Two epochs of some logs each, and the mean of each epoch."""
+    found: list[dict[str, Any]] = []
+    for update in range(1, 2 * logs + 1):
+        line: dict[str, Any] = {"update": update, "train/loss": 1.0 / update}
+        if update % logs == 0:
+            line["train/loss_epoch"] = sum(1.0 / at for at in range(update - logs + 1, update + 1)) / logs
+        found.append(line)
+    return found
+
+
+class TestCharts:
+    @pytest.mark.parametrize(("logs", "titles"), [(1, ["loss"]), (3, ["loss", "loss_epoch"])])
+    def test_the_mean_of_an_epoch_that_is_one_log_is_no_second_chart(self, logs: int, titles: list[str]) -> None:
+        text = page([RunFolder(write_run("a", *epoch_logs(logs)))])
+        assert [title for title in ("loss", "loss_epoch") if f"<figcaption>{title}</figcaption>" in text] == titles
+
+    def test_a_log_between_two_epochs_is_no_reason_for_a_second_chart(self) -> None:
+        at = (20, 40, 50, 60, 80, 100)
+        logs = [{"update": i, "train/loss": i, **({} if i == 50 else {"train/loss_epoch": -i})} for i in at]
+        text = page([RunFolder(write_run("a", *logs))])
+        assert "loss_epoch" not in text.partition("Curves")[2]
+        assert Page(text).points("train") == [[(i, -i) for i in at if i != 50]]
+
+    def test_a_key_hides_its_curve_and_what_is_told_of_it(self) -> None:
+        text = page([RunFolder(write_run("a", *({"update": i, "train/loss": 1, "val/loss": 2} for i in (1, 2, 3))))])
+        assert text.count("<input type='checkbox' checked>") == 2
+        assert ".chart:has(.keys>:nth-child(2)>input:not(:checked)) .s1{display:none}" in text
+        assert text.count('<g class="s1">') == 1 + 3
+        assert Page(text).text.count("val 2") >= 3
+
+    def test_a_curve_alone_needs_no_key(self) -> None:
+        assert "<input" not in page([RunFolder(write_run("a", {"update": 1, "lr": 1.0}, {"update": 2, "lr": 2.0}))])
+
+    def test_long_curves_tell_their_values_at_some_places(self) -> None:
+        text = page([RunFolder(write_run("a", *({"update": i, "val/loss": i} for i in range(1, 500))))])
+        assert text.count('class="at"') == 40
+
+    def test_eight_runs_are_in_one_chart(self) -> None:
+        runs = [
+            RunFolder(write_run(f"mine/{k}", *({"update": i, "train/loss": k, "val/loss": i} for i in (1, 2))))
+            for k in range(8)
+        ]
+        text = page(runs)
+        assert text.count("<figcaption>loss</figcaption>") == 1
+        assert {curve["stroke"] for curve in Page(text).curves} == {f"var(--c{i})" for i in range(8)}
