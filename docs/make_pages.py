@@ -16,7 +16,6 @@ from forge.cli import plugin_page
 FOLDER = Path(__file__).parent / "plugins"
 GROUPS = {
     "Speed and memory": {
-        "autotune": "finding the fastest stack",
         "amp": "mixed precision (bf16, fp16)",
         "compile": "torch.compile",
         "cuda_graph": "CUDA graphs",

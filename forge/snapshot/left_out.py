@@ -1,4 +1,4 @@
-"""Which plugins of a stack a trial run leaves out: those that save, stop or observe it, or run trials themselves."""
+"""Which plugins of a stack a trial run leaves out: those that save, stop or observe it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from forge.contract.plugin import Plugin
 
 SCHEDULE = "schedule"
 """What plugins that change learning rates provide: a trial sets its own."""
-TRIALS = "trials"
-"""What plugins that run trials provide: a trial runs none of its own."""
 
 
 def is_left_out(plugin: Plugin, *also: str) -> bool:
@@ -19,7 +17,7 @@ def is_left_out(plugin: Plugin, *also: str) -> bool:
     only_looks = plugin.observer and not _implements(plugin, "forge_build_loader")
     saves = _implements(plugin, "forge_save")
     stops = _implements(plugin, "forge_boundary") or "endless" in plugin.cures
-    return only_looks or saves or stops or not {TRIALS, *also}.isdisjoint(plugin.provides)
+    return only_looks or saves or stops or not set(also).isdisjoint(plugin.provides)
 
 
 def _implements(plugin: Plugin, hook: str) -> bool:

@@ -16,7 +16,6 @@ from tests.conftest import PROFILE, REPO
 OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_"))
 CHEAP = {
     "compile": ["compile.backend=aot_eager"],
-    "autotune": ["autotune.leave_out=compile", "autotune.budget=0.05", "autotune.cache=false"],
 }
 """What an example leaves out so that it reads well, and a test adds: no C++ compiler, and little time."""
 

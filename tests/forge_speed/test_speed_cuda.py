@@ -1,4 +1,4 @@
-"""speed_range, autotune and backends on a CUDA device; nobody looks at the times."""
+"""speed_range and backends on a CUDA device; nobody looks at the times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import forge
 from forge.testing import TinyTask, tiny_batches
 from forge.tuning import speed_range, step_timer
 from forge_plugins import Backends
-from forge_speed.autotune import Autotune
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
 
 pytestmark = pytest.mark.gpu
@@ -58,10 +57,3 @@ def test_switches_are_set_for_the_run_and_put_back() -> None:
     forge.Trainer(plugins=plugins, max_epochs=1, run_dir=False, device="cuda").fit(TinyTask(), tiny_batches())
     assert set(seen) == {("high", True, True)}
     assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark) == before
-
-
-def test_autotune_runs_and_gives_the_memory_back() -> None:
-    tuned = Autotune(cache=False, leave_out=["compile", "kernels"])
-    trainer = forge.Trainer(plugins=[tuned], max_epochs=1, seed=0, run_dir=False, device="cuda")
-    trainer.fit(TinyTask(), tiny_batches())
-    assert not tuned.answer.keys() & {"compile", "kernels"}

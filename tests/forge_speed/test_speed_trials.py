@@ -13,12 +13,11 @@ import forge
 from forge.data import TensorLoader
 from forge.errors import ForgeError
 from forge.testing import TinyTask, tiny_batches
-from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw_speed, speed_range, step_timer
+from forge.tuning import Change, Lever, speed_range, step_timer
 from forge.util import peak_memory
 from forge.util.time_limit import TrialTooLong, time_limit
 from forge_plugins import Clip
 from forge_speed.speed import StepTrials
-from forge_speed.speed_plot import bars_of
 from forge_speed.speed_search import LeverFailed
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
 
@@ -126,19 +125,3 @@ def test_a_trial_that_takes_too_long_is_stopped() -> None:
         stuck()
     with time_limit(60):
         pass
-
-
-def test_the_picture_has_a_bar_for_every_reading(tmp_path: Path) -> None:
-    start, fast, slow = StepReading(10.0, 10**9), StepReading(5.0, 2 * 10**9), StepReading(99.0)
-    rows = [
-        LeverRow(adding("a"), "", fast, fast, chosen=True),
-        LeverRow(adding("b"), "slower", slow),
-        LeverRow(adding("c"), "needs CUDA"),
-    ]
-    report = SpeedReport(start, rows, fast, [rows[0].lever])
-    assert [bar.name for bar in bars_of(report)] == ["start", "each lever alone", "a", "b", "together", "a"]
-    drawn = draw_speed(report, "A task", tmp_path / "new" / "speed.yaml").read_text()
-    assert drawn.count("<rect") == 4
-    for text in ("10.0 ms to 5.00 ms", "2.00 times as fast", "5.00 ms  2.00 GB", "99.0 ms", "each lever alone"):
-        assert text in drawn
-    assert draw_speed(SpeedReport(start, []), "Nothing", tmp_path / "none.svg").is_file()

@@ -57,9 +57,9 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    """Search, print the table, draw the picture and write the recipe."""
+    """Search, print the table and write the recipe."""
     from forge.env import pick_device
-    from forge.tuning import draw_speed, speed_range
+    from forge.tuning import speed_range
 
     recipe = target.load_seeded(args)
     name = target.name_of(recipe)
@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
     budget = BUDGET if args.budget is None else args.budget
     out = Path(args.out or Path("runs/tune") / f"{name}-speed.yaml")
     if out.suffix not in (".yaml", ".yml"):
-        raise ForgeError(f"--out {out}: the recipe is a .yaml file; the picture is written beside it.")
+        raise ForgeError(f"--out {out}: the recipe is a .yaml file.")
     show.message(f"Up to {budget:g} minutes of trials on {device}; {_permitted(numbers, args.limit)} ...", "dim")
     report = speed_range(
         recipe.make_task,
@@ -82,12 +82,10 @@ def run(args: Namespace) -> int:
         recipe=recipe,
         plugins={},
     )
-    picture = draw_speed(report, f"Speed of {name} on {device}", out)
     with atomic_write(out) as beside:
         beside.write_text(_header(report, str(device)) + changed_recipe(recipe, report.change).to_yaml())
     print_report(report)
     lines = {
-        "picture": str(show.near(picture.absolute())),
         "recipe": str(show.near(out.absolute())),
         "use it": shlex.join([show.command("forge"), "fit", *_target(args, recipe, out)]),
     }

@@ -232,7 +232,6 @@ def test_a_compiled_stack_equals_the_loop_and_resumes(
 
 def test_every_built_in_plugin_is_in_these_laws() -> None:
     ours = {n for n, entry in registry.installed("plugin").items() if entry.value.startswith("forge_")}
-    ours -= {"autotune"}  # it chooses among the others
     strategies = {
         "context_parallel",
         "ddp",

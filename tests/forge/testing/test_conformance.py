@@ -59,8 +59,6 @@ def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytes
     ):  # that the order of a stack makes no difference is a law of tests/forge/engine/test_composition.py
         leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]
         leave_out.append("purity")  # tests/forge/testing/test_purity.py has it
-    if name == "autotune" and "exceptions" not in leave_out:
-        leave_out.append("exceptions")  # the kit's errors occur once: its trials meet them, and the run does not
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
 
 
