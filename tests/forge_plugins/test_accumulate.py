@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError
-from forge.testing import assert_same_weights
-from forge_plugins import Accumulate, Checkpoint, Clip
-from tests.forge.snapshot.test_resume import die, live
+from forge_plugins import Accumulate
+from tests.forge.snapshot.test_resume import resumes
 from tests.support.tasks import Classifier, fit, make_batches
 
 Batch = tuple[Tensor, Tensor]
@@ -109,23 +108,6 @@ def test_a_loader_without_a_length_is_windowed_the_same_way() -> None:
     torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-def test_updates_are_counted_per_window() -> None:
-    assert fit(train=make_batches(5), max_epochs=2, plugins=[Accumulate(2)]).updates == 6
-
-
-def test_gradients_are_clipped_once_per_window() -> None:
-    clipped: list[int] = []
-
-    class Count(Clip):
-        @forge.hookimpl
-        def forge_edit_grads(self, step: forge.Step) -> None:
-            clipped.append(step.index)
-            super().forge_edit_grads(step)
-
-    fit(train=make_batches(5), plugins=[Accumulate(2), Count(0.1)])
-    assert clipped == [0, 1, 2]
-
-
 def test_the_window_knows_its_length_before_its_first_backward() -> None:
     seen: list[tuple[int, int, bool]] = []
 
@@ -185,10 +167,5 @@ def test_windows_by_epoch_that_say_too_little_are_refused(window: dict[int, int]
 
 @pytest.mark.slow
 def test_windows_by_epoch_resume_in_the_same_bits(tmp_path: Path) -> None:
-    plugins = lambda: [Accumulate({0: 3, 1: 2}), Checkpoint("1 updates", background=False)]  # noqa: E731
-    straight, _ = live(tmp_path / "straight", plugins())
-    for update in (1, 4, 6):
-        die(tmp_path / "cut", plugins(), update)
-    resumed, result = live(tmp_path / "cut", plugins())
+    result = resumes(tmp_path, dict, lambda updates: [1, 4, 6], plugins=lambda: [Accumulate({0: 3, 1: 2})])
     assert result.updates == 2 + 3 + 3
-    assert_same_weights(resumed, straight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import forge
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import EMA, FSDP, SWA, Accumulate, Checkpoint
-from tests.forge.snapshot.test_resume import die, live
+from tests.forge.snapshot.test_resume import resumes
 from tests.support.ddp_kit import Plain, train
 from tests.support.fsdp_kit import Block, close
 from tests.support.fsdp_kit import train as train_sharded
@@ -93,11 +93,7 @@ def test_a_task_trains_as_with_a_target_network_by_hand(kind: type[TinyTask], wi
 @pytest.mark.parametrize("kind", some([MeanTeacher, InEval, Later], quick=1))
 @pytest.mark.parametrize("cut", some([1, 6], quick=1))
 def test_a_cut_run_ends_as_one_that_was_not(kind: type[TinyTask], cut: int, tmp_path: Path) -> None:
-    plugins = lambda: [EMA(DECAY), Checkpoint(every="1 update")]  # noqa: E731
-    straight, _ = live(tmp_path / "straight", plugins(), task=kind())
-    die(tmp_path / "cut", plugins(), cut, task=kind())
-    resumed, _ = live(tmp_path / "cut", plugins(), task=kind())
-    assert_same_weights(resumed, straight)
+    resumes(tmp_path, lambda: {"task": kind()}, lambda updates: [cut], plugins=lambda: [EMA(DECAY)])
 
 
 def test_the_target_has_no_gradient_shares_the_average_and_follows_the_modes() -> None:

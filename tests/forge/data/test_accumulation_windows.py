@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import forge
 from forge.data import Feed, Loader, workers
-from forge.testing import TinyTask, assert_same_weights
-from forge_plugins import Accumulate, Anomaly, Checkpoint
-from tests.forge.snapshot.test_resume import die, live
+from forge.testing import TinyTask
+from forge_plugins import Accumulate, Anomaly
+from tests.forge.snapshot.test_resume import Noisy, resumes
 from tests.support.profiles import covering, some
 
 
@@ -167,26 +167,8 @@ def test_beginning_a_stateful_loader_leaves_rng_alone() -> None:
 # torchdata's StatefulDataLoader
 
 
-class Table(Dataset):
-    """Samples that are drawn from nothing."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(45, 6, generator=generator)
-        self.y = torch.randint(3, (45,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index], self.y[index]
-
-
-class Jittered(Table):
-    """Samples with augmentation from torch's own generator."""
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index] + torch.randn(6), self.y[index]
+def table() -> TensorDataset:
+    return TensorDataset(Noisy().x, Noisy().y)
 
 
 @pytest.mark.slow
@@ -194,10 +176,10 @@ class Jittered(Table):
 @pytest.mark.parametrize(
     ("data", "options"),
     [
-        pytest.param(Table, {}, marks=pytest.mark.slow),
-        (Jittered, {}),
-        pytest.param(Table, {"num_workers": 2}, marks=pytest.mark.slow),
-        pytest.param(Table, {"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.slow),
+        pytest.param(table, {}, marks=pytest.mark.slow),
+        (Noisy, {}),
+        pytest.param(table, {"num_workers": 2}, marks=pytest.mark.slow),
+        pytest.param(table, {"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.slow),
     ],
     ids=["alone", "alone and augmented", "workers", "persistent workers"],
 )
@@ -211,14 +193,7 @@ def test_torchdatas_stateful_loader_resumes_to_the_same_bits(
         sampler = torchdata.sampler.RandomSampler(data(), generator=generator)
         return torchdata.StatefulDataLoader(data(), batch_size=8, sampler=sampler, **options)
 
-    def saves() -> list[Any]:
-        return [Checkpoint(every="1 updates", keep=2)]
-
-    straight, expected = live(tmp_path / "straight", saves(), train=loader(), max_epochs=2)
-    die(tmp_path / "cut", saves(), update, train=loader(), max_epochs=2)
-    resumed, result = live(tmp_path / "cut", saves(), train=loader(), max_epochs=2)
-    assert_same_weights(resumed, straight)
-    assert result.metrics == expected.metrics
+    resumes(tmp_path, lambda: {"train": loader(), "max_epochs": 2}, lambda updates: [update])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

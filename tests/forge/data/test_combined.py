@@ -16,8 +16,8 @@ from forge.data.sharding import RankLoader
 from forge.env import Env, move
 from forge.errors import DataError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import Checkpoint, Limit
-from tests.forge.snapshot.test_resume import Noisy, die, live
+from forge_plugins import Limit
+from tests.forge.snapshot.test_resume import Noisy, resumes
 from tests.support.profiles import some
 
 MODES = ["max_size_cycle", "max_size", "min_size", "sequential"]
@@ -91,11 +91,6 @@ def train() -> dict[str, Any]:
     return {"a": Loader(Noisy(), 8, shuffle=True), "b": DataLoader(Noisy(20), 8, shuffle=True)}
 
 
-def test_a_dict_of_train_loaders_is_combined() -> None:
-    _, result = fit_tiny([], task=Both(), train=train())
-    assert result.updates == 2 * 6
-
-
 def test_the_same_step_as_with_batches_made_by_hand() -> None:
     a, b = tiny_batches(seed=1), tiny_batches((8, 8), seed=2)
     combined, _ = fit_tiny([], task=Both(), train={"a": a, "b": b}, max_epochs=1)
@@ -107,13 +102,8 @@ def test_the_same_step_as_with_batches_made_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_over_several_loaders_resumes(tmp_path: Path, limited: bool) -> None:
-    plugins = lambda: [Checkpoint("1 updates", background=False), *([Limit(train=5)] if limited else [])]  # noqa: E731
-    straight, expected = live(tmp_path / "straight", plugins(), task=Both(), train=train())
-    for update in (2, 6, 9):
-        die(tmp_path / "cut", plugins(), update, task=Both(), train=train())
-    resumed, result = live(tmp_path / "cut", plugins(), task=Both(), train=train())
-    assert_same_weights(resumed, straight)
-    assert result.metrics == expected.metrics
+    plugins = lambda: [Limit(train=5)] if limited else []  # noqa: E731
+    resumes(tmp_path, lambda: {"task": Both(), "train": train()}, lambda updates: [2, 6, 9], plugins=plugins)
 
 
 class Stream(IterableDataset):
@@ -157,12 +147,7 @@ class Samples(IterableDataset):
 
 def test_a_run_over_a_stream_without_a_state_resumes(tmp_path: Path) -> None:
     train = lambda: {"a": Loader(Noisy(), 8), "b": Loader(Samples(), 8)}  # noqa: E731
-    saves = lambda: [Checkpoint("1 updates", background=False)]  # noqa: E731
-    straight, _ = live(tmp_path / "straight", saves(), task=Both(), train=train())
-    for update in (2, 9):
-        die(tmp_path / "cut", saves(), update, task=Both(), train=train())
-    resumed, _ = live(tmp_path / "cut", saves(), task=Both(), train=train())
-    assert_same_weights(resumed, straight)
+    resumes(tmp_path, lambda: {"task": Both(), "train": train()}, lambda updates: [2, 9])
 
 
 class Walk(IterableDataset):
@@ -213,16 +198,12 @@ class OneOrSeveral(TinyTask):
 @pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "mode"), some(itertools.product([(40, 20), (18, 62)], MODES)))
 def test_a_run_over_streams_with_a_state_resumes(tmp_path: Path, mode: Any, lengths: tuple[int, int]) -> None:
+    def cuts(updates: int) -> list[int]:
+        ends = updates // 3
+        return sorted({1, 2, ends - 1, ends, ends + 1, 2 * ends - 1, 2 * ends, 2 * ends + 2})
+
     given = lambda: {"task": OneOrSeveral(), "train": CombinedLoader(stateful(*lengths), mode)}  # noqa: E731
-    plugins = lambda: [Checkpoint("1 updates", background=False)]  # noqa: E731
-    straight, expected = live(tmp_path / "straight", plugins(), **given())
-    ends = expected.updates // 3
-    for update in sorted({1, 2, ends - 1, ends, ends + 1, 2 * ends - 1, 2 * ends, 2 * ends + 2}):
-        die(tmp_path / "cut", plugins(), update, **given())
-    resumed, result = live(tmp_path / "cut", plugins(), **given())
-    assert result.updates == expected.updates
-    assert_same_weights(resumed, straight)
-    assert result.metrics == expected.metrics
+    resumes(tmp_path, given, cuts)
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
@@ -263,13 +244,3 @@ def test_a_batch_that_moves_in_place_is_kept() -> None:
         [], task=InPlace(), train=[MovesInPlace(*b) for b in tiny_batches()], val=None, validate_every=None
     )
     assert_same_weights(task, fit_tiny([], validate_every=None)[0])
-
-
-class Pipeline(IterableDataset):
-    """As webdataset's WebLoader is made: to torch it looks like a dataset."""
-
-    def __init__(self, loader: Any):
-        self.pipeline = [loader]
-
-    def __iter__(self) -> Any:
-        return iter(self.pipeline[0])

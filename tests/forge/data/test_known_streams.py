@@ -108,15 +108,6 @@ def test_a_stream_of_the_hub_resumes_to_the_same_bits(tmp_path: Path, buffer: in
     check_resume(tmp_path, lambda: Loader(HubStream(buffer), 9, num_workers=workers))  # no batch of one, for BatchNorm
 
 
-def test_a_state_without_the_shuffle_buffer_loses_samples() -> None:
-    """Show why such a stream is read again: this is what its own state gives."""
-    whole, rest = HubStream(16), HubStream(16)
-    before = iter(whole)
-    used = [next(before) for _ in range(10)]
-    rest.load_state_dict(whole.state_dict())
-    assert len(used) + len(list(rest)) < len(ALL)
-
-
 # -- loaders of other packages ----------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import forge
 from forge.checkpoint import StoredCheckpoint
 from forge.data import Loader, TensorLoader
-from forge.data.prefetch import DevicePrefetch
 from forge.snapshot.sandbox import without_side_effects
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, tiny_batches
 from forge_plugins import Checkpoint
-from tests.forge.snapshot.test_resume import die, live
+from tests.forge.data.test_prefetch import Ahead
+from tests.forge.snapshot.test_resume import Noisy, die, live, resumes
 
 MODULE_RNG = np.random.default_rng(8)
 """A global of a task's module."""
@@ -131,11 +131,7 @@ class Sum:
 @pytest.mark.parametrize("kind", ["all at once", *[pytest.param(kind, marks=pytest.mark.slow) for kind in SOURCES]])
 def test_generators_of_the_task_go_on(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make = SOURCES.get(kind, Sum)
-    saver = [Checkpoint(every="3 updates")]
-    straight, _ = live(tmp_path / "straight", saver, task=Drawing(make()), max_epochs=2)
-    die(tmp_path / "cut", saver, 7, task=Drawing(make()), max_epochs=2)
-    resumed, _ = live(tmp_path / "cut", saver, task=Drawing(make()), max_epochs=2)
-    assert_same_weights(resumed, straight)
+    resumes(tmp_path, lambda: {"task": Drawing(make()), "max_epochs": 2}, lambda updates: [7], every="3 updates")
     assert "changes during training" not in caplog.text
 
 
@@ -150,9 +146,7 @@ def test_an_uninterrupted_run_draws_what_a_plain_loop_draws(tmp_path: Path) -> N
 
 class Augmented(Dataset):
     def __init__(self, transform: Callable[[torch.Tensor], torch.Tensor]):
-        generator = torch.Generator().manual_seed(7)
-        self.x, self.y = torch.randn(45, 6, generator=generator), torch.randint(3, (45,), generator=generator)
-        self.transform = transform
+        self.x, self.y, self.transform = Noisy().x, Noisy().y, transform
 
     def __len__(self) -> int:
         return 45
@@ -192,17 +186,13 @@ LOADERS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def resumes(folder: Path, loader: Callable[[], Any], cut: int = 8) -> None:
-    saver = [Checkpoint(every="3 updates")]
-    straight, _ = live(folder / "straight", saver, train=loader(), max_epochs=2)
-    die(folder / "cut", saver, cut, train=loader(), max_epochs=2)
-    resumed, _ = live(folder / "cut", saver, train=loader(), max_epochs=2)
-    assert_same_weights(resumed, straight)
+def check_resume(folder: Path, loader: Callable[[], Any]) -> None:
+    resumes(folder, lambda: {"train": loader(), "max_epochs": 2}, lambda updates: [8], every="3 updates")
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_generators_of_the_data_go_on(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    resumes(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 0))
+    check_resume(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 0))
     assert "changes during training" not in caplog.text
 
 
@@ -210,7 +200,7 @@ def test_generators_of_the_data_go_on(tmp_path: Path, kind: str, caplog: pytest.
     "kind", [kind if kind == "Loader" else pytest.param(kind, marks=pytest.mark.slow) for kind in LOADERS]
 )
 def test_generators_of_the_data_go_on_in_workers(tmp_path: Path, kind: str) -> None:
-    resumes(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 2))
+    check_resume(tmp_path, lambda: LOADERS[kind](Augmented(Jitter()), 2))
 
 
 def test_without_workers_the_data_draw_as_in_a_plain_loop() -> None:
@@ -240,29 +230,11 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_generators_of_a_stream_go_on(tmp_path: Path, workers: int) -> None:
-    resumes(tmp_path, lambda: Loader(Stream(), 8, num_workers=workers))
-
-
-class HostCopies:
-    """Copies of a batch that begin and finish without a device."""
-
-    def begin(self, batch: Any) -> Any:
-        return batch
-
-    def finish(self, begun: Any) -> Any:
-        return begun
-
-    def drop(self, begun: Any) -> None:
-        pass
-
-
-class HostPrefetch(DevicePrefetch):
-    def _copies(self) -> Any:
-        return HostCopies()
+    check_resume(tmp_path, lambda: Loader(Stream(), 8, num_workers=workers))
 
 
 def test_generators_of_prefetched_data_go_on(tmp_path: Path) -> None:
-    resumes(tmp_path, lambda: HostPrefetch(Loader(Augmented(Jitter()), 8, shuffle=True), "cpu"))
+    check_resume(tmp_path, lambda: Ahead(Loader(Augmented(Jitter()), 8, shuffle=True)))
 
 
 def albumented() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -288,7 +260,7 @@ def monai_made() -> Callable[[torch.Tensor], torch.Tensor]:
 def test_transforms_of_packages_go_on(
     tmp_path: Path, make: Any, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumes(tmp_path, lambda: Loader(Augmented(make()), 8, shuffle=True, num_workers=workers))
+    check_resume(tmp_path, lambda: Loader(Augmented(make()), 8, shuffle=True, num_workers=workers))
     assert "changes during training" not in caplog.text
 
 

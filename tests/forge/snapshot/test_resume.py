@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader, TensorLoader
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
-from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Schedule
+from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
 from tests.support.profiles import few
 
 
@@ -100,6 +100,27 @@ def ends_as_if_it_had_not_been_cut(live: Callable[..., Any], folder: Path, updat
     assert log_of(folder / "cut") == log_of(folder / "straight")
 
 
+def resumes(
+    folder: Path,
+    make: Callable[[], dict[str, Any]],
+    cuts: Callable[[int], list[int]],
+    every: str = "1 updates",
+    plugins: Callable[[], list[Any]] = list,
+) -> forge.FitResult:
+    """Compare a run that is cut after each of some updates, given those of a straight one, with the straight one."""
+
+    def stack() -> list[Any]:
+        return [*plugins(), Checkpoint(every=every, keep=2, background=False)]
+
+    straight, expected = live(folder / "straight", stack(), **make())
+    for update in cuts(expected.updates):
+        die(folder / "cut", stack(), update, **make())
+    resumed, result = live(folder / "cut", stack(), **make())
+    assert_same_weights(resumed, straight)
+    assert (result.metrics, result.updates) == (expected.metrics, expected.updates)
+    return result
+
+
 def loaders() -> dict[str, Callable[[], Any]]:
     x, y = Noisy().x, Noisy().y
     return {
@@ -146,16 +167,6 @@ def test_workers_and_prefetch_may_change_between_lives(tmp_path: Path) -> None:
     assert_same_weights(resumed, straight)
 
 
-def test_a_plain_dataloader_is_continued_exactly_too(tmp_path: Path) -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(Noisy(), batch_size=8, shuffle=True)
-
-    straight, _ = live(tmp_path / "straight", everything(), train=loader())
-    die(tmp_path / "cut", everything(), 4, train=loader())
-    resumed, _ = live(tmp_path / "cut", everything(), train=loader())
-    assert_same_weights(resumed, straight)
-
-
 @pytest.mark.parametrize("kind", ["cosine", "one_cycle"])
 def test_a_run_may_grow(tmp_path: Path, kind: str) -> None:
     plugins = [Schedule(kind), Checkpoint()]
@@ -168,13 +179,6 @@ def test_a_run_cannot_end_before_the_point_it_is_continued_from(tmp_path: Path) 
     live(tmp_path, [Checkpoint()], max_epochs=3)
     with pytest.raises(forge.CheckpointError, match="was saved after 3 epochs, and max_epochs is 2"):
         live(tmp_path, [Checkpoint()], max_epochs=2)
-
-
-def test_resuming_a_finished_run_gives_its_result(tmp_path: Path) -> None:
-    first, expected = live(tmp_path, everything())
-    again, result = live(tmp_path, everything())
-    assert_same_weights(again, first)
-    assert result == expected
 
 
 def test_the_order_of_the_stack_and_its_observers_are_free(tmp_path: Path) -> None:
@@ -261,12 +265,6 @@ def test_once_it_has_something_it_may_not_go(tmp_path: Path) -> None:
     die(tmp_path, [Careful(1), Checkpoint(every="1 update")], 3)
     with pytest.raises(forge.CheckpointError, match=r"has state of 'careful'.*trainer.allow_inexact=true"):
         live(tmp_path, [Checkpoint()])
-
-
-def test_a_guard_that_has_skipped_nothing_may_come_and_go(tmp_path: Path) -> None:
-    die(tmp_path, [Guard(), Checkpoint(every="1 update")], 3)
-    die(tmp_path, [Checkpoint(every="1 update")], 5)
-    assert live(tmp_path, [Guard(), Checkpoint()])[1].epochs == 3
 
 
 def test_allow_inexact_goes_on_without_the_state_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -369,15 +367,6 @@ def test_one_checkpoint_is_where_a_new_run_begins(tmp_path: Path) -> None:
     assert len(list((tmp_path / "first" / "checkpoints").glob("update-*"))) == 8
 
 
-def test_two_runs_cannot_share_a_folder_at_once(tmp_path: Path) -> None:
-    @forge.on("boundary")
-    def second(trainer: forge.Trainer) -> None:
-        with pytest.raises(forge.CheckpointError, match="in use by another run in this process"):
-            live(tmp_path, [])
-
-    live(tmp_path, [second], max_epochs=1)
-
-
 def test_the_card_says_what_a_run_was_resumed_from(tmp_path: Path) -> None:
     die(tmp_path, [Checkpoint(every="1 update")], 3)
     live(tmp_path, [Checkpoint()])
@@ -411,10 +400,7 @@ def test_a_run_cut_off_after_a_rewind_ends_the_same(tmp_path: Path) -> None:
         if step.index == 4 and step.updated:
             step.trainer.request_rewind("a test", leave_out=[4])
 
-    straight, _ = live(tmp_path / "straight", [watch, Checkpoint(every="3 updates")])
-    die(tmp_path / "cut", [watch, Checkpoint(every="3 updates")], 7)
-    resumed, _ = live(tmp_path / "cut", [watch, Checkpoint(every="3 updates")])
-    assert_same_weights(resumed, straight)
+    resumes(tmp_path, dict, lambda updates: [7], every="3 updates", plugins=lambda: [watch])
 
 
 def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
@@ -458,21 +444,23 @@ def test_a_folder_that_another_run_has_is_not_swept(tmp_path: Path) -> None:
     @forge.on("boundary")
     def second(trainer: forge.Trainer) -> None:
         leftover.mkdir(exist_ok=True)
-        with pytest.raises(forge.CheckpointError, match="in use"):
+        with pytest.raises(forge.CheckpointError, match="in use by another run in this process"):
             live(tmp_path, [Checkpoint()])
         assert leftover.exists()
 
     live(tmp_path, [second, Checkpoint()], max_epochs=4)
 
 
-def test_resuming_a_finished_run_logs_nothing_twice(tmp_path: Path) -> None:
-    def again() -> forge.FitResult:
+def test_resuming_a_finished_run_gives_its_result_and_logs_nothing_twice(tmp_path: Path) -> None:
+    def again() -> Any:
         plugins = [Schedule("cosine"), Checkpoint(), JSONL()]
-        return live(tmp_path, plugins, max_epochs=None, max_updates=7, log_every=3)[1]
+        return live(tmp_path, plugins, max_epochs=None, max_updates=7, log_every=3)
 
-    expected = again()
+    first, expected = again()
     before = log_of(tmp_path)
-    assert again().metrics == expected.metrics
+    task, result = again()
+    assert_same_weights(task, first)
+    assert result == expected
     assert log_of(tmp_path) == before
 
 

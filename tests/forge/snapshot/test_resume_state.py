@@ -17,7 +17,7 @@ from forge.report.page import page
 from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Checkpoint
-from tests.forge.snapshot.test_resume import die, live, log_of
+from tests.forge.snapshot.test_resume import die, live, log_of, resumes
 from tests.support.tasks import fit, make_batches
 
 
@@ -116,11 +116,8 @@ def test_optimizer_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) ->
     batches = [
         (torch.randn(4, 3, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(5)
     ]
-    saver = [Checkpoint(every="1 update")]
-    straight, _ = live(tmp_path / "straight", saver, task=Image(), train=batches, validate_every=None)
-    die(tmp_path / "cut", [Checkpoint(every="1 update")], 4, task=Image(), train=batches, validate_every=None)
-    resumed, _ = live(tmp_path / "cut", saver, task=Image(), train=batches, validate_every=None)
-    assert_same_weights(resumed, straight)
+    make = lambda: {"task": Image(), "train": batches, "validate_every": None}  # noqa: E731
+    resumes(tmp_path, make, lambda updates: [4])
 
 
 class Thaws(TinyTask):
