@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from pathlib import Path
@@ -23,6 +22,7 @@ from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, Early
 from tests.support.ddp_kit import Plain, Reader, options, train, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
+from tests.support.ranks import heard
 from tests.support.tasks import PlainGAN
 
 EXACT = 1e-12
@@ -297,25 +297,6 @@ def test_what_a_task_keeps_in_validation_can_be_gathered() -> None:
     assert first["val/seen"] == 19.0
 
 
-class Averaged(TinyTask):
-    """With BatchNorm, whose statistics are estimated for an average; in float64."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 0.0)
-        self.double()
-
-
-def averaged() -> dict[str, float]:
-    return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
-
-
-@pytest.mark.slow
-def test_batch_statistics_are_estimated_on_several_ranks() -> None:
-    first, second = ranks(2)(averaged)
-    assert first == second
-    assert first["val/loss"] == pytest.approx(averaged()["val/loss"], rel=0.5)
-
-
 class Series(forge.TaskModule):
     """BatchNorm along a series, so that one sample is enough for it; in float64."""
 
@@ -393,18 +374,10 @@ def test_options_reach_torch_and_leave_the_result_alone() -> None:
 
 
 def shares_told() -> list[str]:
-    lines: list[str] = []
-    logger = logging.getLogger("forge")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with heard() as lines:
         for size in (4, 5):
             data = TensorLoader(torch.zeros(8, 1), torch.zeros(8, 1), batch_size=size)
             forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP()]).fit(Reader(), data)
-    finally:
-        logger.removeHandler(handler)
     return [line for line in lines if "global batch" in line]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from forge_plugins import DDP
 from tests.support.ddp_kit import Plain, Reader, train, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
+from tests.support.ranks import heard
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
@@ -94,27 +95,12 @@ def test_all_ranks_follow_the_order_of_one_process() -> None:
                 assert list(itertools.chain(*predicted)) == [float(i) for i in range(11)]
 
 
-def with_distributed_sampler() -> None:
-    data = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-    forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP()]).fit(Reader(), loader)
-
-
-def with_other_lengths() -> None:
-    data = wide()[: 3 + int(os.environ["RANK"])]
-    train(Plain(), [], data)
-
-
 class LogsByRank(Plain):
     """Logs a metric on one rank only."""
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         metrics = super().training_step(batch)
-        return metrics if os.environ["RANK"] == "0" else {**metrics, "odd": metrics["loss"]}
-
-
-def with_other_metrics() -> None:
-    train(LogsByRank(), [])
+        return metrics if own_rank() == 0 else {**metrics, "odd": metrics["loss"]}
 
 
 class OwnOrder:
@@ -128,37 +114,34 @@ class OwnOrder:
         return 4
 
 
-def with_an_order_of_its_own() -> None:
-    train(Plain(), [], OwnOrder(), allow_inexact=True)
+class Short:
+    """A batch more on each rank."""
+
+    def __iter__(self) -> Any:
+        return iter(wide()[: 2 + own_rank()])
 
 
-def with_another_seed() -> None:
-    data = TensorLoader(torch.zeros(8, 6).double(), torch.zeros(8).long(), batch_size=4, seed=int(os.environ["RANK"]))
-    train(Plain(), [], data)
+def own_rank() -> int:
+    return int(os.environ["RANK"])
 
 
-def with_another_split() -> None:
-    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
-    train(Plain(), [], Loader(Subset(numbers, [0, 1, 2, 3 + int(os.environ["RANK"])]), 2))
+def zeros() -> TensorDataset:
+    return TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
 
 
 def drops(samples: list[Any]) -> Any:
     return default_collate(samples[1:])
 
 
-def with_a_collate_that_drops() -> None:
-    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
-    train(Plain(), [], Loader(numbers, 4, collate_fn=drops))
-
-
-def with_ready_batches() -> None:
-    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
-    train(Plain(), [], Loader(numbers, None))
+def with_distributed_sampler() -> None:
+    data = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
+    forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP()]).fit(Reader(), loader)
 
 
 def with_another_model() -> None:
     task = Plain()
-    if os.environ["RANK"] == "1":
+    if own_rank():
         task.head = nn.Linear(2, 2)
     train(task, [])
 
@@ -169,46 +152,60 @@ def with_a_lazy_layer() -> None:
     train(task, [])
 
 
-def with_streams_of_different_lengths() -> None:
-    class Short:
-        def __iter__(self) -> Any:
-            return iter(wide()[: 2 + int(os.environ["RANK"])])
-
-    train(Plain(), [], Short(), allow_inexact=True)
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    some(
-        [
-            (with_distributed_sampler, "DataError: The train loader has a DistributedSampler"),
-            (
-                with_other_lengths,
-                "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
-            ),
-            (with_other_metrics, "TaskError: The ranks log different metrics: rank 0 has no train/odd"),
-            (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives another batch"),
-            (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
-            (
-                with_another_split,
-                "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0",
-            ),
-            (with_a_collate_that_drops, "DataError: collate_fn turned 2 samples into 1"),
-            (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
-            (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
-            (with_a_lazy_layer, "TaskError: Plain: head.weight, head.bias have no shape before the first batch"),
-            (
-                with_streams_of_different_lengths,
-                "DataError: The ranks disagree on the number of train batches, at batch 2: rank 0 has none",
-            ),
-        ],
-        quick=3,
+HANGS: dict[str, tuple[Callable[[], Any], str]] = {
+    "distributed sampler": (with_distributed_sampler, "DataError: The train loader has a DistributedSampler"),
+    "other lengths": (
+        lambda: train(Plain(), [], wide()[: 3 + own_rank()]),
+        "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
     ),
-)
-def test_what_would_hang_ends_on_every_rank_and_is_named(case: Any, said: str) -> None:
-    errors = ranks(2).errors(case)
+    "other metrics": (
+        lambda: train(LogsByRank(), []),
+        "TaskError: The ranks log different metrics: rank 0 has no train/odd",
+    ),
+    "an order of its own": (
+        lambda: train(Plain(), [], OwnOrder(), allow_inexact=True),
+        "DataError: The train loader OwnOrder gives another batch",
+    ),
+    "another seed": (
+        lambda: train(Plain(), [], TensorLoader(*zeros().tensors, batch_size=4, seed=own_rank())),
+        "DataError: The train data of rank 1 are not those of rank 0: they differ in seed",
+    ),
+    "another split": (
+        lambda: train(Plain(), [], Loader(Subset(zeros(), [0, 1, 2, 3 + own_rank()]), 2)),
+        "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0",
+    ),
+    "a collate that drops": (
+        lambda: train(Plain(), [], Loader(zeros(), 4, collate_fn=drops)),
+        "DataError: collate_fn turned 2 samples into 1",
+    ),
+    "ready batches": (
+        lambda: train(Plain(), [], Loader(zeros(), None)),
+        "DataError: forge.data.Loader with batch_size=None",
+    ),
+    "another model": (
+        with_another_model,
+        "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias",
+    ),
+    "a lazy layer": (
+        with_a_lazy_layer,
+        "TaskError: Plain: head.weight, head.bias have no shape before the first batch",
+    ),
+    "streams of different lengths": (
+        lambda: train(Plain(), [], Short(), allow_inexact=True),
+        "DataError: The ranks disagree on the number of train batches, at batch 2: rank 0 has none",
+    ),
+}
+
+
+def hangs(case: str) -> None:
+    HANGS[case][0]()
+
+
+@pytest.mark.parametrize("case", some(HANGS, quick=3))
+def test_what_would_hang_ends_on_every_rank_and_is_named(case: str) -> None:
+    errors = ranks(2).errors(hangs, case)
     assert all(errors)
-    assert any(error.startswith(said) for error in errors)
+    assert any(error.startswith(HANGS[case][1]) for error in errors)
 
 
 # -- the same samples on every rank -----------------------------------------------------------------------------------
@@ -233,10 +230,6 @@ class Files(Dataset[Any]):
         return (x, name % 3, f"{self.path}{name}.png") if self.path else (x, name % 3)
 
 
-def own_rank() -> int:
-    return int(os.environ["RANK"])
-
-
 def shuffled_names(count: int = 64) -> list[int]:
     return random.Random(own_rank()).sample(range(count), count)
 
@@ -248,9 +241,9 @@ def swapped() -> list[int]:
     return names
 
 
-def fit_on(train: Any, val: Any = None) -> None:
+def fit_on(train: Any, val: Any = None) -> forge.FitResult:
     options: dict[str, Any] = {"max_updates": 2, "seed": 0, "device": "cpu", "run_dir": False}
-    forge.Trainer(plugins=[DDP()], allow_inexact=True, **options).fit(Tolerant(), train, val)
+    return forge.Trainer(plugins=[DDP()], allow_inexact=True, **options).fit(Tolerant(), train, val)
 
 
 class Tolerant(Plain):
@@ -301,87 +294,70 @@ class ListedStream(IterableDataset[Any]):
         return iter([(torch.full((6,), float(name), dtype=torch.float64), name % 3) for name in names])
 
 
-def another_order() -> None:
-    fit_on(Loader(Files(shuffled_names()), 8, shuffle=True))
-
-
-def another_order_in_workers() -> None:
-    fit_on(Loader(Files(shuffled_names()), 8, num_workers=1))
-
-
-def another_order_for_torch() -> None:
-    fit_on(DataLoader(Files(shuffled_names()), batch_size=8, shuffle=True))
-
-
-def another_order_of_tensors() -> None:
-    names = torch.tensor(shuffled_names())
-    fit_on(TensorLoader(names[:, None].expand(64, 6).double(), names % 3, batch_size=8))
-
-
-def another_order_of_batches() -> None:
+def batches_in_another_order() -> list[Any]:
     batches = wide(sizes=(8,) * 6)
-    fit_on([batches[0], *(batches[1:] if own_rank() else batches[:0:-1])])
+    return [batches[0], *(batches[1:] if own_rank() else batches[:0:-1])]
 
 
-def another_validation() -> None:
-    fit_on(Loader(Files(list(range(64))), 8), Loader(Files(shuffled_names()), 8))
+def tensors_in_another_order() -> TensorLoader:
+    names = torch.tensor(shuffled_names())
+    return TensorLoader(names[:, None].expand(64, 6).double(), names % 3, batch_size=8)
 
 
-def another_named_validation() -> None:
-    good = Loader(Files(list(range(64))), 8)
-    fit_on(good, {"good": Loader(Files(list(range(64))), 8), "bad": Loader(Files(shuffled_names()), 8)})
+def good() -> Loader:
+    return Loader(Files(list(range(64))), 8)
 
 
-def another_of_several() -> None:
-    fit_on({"a": Loader(Files(list(range(64))), 8), "b": Loader(Files(shuffled_names()), 8)})
+def bad(**options: Any) -> Loader:
+    return Loader(Files(shuffled_names()), 8, **options)
 
 
-def another_order_under_augmentation() -> None:
-    fit_on(Loader(Files(shuffled_names(), noise=Augmented()), 8))
+ANOTHER = "data of rank 1 are not those of rank 0: the sample with index"
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "order": (lambda: bad(shuffle=True), f"The train {ANOTHER}"),
+    "order in workers": (lambda: bad(num_workers=1), f"The train {ANOTHER}"),
+    "order for torch": (
+        lambda: DataLoader(Files(shuffled_names()), batch_size=8, shuffle=True),
+        f"The train {ANOTHER}",
+    ),
+    "order of tensors": (tensors_in_another_order, f"The train {ANOTHER}"),
+    "order of batches": (
+        batches_in_another_order,
+        "The train loader BatchList gives another batch 1 on rank 1 than on rank 0",
+    ),
+    "validation": (lambda: (good(), bad()), f"The val {ANOTHER}"),
+    "named validation": (lambda: (good(), {"good": good(), "bad": bad()}), f"The val/bad {ANOTHER}"),
+    "of several": (lambda: {"a": good(), "b": bad()}, f"The train/b {ANOTHER}"),
+    "order under augmentation": (
+        lambda: Loader(Files(shuffled_names(), noise=Augmented()), 8),
+        "The train data of rank 1 are not those of rank 0: the sample with",
+    ),
+    "two swapped": (lambda: Loader(Files(swapped()), 4), f"The train {ANOTHER}"),
+    "labels": (lambda: Loader(Labelled(shuffled_names()), 8), f"The train {ANOTHER}"),
+    "sampler": (
+        lambda: DataLoader(Files(list(range(64))), batch_size=8, sampler=OwnSampler()),
+        "The train loader DataLoader gives another order on rank 1 than on rank 0",
+    ),
+    "stream": (
+        lambda: Loader(ListedStream(), 8),
+        "The train loader StreamLoader gives another batch 0 on rank 1 than on rank 0",
+    ),
+    "stream after a while": (
+        lambda: Loader(ListedStream(same=8), 8),
+        "The train loader StreamLoader gives another batch 1 on rank 1",
+    ),
+}
 
 
-def two_swapped() -> None:
-    fit_on(Loader(Files(swapped()), 4))
+def fit_on_others(case: str) -> None:
+    loaders = OTHERS[case][0]()
+    fit_on(*loaders) if isinstance(loaders, tuple) else fit_on(loaders)
 
 
-def other_labels() -> None:
-    fit_on(Loader(Labelled(shuffled_names()), 8))
-
-
-def another_sampler() -> None:
-    fit_on(DataLoader(Files(list(range(64))), batch_size=8, sampler=OwnSampler()))
-
-
-def another_stream() -> None:
-    fit_on(Loader(ListedStream(), 8))
-
-
-def another_stream_after_a_while() -> None:
-    fit_on(Loader(ListedStream(same=8), 8))
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (another_order, "The train data of rank 1 are not those of rank 0: the sample with index"),
-        (another_order_in_workers, "The train data of rank 1 are not those of rank 0: the sample with index"),
-        (another_order_for_torch, "The train data of rank 1 are not those of rank 0: the sample with index"),
-        (another_order_of_tensors, "The train data of rank 1 are not those of rank 0: the sample with index"),
-        (another_order_of_batches, "The train loader BatchList gives another batch 1 on rank 1 than on rank 0"),
-        (another_validation, "The val data of rank 1 are not those of rank 0: the sample with index"),
-        (another_named_validation, "The val/bad data of rank 1 are not those of rank 0: the sample with index"),
-        (another_of_several, "The train/b data of rank 1 are not those of rank 0: the sample with index"),
-        (another_order_under_augmentation, "The train data of rank 1 are not those of rank 0: the sample with"),
-        (two_swapped, "The train data of rank 1 are not those of rank 0: the sample with index"),
-        (other_labels, "The train data of rank 1 are not those of rank 0: the sample with index"),
-        (another_sampler, "The train loader DataLoader gives another order on rank 1 than on rank 0"),
-        (another_stream, "The train loader DataLoader gives another batch 0 on rank 1 than on rank 0"),
-        (another_stream_after_a_while, "The train loader DataLoader gives another batch 1 on rank 1"),
-    ],
-)
-def test_samples_in_another_order_are_refused_with_the_cure(case: Any, said: str) -> None:
-    for error in ranks(2).errors(case):
-        assert f"DataError: {said}" in error
+@pytest.mark.parametrize("case", OTHERS)
+def test_samples_in_another_order_are_refused_with_the_cure(case: str) -> None:
+    for error in ranks(2).errors(fit_on_others, case):
+        assert f"DataError: {OTHERS[case][1]}" in error
         assert "sorted(os.listdir(folder))" in error
         assert "random.Random(0).shuffle(files)" in error
 
@@ -425,9 +401,7 @@ class Fails(Files):
 
 
 def with_a_broken_file() -> int:
-    options: dict[str, Any] = {"max_updates": 2, "seed": 0, "device": "cpu", "run_dir": False}
-    result = forge.Trainer(plugins=[DDP()], **options).fit(Tolerant(), Loader(Fails(list(range(64))), 8))
-    return result.updates
+    return fit_on(Loader(Fails(list(range(64))), 8)).updates
 
 
 def test_an_error_of_the_data_is_left_to_the_run() -> None:
@@ -445,15 +419,9 @@ def test_one_process_reads_nothing_ahead() -> None:
 
 
 def with_other_weights() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("forge").addHandler(handler)
-    try:
+    with heard() as said:
         for seed in (own_rank(), 0):
             train(Plain(seed), [])
-    finally:
-        logging.getLogger("forge").removeHandler(handler)
     return [each for each in said if "other initial weights" in each]
 
 

@@ -9,140 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 import forge
-from forge.testing import tiny_batches
 from forge_cluster.pipeline import Pipeline
-from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Guard, Remat, Schedule, TensorParallel
+from forge_plugins import EMA, Accumulate, Clip, TensorParallel
 from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
 from forge_plugins.fsdp.blocks import sharded_blocks
-from tests.support.fsdp_kit import Block, Deep, close, deep, peep, train, wide
+from tests.support.fsdp_kit import Gain, Shared, Tempered, close, deep, train, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
 EXACT = 1e-11
-
-
-class Gain(nn.Module):
-    """A parameter without a dimension, and no other; it is drawn, so that a rank could draw another."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty((), dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.gain, 0.5, 1.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
-
-
-class Scaled(Block):
-    """A block with one in it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.scale = Gain()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale(super().forward(x))
-
-
-class Tempered(Deep):
-    """Has such parameters before all others, in blocks, frozen, and without a use."""
-
-    options: dict[str, Any] = {}
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__(dtype=dtype)
-        self.blocks = nn.ModuleList(Scaled(8).to(dtype) for _ in range(3))
-        self.temperature, self.offset = Gain(dtype), Gain(dtype).requires_grad_(False)
-        self.unused = Gain(dtype)
-        self._modules = dict(reversed(self._modules.items()))  # so that the optimizer begins with them
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.temperature(super().forward(x)) + self.offset.gain
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, **self.options)
-
-
-class Shared(Tempered):
-    """One for all blocks, and for what comes after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.scale = self.temperature
-
-
-class Fused(Tempered):
-    options = {"fused": True}
-
-
-class ForEach(Tempered):
-    options = {"foreach": True}
-
-
-class Turns(Tempered):
-    """Two optimizers, one of them for parameters without a dimension alone."""
-
-    def configure_optimizers(self) -> Any:
-        single = [parameter for parameter in self.parameters() if not parameter.ndim]
-        others = [parameter for parameter in self.parameters() if parameter.ndim]
-        return {"scales": torch.optim.SGD(single, lr=0.1), "others": torch.optim.AdamW(others, lr=0.01)}
-
-    def training_step(self, batch: Any, optimizer: str | None = None) -> dict[str, Tensor]:
-        return super().training_step(batch)
-
-
-STACKS: dict[str, Any] = {
-    "levers": lambda: (deep(Tempered), [Accumulate(3), Clip(0.05), EMA(0.9), Remat(), Schedule("linear")]),
-    "fused": lambda: (deep(Fused), [FSDP(["Scaled", "temperature"]), Clip(0.05), Accumulate(2)]),
-    "foreach": lambda: (deep(ForEach), [FSDP(reshard=False), Clip(0.05, norm_type=float("inf")), peep]),
-    "on the host": lambda: (deep(Tempered), [FSDP(offload=True), Accumulate(2), Clip(0.05), EMA(0.9)]),
-    "sam, guarded, swa": lambda: (deep(Tempered), [SAM(0.05), Guard("skip"), SWA(start=0.5)]),
-    "values": lambda: (deep(Tempered), [Clip(max_norm=None, max_value=1e-3)]),
-    "frozen": lambda: (deep(Tempered), [Freeze(["*.scale"], thaw="1 epoch"), Accumulate(2)]),
-    "two optimizers": lambda: (deep(Turns), [Clip(0.05), Accumulate(2)]),
-    "shared": lambda: (deep(Shared), [Accumulate(2), Clip(0.05), EMA(0.9)]),
-    "asking": lambda: (deep(Tempered), [FSDP(find_unused=COUNTS_UNUSED)]),
-    "hybrid": lambda: (deep(Tempered), [FSDP(replicate=2), Accumulate(2), Clip(0.05), EMA(0.9)]),
-}
-QUICK = ("levers",)
-
-
-def run_stack(name: str) -> dict[str, Any]:
-    task, plugins = STACKS[name]()
-    kinds: set[type] = set()
-
-    @forge.on("inspect_grads")
-    def look(step: forge.Step) -> None:
-        kinds.update(type(p) for p in step.parameters() if not p.ndim)
-
-    return {**train(task, [*plugins, look]), "kinds": kinds}
-
-
-@pytest.mark.parametrize(
-    ("count", "name"),
-    [
-        *((2, name) for name in QUICK),
-        *(pytest.param(2, name, marks=pytest.mark.slow) for name in STACKS if name not in (*QUICK, "hybrid")),
-        *(pytest.param(4, name, marks=pytest.mark.slow) for name in STACKS),
-    ],
-)
-@pytest.mark.slow
-def test_a_scalar_trains_as_in_one_process(count: int, name: str) -> None:
-    alone, together = run_stack(name), ranks(count)(run_stack, name)
-    for rank in together:
-        assert rank["kinds"] == {nn.Parameter}
-        close(rank, alone, EXACT)
-        assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
 
 
 def messages(window: int) -> list[int]:
@@ -174,101 +52,7 @@ def test_all_scalars_are_averaged_in_one_message_per_update() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Against FSDP2 written by hand
-
-
-def shortened(options: dict[str, Any]) -> dict[str, Tensor]:
-    plugins = [*([] if options else [AMP("bf16")]), Clip(0.5), Accumulate(2), FSDP(**options)]
-    task, data = deep(Tempered, dtype=torch.float32), tiny_batches((8,) * 6)
-    return train(task, plugins, data, validate_every=None, max_epochs=1)["weights"]
-
-
-def shortened_by_hand(options: dict[str, Any]) -> dict[str, Tensor]:
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    task = deep(Tempered, dtype=torch.float32)
-    scalars = [parameter for parameter in task.parameters() if not parameter.ndim]
-    short = torch.bfloat16 if options else None
-    policy = MixedPrecisionPolicy(param_dtype=short, reduce_dtype=torch.float32) if short else MixedPrecisionPolicy()
-    for block in task.blocks:
-        fully_shard(block, mp_policy=policy, ignored_params=set(scalars))
-    model: Any = fully_shard(task, mp_policy=policy, ignored_params=set(scalars))
-    optimizer = torch.optim.AdamW(task.parameters(), lr=0.01, weight_decay=0.1)
-    batches = [(x.chunk(world)[rank], y.chunk(world)[rank]) for x, y in tiny_batches((8,) * 6)]
-    for first in (0, 2, 4):
-        for number in range(2):
-            model.set_requires_gradient_sync(number == 1)
-            x, y = batches[first + number]
-            with torch.autocast("cpu", torch.bfloat16, enabled=short is None):
-                logits = model(x)
-                loss = F.cross_entropy(logits, y)
-            (loss.float() / 2).backward()
-        for scalar in scalars:
-            if scalar.grad is not None:
-                dist.all_reduce(scalar.grad)
-                scalar.grad /= world
-        divided = [parameter for parameter in task.parameters() if parameter.ndim]
-        norms = [
-            torch.nn.utils.get_total_norm([p.grad for p in each if p.grad is not None]) for each in (divided, scalars)
-        ]
-        norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
-        torch.nn.utils.clip_grads_with_norm_(divided, 0.5, norm)
-        torch.nn.utils.clip_grads_with_norm_(scalars, 0.5, norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    named = task.named_parameters()
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", some([{}, {"mixed_precision": "bf16"}]), ids=["amp", "mixed precision"])
-def test_in_bf16_it_is_fsdp2_written_by_hand(options: dict[str, Any]) -> None:
-    ours, theirs = ranks(2)(shortened, options), ranks(2)(shortened_by_hand, options)
-    for rank in ours:
-        assert all(torch.equal(rank[name], value) for name, value in theirs[0].items())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The task, before and after
-
-
-class Drawn(Deep):
-    """Draws its weights in the order of its modules."""
-
-    def __init__(self) -> None:
-        super().__init__(dtype=torch.float32)
-        self.more = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), Gain(torch.float32)) for _ in range(2))
-        self.temperature = Gain(torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        for block in self.more:
-            x = block(x)
-        return self.temperature(x)
-
-
-def from_meta() -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    with torch.device("meta"):
-        task = Drawn()
-    started: dict[str, Tensor] = {}
-
-    @forge.on("start")
-    def look(trainer: forge.Trainer) -> None:
-        for name, parameter in trainer.task.named_parameters():
-            started[name] = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
-
-    forge.Trainer(max_updates=1, device="cpu", run_dir=False, plugins=[FSDP(), look]).fit(task, tiny_batches((8,)))
-    assert all(type(parameter) is nn.Parameter for parameter in task.parameters())
-    return started
-
-
-@pytest.mark.slow
-def test_a_scalar_from_the_meta_device_is_drawn() -> None:
-    torch.manual_seed(7)
-    full = Drawn()
-    for rank in ranks(2)(from_meta):
-        assert all(torch.equal(rank[name], value) for name, value in full.state_dict().items())
 
 
 def test_a_scalar_that_blocks_share_leaves_them_units() -> None:

@@ -327,34 +327,6 @@ def test_a_view_that_is_changed_in_place_is_explained() -> None:
         close(rank, alone)
 
 
-class Mixed(Deep):
-    """One module in float32, the others in float64."""
-
-    def __init__(self, module: str, frozen: bool = False):
-        super().__init__()
-        self.get_submodule(module).float().requires_grad_(not frozen)
-        for each in self.modules():
-            if isinstance(each, (nn.Linear, nn.LayerNorm)):
-                each.register_forward_pre_hook(lambda layer, given: given[0].to(layer.weight.dtype))
-                each.register_forward_hook(lambda layer, given, out: out.double())
-
-
-def fit_sharded(task: forge.TaskModule) -> None:
-    forge.Trainer(max_updates=1, device="cpu", run_dir=False, plugins=[FSDP()]).fit(task, wide())
-
-
-@pytest.mark.parametrize(
-    ("module", "frozen"), some([("stem", True), ("blocks.1", False), ("blocks.1.fc1", False), ("stem", False)])
-)
-def test_dtypes_that_differ_train_as_they_are(module: str, frozen: bool) -> None:
-    task = Mixed(module, frozen)
-    before = {name: value.clone() for name, value in task.state_dict().items()}
-    fit_sharded(task)
-    after = task.state_dict()
-    assert {name: value.dtype for name, value in after.items()} == {name: v.dtype for name, v in before.items()}
-    assert not torch.equal(after["head.weight"], before["head.weight"])
-
-
 @pytest.mark.slow
 def test_one_process_alone_trains_with_it_too(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "forge"):

@@ -26,6 +26,7 @@ from forge_plugins.throughput.stragglers import LASTING, SLOW, Pace, Stragglers
 from tests.support import mesh_kit, throughput_kit
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
+from tests.support.ranks import heard
 from tests.support.throughput_kit import Clock, Sink
 
 clock = throughput_kit.clock
@@ -60,15 +61,6 @@ class Slow(list[Any]):
             yield batch
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def run(strategy: str, forward: tuple[float, float], load: tuple[float, float] = (0.0, 0.0)) -> Any:
     """The logs of one rank and its warnings about stragglers; what each rank spends is in milliseconds."""
     with pytest.MonkeyPatch.context() as patched:
@@ -77,19 +69,16 @@ def run(strategy: str, forward: tuple[float, float], load: tuple[float, float] =
 
 
 def run_by(clock: Clock, strategy: str, forward: float, load: float) -> Any:
-    sink, messages = Sink(), Messages()
+    sink = Sink()
     kind: Any = {"ddp": DDP, "fsdp": FSDP, "zero": Zero, "accumulate": DDP}[strategy]
     plugins = [kind(), Throughput(), sink, *([Accumulate(2)] if strategy == "accumulate" else [])]
-    logging.getLogger("forge").addHandler(messages)
-    try:
+    with heard(logging.WARNING) as texts:
         trainer = forge.Trainer(
             max_epochs=1, seed=0, device="cpu", run_dir=False, log_every=3, plugins=plugins, allow_inexact=True
         )
         batches = tiny_batches([8] * (36 if strategy == "accumulate" else 18))
         trainer.fit(Sleeps(clock, forward), Slow(batches, clock, load))
-    finally:
-        logging.getLogger("forge").removeHandler(messages)
-    return sink.logs, [text for text in messages.texts if "holds up" in text]
+    return sink.logs, [text for text in texts if "holds up" in text]
 
 
 @pytest.mark.slow
@@ -129,24 +118,20 @@ STRATEGIES: dict[str, Any] = {
 
 def with_a_slow_device(strategy: str) -> list[str]:
     """The warnings of a run in which rank 1 takes 20 ms longer for a product."""
-    multiply, messages = stragglers.DeviceProduct.multiply, Messages()
+    multiply = stragglers.DeviceProduct.multiply
 
     def slowly(self: Any) -> None:
         multiply(self)
         time.sleep(0.02 if os.environ["RANK"] == "1" else 0)  # limit: a slow device takes longer still; nothing waits
 
-    logging.getLogger("forge").addHandler(messages)
-    try:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(stragglers.DeviceProduct, "multiply", slowly)
-            patched.setattr(stragglers, "SHARE", 1.0)
-            options: Any = {"device": "cpu", "run_dir": False, "log_every": 1, "allow_inexact": True}
-            plugins = [*STRATEGIES[strategy](), Throughput()]
-            trainer = forge.Trainer(max_updates=9, seed=0, plugins=plugins, **options)
-            trainer.fit(mesh_kit.MeshWords(), mesh_kit.sentences(sizes=(8,) * 9))
-    finally:
-        logging.getLogger("forge").removeHandler(messages)
-    return [text for text in messages.texts if "times as slow" in text]
+    with pytest.MonkeyPatch.context() as patched, heard(logging.WARNING) as texts:
+        patched.setattr(stragglers.DeviceProduct, "multiply", slowly)
+        patched.setattr(stragglers, "SHARE", 1.0)
+        options: Any = {"device": "cpu", "run_dir": False, "log_every": 1, "allow_inexact": True}
+        plugins = [*STRATEGIES[strategy](), Throughput()]
+        trainer = forge.Trainer(max_updates=9, seed=0, plugins=plugins, **options)
+        trainer.fit(mesh_kit.MeshWords(), mesh_kit.sentences(sizes=(8,) * 9))
+    return [text for text in texts if "times as slow" in text]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -10,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import forge
 from forge.errors import NonFiniteError, PeerFailed
 from forge.testing import tiny_batches
 from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Compile, Freeze, Guard, Remat, Schedule
-from forge_plugins.fsdp import FSDP
+from forge_plugins.fsdp import COUNTS_UNUSED, FSDP
+from tests.support.ranks import heard
 from tests.support.tasks import PlainGAN
 
 SIZES = (8, 8, 5, 1)
@@ -80,6 +81,80 @@ class Tied(Deep):
         return super().forward(x) + self.out(x)[:, :3]
 
 
+class Gain(nn.Module):
+    """A parameter without a dimension, and no other; it is drawn, so that a rank could draw another."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty((), dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.gain, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Scaled(Block):
+    """A block with one in it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale(super().forward(x))
+
+
+class Tempered(Deep):
+    """Has such parameters before all others, in blocks, frozen, and without a use."""
+
+    options: dict[str, Any] = {}
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(dtype=dtype)
+        self.blocks = nn.ModuleList(Scaled(8).to(dtype) for _ in range(3))
+        self.temperature, self.offset = Gain(dtype), Gain(dtype).requires_grad_(False)
+        self.unused = Gain(dtype)
+        self._modules = dict(reversed(self._modules.items()))  # so that the optimizer begins with them
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.temperature(super().forward(x)) + self.offset.gain
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, **self.options)
+
+
+class Shared(Tempered):
+    """One for all blocks, and for what comes after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.scale = self.temperature
+
+
+class Fused(Tempered):
+    options = {"fused": True}
+
+
+class ForEach(Tempered):
+    options = {"foreach": True}
+
+
+class Turns(Tempered):
+    """Two optimizers, one of them for parameters without a dimension alone."""
+
+    def configure_optimizers(self) -> Any:
+        single = [parameter for parameter in self.parameters() if not parameter.ndim]
+        others = [parameter for parameter in self.parameters() if parameter.ndim]
+        return {"scales": torch.optim.SGD(single, lr=0.1), "others": torch.optim.AdamW(others, lr=0.01)}
+
+    def training_step(self, batch: Any, optimizer: str | None = None) -> dict[str, Tensor]:
+        return super().training_step(batch)
+
+
 def deep(kind: type[Deep] = Deep, **options: Any) -> Deep:
     torch.manual_seed(3)
     return kind(**options)
@@ -129,40 +204,49 @@ def stacks() -> dict[str, Any]:
     return {
         "nothing": lambda: (deep(), []),
         "window 3": lambda: (deep(), [Accumulate(3)]),
-        "levers": lambda: (deep(), [Accumulate(3), Clip(0.5), EMA(0.9), Remat(), Schedule("linear")]),
-        "values": lambda: (deep(), [Clip(max_norm=None, max_value=0.01)]),
-        "two optimizers": lambda: (PlainGAN().double(), [Accumulate(2), Clip(0.5)]),
-        "two optimizers, two blocks": lambda: (PlainGAN().double(), [FSDP(["generator", "discriminator"]), EMA(0.5)]),
+        "levers": lambda: (deep(Tempered), [Accumulate(3), Clip(0.05), EMA(0.9), Remat(), Schedule("linear")]),
+        "two tasks": lambda: (PlainGAN().double(), [Accumulate(2), Clip(0.5)]),
+        "two tasks, two blocks": lambda: (PlainGAN().double(), [FSDP(["generator", "discriminator"]), EMA(0.5)]),
+        "two optimizers": lambda: (deep(Turns), [Clip(0.05), Accumulate(2)]),
         "kept until backward": lambda: (deep(), [FSDP(reshard=False), Accumulate(3), EMA(0.9)]),
         "evaluated with gradients": lambda: (deep(Graded), [FSDP(reshard=False), EMA(0.5)]),
-        "looked at before the step": lambda: (deep(), [FSDP(reshard=False), peep]),
-        "on the host": lambda: (deep(), [FSDP(offload=True, blocks="Block"), Accumulate(2), Clip(0.5), EMA(0.9)]),
+        "fused": lambda: (deep(Fused), [FSDP(["Scaled", "temperature"]), Clip(0.05), Accumulate(2)]),
+        "foreach": lambda: (deep(ForEach), [FSDP(reshard=False), Clip(0.05, norm_type=float("inf")), peep]),
+        "on the host": lambda: (deep(Tempered), [FSDP(offload=True), Accumulate(2), Clip(0.05), EMA(0.9)]),
+        "blocks on the host": lambda: (deep(), [FSDP(offload=True, blocks="Block"), Accumulate(2), EMA(0.9)]),
         "frozen blocks": lambda: (deep(), [Freeze(["blocks.0", "*.bias"], thaw="1 epoch"), Accumulate(2)]),
-        "swa": lambda: (deep(), [SWA(start=0.5)]),
+        "frozen scalars": lambda: (deep(Tempered), [Freeze(["*.scale"], thaw="1 epoch"), Accumulate(2)]),
         "tied": lambda: (Tied(), [Clip(0.5)]),
-        "sam": lambda: (deep(), [SAM(0.05), Accumulate(2), Clip(0.5)]),
-        "guarded": lambda: (deep(), [Guard("skip")]),
+        "shared": lambda: (deep(Shared), [Accumulate(2), Clip(0.05), EMA(0.9)]),
+        "sam": lambda: (deep(Tempered), [SAM(0.05), Accumulate(2), Clip(0.5)]),
         "values, guarded, swa and looked at": lambda: (
-            deep(),
-            [Clip(max_norm=None, max_value=0.01), Guard("skip"), SWA(start=0.5), FSDP(reshard=False), peep],
+            deep(Tempered),
+            [Clip(max_norm=None, max_value=1e-3), Guard("skip"), SWA(start=0.5), FSDP(reshard=False), peep],
         ),
         "compiled": lambda: (deep(), [Compile(backend="eager", blocks="Block"), Remat(every=2)]),
+        "asking": lambda: (deep(Tempered), [FSDP(find_unused=COUNTS_UNUSED)]),
+        "hybrid": lambda: (deep(Tempered), [FSDP(replicate=2), Accumulate(2), Clip(0.05), EMA(0.9)]),
     }
 
 
 QUICK = ("levers",)
 """It has most parts of the others, which the long profile compares one by one, and all on four ranks."""
-SLOW = [*((2, name) for name in stacks() if name not in QUICK), *((4, name) for name in stacks())]
+SLOW = [*((2, name) for name in stacks() if name not in (*QUICK, "hybrid")), *((4, name) for name in stacks())]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor put together from all ranks, if it is divided."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def levers(options: dict[str, Any]) -> dict[str, Any]:
     plugins = [*([] if options else [AMP("bf16")]), Remat(), Accumulate(3), Clip(0.5), Schedule("linear"), EMA(0.5)]
-    task, data = deep(dtype=torch.float32), tiny_batches((8,) * 6)
+    task, data = deep(Tempered, dtype=torch.float32), tiny_batches((8,) * 6)
     averaged: dict[str, Tensor] = {}
 
     @forge.on("step_end")
     def look(step: forge.Step) -> None:
-        averaged.update({name: t.full_tensor() for name, t in plugins[-1]._average.tensors.items()})
+        averaged.update({name: full(t).clone() for name, t in plugins[-1]._average.tensors.items()})
 
     found = train(task, [*plugins, look, FSDP(**options)], data, validate_every=None, max_epochs=1)
     return {"weights": found["weights"], "averaged": averaged}
@@ -170,14 +254,9 @@ def levers(options: dict[str, Any]) -> dict[str, Any]:
 
 def guarded(kind: type[Deep], policy: str) -> dict[str, Any]:
     torch.manual_seed(3)
-    task, told = kind(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("forge").addHandler(handler)
-    try:
-        found = train(task, [Guard(policy)], wide(sizes=(8,) * 4), validate_every=None, max_epochs=1)
-        return {**found, "told": [text for text in told if text.startswith("guard skips")]}
-    except (NonFiniteError, PeerFailed) as error:  # the second on the rank that hears of it
-        return {"error": str(error)}
-    finally:
-        logging.getLogger("forge").removeHandler(handler)
+    with heard() as told:
+        try:
+            found = train(kind(), [Guard(policy)], wide(sizes=(8,) * 4), validate_every=None, max_epochs=1)
+        except (NonFiniteError, PeerFailed) as error:  # the second on the rank that hears of it
+            return {"error": str(error)}
+    return {**found, "told": [text for text in told if text.startswith("guard skips")]}

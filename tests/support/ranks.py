@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,22 @@ from tests.support.patience import PATIENCE
 
 LEFT_ALONE = 30.0
 """Seconds that ranks may go on after one of them has ended by an error."""
+
+
+@contextmanager
+def heard(level: int = logging.INFO) -> Iterator[list[str]]:
+    """What forge logs meanwhile, in a rank, which has no caplog."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("forge")
+    handler.emit = lambda record: texts.append(record.getMessage())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = PATIENCE) -> list[int]:

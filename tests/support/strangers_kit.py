@@ -19,6 +19,7 @@ from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP, Remat, TensorParallel
+from tests.support.ranks import heard
 
 WORDS, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 32, 8, 16, 32, 4, 4
 SIZES = (4, 4, 3)
@@ -367,16 +368,10 @@ def fit(name: str, strategy: str | None, plugins: tuple[Any, ...] = ()) -> dict[
     task = case.task(case.make)
     several = STRATEGIES[strategy][1](case) if strategy is not None and "RANK" in os.environ else []
     data = [case.batch(size, seed) for seed, size in enumerate(SIZES)]
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("forge").addHandler(handler)
-    try:
+    with heard(logging.WARNING) as said:
         stack = [*several, *plugins]
         trainer = forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=False, plugins=stack)
         result = trainer.fit(task, data, data[-1:])
-    finally:
-        logging.getLogger("forge").removeHandler(handler)
     weights = {key: value.detach().clone() for key, value in task.state_dict().items()}
     return {"weights": weights, "metrics": result.metrics, "said": said}
 
