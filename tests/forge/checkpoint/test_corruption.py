@@ -105,7 +105,10 @@ def refusal(use: Callable[[StoredCheckpoint], object], path: Path) -> str | None
     return None
 
 
-def check_damages(pristine: Path, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damage_is_found_before_use(
+    count: int, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_early(*_: object) -> None:
         pytest.fail("parsed before it was verified")
 
@@ -126,15 +129,6 @@ def check_damages(pristine: Path, tmp_path: Path, count: int, monkeypatch: pytes
         assert newest is not None, what
         assert same(newest.load(), tree_of(1)), what
         shutil.rmtree(folder)
-
-
-def test_damage_is_found_before_use(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_damages(pristine, tmp_path, 60, monkeypatch)
-
-
-@pytest.mark.slow
-def test_much_damage_is_found_before_use(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_damages(pristine, tmp_path, 1000, monkeypatch)
 
 
 def test_every_bit_of_the_manifest_counts(pristine: Path, tmp_path: Path) -> None:
