@@ -16,9 +16,7 @@ import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Checkpoint, Clip, Guard
 from tests.forge_plugins.test_amp import (
-    SHORT,
     LoudDiscriminator,
-    Typed,
     WithSchedule,
     train_by_hand,
     train_gan_by_hand,
@@ -70,17 +68,6 @@ def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any) -
     scales = trained(ours, made(dtype), device="cuda", max_epochs=3)
     assert scales == train_gan_by_hand(theirs, dtype, tiny_batches(), 3, device="cuda")
     assert_same_weights(ours, theirs)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_stage_is_in_the_short_type_but_weights_long(dtype: str) -> None:
-    task = Typed()
-    trainer = forge.Trainer(plugins=[AMP(dtype)], max_epochs=1, run_dir=False, device="cuda")
-    trainer.fit(task, tiny_batches(), tiny_batches())
-    trainer.test(task, tiny_batches())
-    assert task.seen == dict.fromkeys(("train", "val", "test"), SHORT[dtype])
-    assert [output.dtype for output in trainer.predict(task, tiny_batches())] == [SHORT[dtype]] * 5
-    assert {p.dtype for p in task.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

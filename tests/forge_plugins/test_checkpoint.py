@@ -136,7 +136,9 @@ def test_all_ranks_decide_alike_and_only_rank_0_looks(
     everything = Checkpoints.all
     monkeypatch.setattr(Checkpoints, "all", lambda self: looked.append(threading.get_ident()) or everything(self))
     scores = [0.5, 0.9, 0.1, 0.7]
-    Checkpoint()  # its options are read from its source once, and Python 3.11 parses badly in two threads at once
+    best = {"monitor": "val/score", "mode": "max"}
+    # its options are read from their source once, and Python 3.11 parses badly in two threads at once
+    Checkpoint(best=best)
 
     def live(rank: int) -> tuple[list[bool], dict[str, Any]]:
         def broadcast(value: Any) -> Any:
@@ -145,7 +147,6 @@ def test_all_ranks_decide_alike_and_only_rank_0_looks(
                 return value
             return from_rank_0.get(timeout=PATIENCE)
 
-        best = {"monitor": "val/score", "mode": "max"}
         plugin = Checkpoint(every=None, keep=1, best=best, background=background)
         play = Play(plugin, tmp_path, rank=rank, world=2, store=store, broadcast=broadcast)
         plugin.forge_load_state_dict({**best, "best": [{"update": 1, "value": 9.0}]})  # of another folder
@@ -176,32 +177,28 @@ def test_the_time_a_save_took_is_logged_but_no_metric(tmp_path: Path, caplog: py
 # -- best -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_is_kept_however_old_it_is(tmp_path: Path) -> None:
-    fit_scores([0.1, 0.9, 0.2, 0.3, 0.4], tmp_path, every="1 epoch", keep=1)
-    assert kept(tmp_path) == [4, 10]
-    assert (target(tmp_path, "best"), target(tmp_path, "latest")) == (4, 10)
+EACH = {"every": "1 epoch", "keep": 1}
+SMALLEST = {"monitor": "val/score", "mode": "min"}
+TWO = {"monitor": "val/score", "mode": "max", "keep": 2}
 
 
-def test_the_smallest_is_best_where_the_mode_says_so(tmp_path: Path) -> None:
-    fit_scores([0.3, 0.1, 0.2], tmp_path, keep=1, best={"monitor": "val/score", "mode": "min"})
-    assert target(tmp_path, "best") == 4
-
-
-def test_several_best_are_kept(tmp_path: Path) -> None:
-    best = {"monitor": "val/score", "mode": "max", "keep": 2}
-    fit_scores([0.5, 0.9, 0.1, 0.7, 0.2], tmp_path, every="1 epoch", keep=1, best=best)
-    assert kept(tmp_path) == [4, 8, 10]
-
-
-def test_of_equals_the_earlier_stays_best(tmp_path: Path) -> None:
-    fit_scores([0.5, 0.5, 0.5], tmp_path, keep=1)
-    assert target(tmp_path, "best") == 2
-
-
-def test_what_is_not_finite_is_never_best(tmp_path: Path) -> None:
-    fit_scores([math.nan, 0.1, math.inf, math.nan], tmp_path, keep=1)
-    assert target(tmp_path, "best") == 4
-    assert kept(tmp_path) == [4, 8]
+@pytest.mark.parametrize(
+    ("scores", "options", "expected", "best"),
+    [
+        ([0.1, 0.9, 0.2, 0.3, 0.4], EACH, [4, 10], 4),
+        ([0.3, 0.1, 0.2], {"keep": 1, "best": SMALLEST}, [4, 6], 4),
+        ([0.5, 0.9, 0.1, 0.7, 0.2], {**EACH, "best": TWO}, [4, 8, 10], 4),
+        ([0.5, 0.5, 0.5], {"keep": 1}, [2, 6], 2),
+        ([math.nan, 0.1, math.inf, math.nan], {"keep": 1}, [4, 8], 4),
+    ],
+    ids=["however old", "the smallest", "several", "of equals the earlier", "never what is not finite"],
+)
+def test_the_best_is_kept(
+    scores: list[float], options: dict[str, Any], expected: list[int], best: int, tmp_path: Path
+) -> None:
+    fit_scores(scores, tmp_path, **options)
+    assert kept(tmp_path) == expected
+    assert (target(tmp_path, "best"), target(tmp_path, "latest")) == (best, expected[-1])
 
 
 def test_a_run_without_a_finite_value_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import forge
-from forge.errors import NonFiniteError, StackError
+from forge.errors import StackError
 from forge.testing import assert_same_weights
 from forge_plugins import (
     AMP,
@@ -235,47 +235,6 @@ def test_large_batches_come_by_a_stream_of_their_own(stack: Any) -> None:
     compare(stack, 15, wide(), Wide)
 
 
-def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Replaces(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("average", torch.zeros(()))
-
-        def training_step(self, batch: Any) -> Any:
-            out = super().training_step(batch)
-            self.average = 0.9 * self.average + 0.1 * out["loss"].detach()
-            return out
-
-    graph = CudaGraph()
-    task, _, logs = run([graph], task=Replaces())
-    plain, _, plain_logs = run([], task=Replaces())
-    assert graph.replayed == 0
-    assert "replaces the buffer 'average'" in caplog.text
-    assert_same_weights(task, plain)
-    assert logs == plain_logs
-
-
-def test_nothing_is_left_on_the_device_after_a_run() -> None:
-    run([CudaGraph(strict=True)])
-    torch.cuda.synchronize()
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    run([CudaGraph(strict=True)])
-    torch.cuda.synchronize()
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before
-
-
-@pytest.mark.parametrize("where", [6, 9])
-def test_guard_stops_a_captured_run(where: int) -> None:
-    data = batches()
-    data[where][0][0, 0] = math.nan
-    graph = CudaGraph(strict=True)
-    with pytest.raises(NonFiniteError, match=rf"Update {where} .*loss is not finite"):
-        run([Guard(), graph], data, max_epochs=1)
-    assert graph.replayed >= where - 3
-
-
 def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
     graph = CudaGraph(strict=True)
     plugins = [Accumulate(2), Clip(0.5), Schedule("cosine", warmup=3), Guard(), EMA(0.9), graph]
@@ -306,20 +265,3 @@ def test_garbage_of_an_earlier_run_is_not_collected_in_a_capture() -> None:
         gc.set_threshold(*threshold)
     torch.cuda.synchronize()
     assert all(torch.empty(2**20, dtype=torch.uint8, pin_memory=True).is_pinned() for _ in range(8))
-
-
-def test_nothing_waits_for_the_device_between_logs() -> None:
-    graph, strict = CudaGraph(strict=True), []
-
-    @forge.on("step_end")
-    def no_waiting(step: forge.Step) -> None:
-        if graph.replayed == 1:
-            torch.cuda.set_sync_debug_mode("error")
-        strict.append(torch.cuda.get_sync_debug_mode())
-
-    try:
-        run([Guard(), Clip(0.1), EMA(0.9), Schedule("cosine"), graph, no_waiting], max_epochs=1, log_every=100)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert graph.replayed == 17
-    assert strict.count(2) >= 16

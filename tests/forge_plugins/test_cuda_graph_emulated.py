@@ -9,18 +9,15 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import forge
 from forge.testing import assert_same_weights
-from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Monitor, Schedule
-from tests.forge.snapshot.test_resume import ends_as_if_it_had_not_been_cut
+from forge_plugins import AMP, EMA, Accumulate, CudaGraph, Freeze, Monitor
 from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
 from tests.support.profiles import covering, some
 
@@ -94,25 +91,6 @@ def test_a_metric_that_is_a_plain_number_is_named(caplog: pytest.LogCaptureFixtu
     assert "the metric 'train/answer' is a plain number" in caplog.text
     assert_same_weights(ours, plain)
     assert logs == plain_logs
-
-
-def live(folder: Path, *more: Any) -> nn.Module:
-    graph = CudaGraph(strict=True)
-    plugins = [OnADevice(), Accumulate(2), Shrink(), Schedule("cosine", warmup=3), EMA(0.9), graph]
-    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
-    trainer = forge.Trainer(
-        plugins=plugins, run_dir=folder, resume="auto", seed=3, device="cpu", log_every=4, max_epochs=6
-    )
-    task, data = Net(), batches(14, last=4)
-    trainer.fit(task, data, data[:3])
-    assert graph.replayed > 5
-    return task
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("update", [17, *(pytest.param(update, marks=pytest.mark.slow) for update in (4, 30))])
-def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
-    ends_as_if_it_had_not_been_cut(live, tmp_path, update)
 
 
 # -- what would make a replay another update --------------------------------------------------------------------------

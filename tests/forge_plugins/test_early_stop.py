@@ -85,19 +85,6 @@ def test_it_stops_where_a_hand_written_loop_breaks(
     assert result.stop_reason.startswith("early_stop" if expected else "max_epochs")
 
 
-def test_an_improvement_must_be_larger_than_min_delta() -> None:
-    values = [1.0, 0.75, 0.5, 0.25]
-    assert fit([EarlyStop(patience=2, min_delta=0.25)], values).epochs == 5  # 0.5 is the next best after 1.0
-    assert fit([EarlyStop(patience=2, min_delta=0.125)], values).epochs == 6
-
-
-def test_with_mode_max_more_is_better() -> None:
-    early = EarlyStop("val/accuracy", mode="max", patience=2)
-    result = fit([early], [0.1, 0.2, 0.2, 0.1], metric="accuracy")
-    assert result.epochs == 4
-    assert result.stop_reason.startswith("early_stop: val/accuracy has not improved on 0.2 (update 4)")
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_never_improves_and_is_told(value: float, caplog: pytest.LogCaptureFixture) -> None:
     result = fit([EarlyStop(patience=2)], [value, value, 0.0])

@@ -19,13 +19,6 @@ from forge_plugins import EMA, Checkpoint
 from tests.support.averages import Watched, applied, by_hand, ema_of, loss_of, parameters, train
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.999])
-def test_the_average_has_the_decay_that_it_is_given(decay: float) -> None:
-    plugin = EMA(decay)
-    task, _ = fit_tiny([plugin])
-    assert_same_weights(applied(plugin, task), by_hand(lambda model: ema_of(model, decay)).module)
-
-
 @given(
     decay=st.floats(0, 0.99),
     start=st.integers(0, 12),

@@ -23,21 +23,12 @@ from forge.util import clock
 from forge_plugins import Checkpoint, Goodput, goodput
 from tests.support import forked
 from tests.support.patience import PATIENCE
-
-
-class Watch:
-    """A clock that stands still unless it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.throughput_kit import Clock
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    watch = Watch()
+def watch(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    watch = Clock()
     monkeypatch.setattr(clock, "clock", watch)
     monkeypatch.setattr("time.perf_counter", watch)  # by which the Trainer measures the wait for data
     return watch
@@ -46,7 +37,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 class Paced(TinyTask):
     """Every update takes a second of the test's clock, a validation three, and others what `more` says."""
 
-    def __init__(self, watch: Watch, more: dict[int, float] | None = None, dies_at: int | None = None):
+    def __init__(self, watch: Clock, more: dict[int, float] | None = None, dies_at: int | None = None):
         super().__init__()
         self.watch, self.more, self.dies_at = watch, more or {}, dies_at
 
@@ -67,7 +58,7 @@ class Paced(TinyTask):
 class Slow(forge.Plugin):
     """A start of 20 seconds, and checkpoints of 5."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: Clock):
         super().__init__()
         self.watch = watch
 
@@ -83,7 +74,7 @@ class Slow(forge.Plugin):
 class SlowBatches:
     """Batches that take half a second each."""
 
-    def __init__(self, watch: Watch, batches: list[Any]):
+    def __init__(self, watch: Clock, batches: list[Any]):
         self.watch, self.batches = watch, batches
 
     def __len__(self) -> int:
@@ -111,7 +102,7 @@ def fit(task: Paced, folder: Path, updates: int, **more: Any) -> records.TimeSpe
     return found
 
 
-def test_every_second_is_in_one_part(watch: Watch, tmp_path: Path) -> None:
+def test_every_second_is_in_one_part(watch: Clock, tmp_path: Path) -> None:
     spent = fit(Paced(watch), tmp_path, 10)
     expected = {"update": 10.0, "start": 20.0, "data": 5.0, "checkpoint": 15.0}  # at 4, at 8 and at the end
     assert {name: seconds for name, seconds in spent.parts.items() if seconds} == pytest.approx(expected)
@@ -119,14 +110,14 @@ def test_every_second_is_in_one_part(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_what_was_compiled_before_the_run_is_not_in_it(
-    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watch: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = [SimpleNamespace(duration_us=2e5)]
     monkeypatch.setattr(goodput, "compiled_frames", lambda: frames)
     assert fit(Paced(watch), tmp_path, 4).parts["compile"] == 0
 
 
-def test_updates_that_are_done_twice_are_lost(watch: Watch, tmp_path: Path) -> None:
+def test_updates_that_are_done_twice_are_lost(watch: Clock, tmp_path: Path) -> None:
     """The attempt dies after 10 updates, the next one goes on from the checkpoint at 8."""
     first = fit(Paced(watch, dies_at=10), tmp_path, 12)
     assert first.parts["update"] == pytest.approx(10)
@@ -140,20 +131,20 @@ def test_updates_that_are_done_twice_are_lost(watch: Watch, tmp_path: Path) -> N
     assert spent.seconds == pytest.approx(sum(a.seconds for a in records.attempts_in(tmp_path)))
 
 
-def test_an_attempt_without_a_checkpoint_is_lost_but_for_its_start(watch: Watch, tmp_path: Path) -> None:
+def test_an_attempt_without_a_checkpoint_is_lost_but_for_its_start(watch: Clock, tmp_path: Path) -> None:
     fit(Paced(watch, dies_at=3), tmp_path, 8)
     spent = fit(Paced(watch), tmp_path, 8, resume="auto")
     assert spent.parts["update"] == pytest.approx(8)
     assert spent.parts["lost"] == pytest.approx(3 * 1.0 + 4 * 0.5)
 
 
-def test_a_stall_is_what_an_update_takes_beyond_the_usual(watch: Watch, tmp_path: Path) -> None:
+def test_a_stall_is_what_an_update_takes_beyond_the_usual(watch: Clock, tmp_path: Path) -> None:
     spent = fit(Paced(watch, more={5: 100.0}), tmp_path, 8)
     assert spent.parts["stall"] == pytest.approx(100)
     assert spent.parts["update"] == pytest.approx(8)
 
 
-def test_a_rewind_loses_what_it_goes_back_over(watch: Watch, tmp_path: Path) -> None:
+def test_a_rewind_loses_what_it_goes_back_over(watch: Clock, tmp_path: Path) -> None:
     class Back(forge.Plugin):
         done = False
 
@@ -179,7 +170,7 @@ def test_a_rewind_loses_what_it_goes_back_over(watch: Watch, tmp_path: Path) -> 
     assert spent.seconds == pytest.approx(watch.now - 100)
 
 
-def test_validations_are_counted(watch: Watch, tmp_path: Path) -> None:
+def test_validations_are_counted(watch: Clock, tmp_path: Path) -> None:
     task = Paced(watch)
     trainer = forge.Trainer(plugins=[Goodput()], max_updates=4, run_dir=tmp_path, seed=0, validate_every="2 updates")
     trainer.fit(task, tiny_batches(), tiny_batches()[:2])
@@ -278,7 +269,7 @@ def test_the_list_and_the_report_show_the_share(
     assert "90% (promised: 95%)" in page
 
 
-def test_the_loggers_get_the_account_once_a_minute(watch: Watch, tmp_path: Path) -> None:
+def test_the_loggers_get_the_account_once_a_minute(watch: Clock, tmp_path: Path) -> None:
     told: list[str] = []
 
     class Listens(forge.Plugin):

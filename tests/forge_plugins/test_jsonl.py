@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 import forge
-from forge.env import Env
 from forge.metrics.means import PendingMeans
 from forge.runs.folder import RunFolder
 from forge.runs.sinks import appending
 from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
 from tests.support.profiles import some
-from tests.support.tasks import Classifier, fit, make_batches, second_rank
+from tests.support.tasks import Classifier, SecondRank, fit, make_batches
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -139,14 +138,6 @@ def test_a_log_that_arrives_an_update_late_says_where_it_belongs(
         fit(train=train, max_epochs=2, plugins=[JSONL(), Accumulate(2)], run_dir=folder, log_every=1)
         runs[late] = [(line["update"], line["epoch"], line["sample"]) for line in lines_of(folder)]
     assert runs[True] == runs[False] == [(1, 0, 8), (2, 0, 16), (3, 1, 20), (4, 1, 28), (5, 1, 36), (6, 2, 40)]
-
-
-class SecondRank(forge.Plugin):
-    """Plays the second of two processes."""
-
-    @forge.hookimpl
-    def forge_setup_env(self) -> Env:
-        return second_rank()
 
 
 class FullDisk:

@@ -15,6 +15,7 @@ import pytest
 import forge
 from forge_plugins import Clip, Ledger
 from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.throughput_kit import Sink
 
 TICK = 10
 """Nanoseconds that reading the clock takes."""
@@ -170,18 +171,6 @@ def test_an_update_is_timed_without_data_and_validation(clock: Clock) -> None:
 
 
 # -- what is told -----------------------------------------------------------------------------------------------------
-
-
-class Sink(forge.Plugin):
-    """Keeps every log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logs: dict[int, dict[str, Any]] = {}
-
-    @forge.hookimpl
-    def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
-        self.logs[update] = metrics
 
 
 def test_every_log_holds_what_each_plugin_took_in_its_interval(clock: Clock) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import forge
 from forge_plugins import AMP, Accumulate, Clip, Monitor
+from tests.support.monitor_kit import Keep
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu
@@ -27,22 +28,6 @@ class Net(Classifier):
 
     def configure_optimizers(self) -> Any:
         return getattr(torch.optim, self.kind)(self.parameters(), lr=1e-2, fused=True)
-
-
-class Keep(forge.Plugin):
-    """Keeps what monitor logs: {update: {name: value}}."""
-
-    observer = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: dict[int, dict[str, Any]] = {}
-
-    @forge.hookimpl
-    def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
-        found = {name: value for name, value in metrics.items() if name.startswith("monitor/")}
-        if found:
-            self.logged[update] = found
 
 
 def made(**options: Any) -> Net:
@@ -66,9 +51,9 @@ def test_numbers_are_those_of_the_cpu(window: int) -> None:
     for device, keep in kept.items():
         plugins = [Monitor("1 updates", histograms=True), Accumulate(window), keep]
         fit(made(dropout=0.0, kind="SGD"), make_batches(4), device=device, plugins=plugins)
-    assert kept["cuda"].logged.keys() == kept["cpu"].logged.keys()
-    for update, expected in kept["cpu"].logged.items():
-        found = kept["cuda"].logged[update]
+    assert kept["cuda"].updates == kept["cpu"].updates
+    for update in kept["cpu"].updates:
+        expected, found = kept["cpu"].of(update), kept["cuda"].of(update)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             if isinstance(value, forge.Histogram):
@@ -83,5 +68,5 @@ def test_gradients_of_half_precision_are_read_unscaled() -> None:
     for dtype, keep in kept.items():
         amp = [AMP(dtype=dtype, init_scale=1024.0)] if dtype else []
         fit(made(width=64, dropout=0.0), make_batches(2, 32), device="cuda", plugins=[Monitor("1 updates"), *amp, keep])
-    found, expected = (kept[dtype].logged[1]["monitor/grad_norm"] for dtype in ("fp16", None))
+    found, expected = (kept[dtype].of(1)["grad_norm"] for dtype in ("fp16", None))
     assert found == pytest.approx(expected, rel=0.05)

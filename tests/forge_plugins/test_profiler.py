@@ -122,16 +122,6 @@ def test_no_range_is_opened_outside_of_the_recorded_updates(opened: list[str]) -
 # Training does not notice
 
 
-EVERYTHING: dict[str, Any] = {
-    **SHORT,
-    "repeat": 2,
-    "record_shapes": True,
-    "with_stack": True,
-    "profile_memory": True,
-    "memory": True,
-}
-
-
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     before = dict(os.environ)

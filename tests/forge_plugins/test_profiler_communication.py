@@ -18,15 +18,11 @@ from forge_plugins.profiler.communication import kind_of
 from forge_plugins.profiler.trace import Trace, analyse
 from forge_plugins.profiler.verdict import Measured, Setup, judge, measured
 from tests.support.lasting_ranks import ranks
-from tests.support.profiler_kit import micro, summary
+from tests.support.profiler_kit import micro, span, summary
 from tests.support.profiles import some
 
 Times = list[tuple[int, int]]
-MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
-
-
-def span(cat: str, name: str, start: float, end: float, tid: int = MAIN) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": tid, "args": {}}
+GLOO, STREAM, NCCL_STREAM = 2, 7, 20
 
 
 def update(end: float, *events: dict[str, Any]) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 
 import forge
 from forge_plugins import Profiler
+from tests.support.profiler_kit import events_of, traces
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu
@@ -58,8 +58,8 @@ def profiled(task: forge.TaskModule, data: Any, **options: Any) -> Any:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    (file,) = (folder / "profile").glob("*.pt.trace.json")
-    return json.loads(file.read_text())["traceEvents"]
+    (file,) = traces(folder)
+    return events_of(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

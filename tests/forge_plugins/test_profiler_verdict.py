@@ -17,15 +17,11 @@ from forge.testing import fit_tiny
 from forge_plugins import AMP, Compile, Prefetch, Profiler, Remat
 from forge_plugins.profiler.trace import analyse
 from forge_plugins.profiler.verdict import BUSY, Measured, Setup, judge, provided
-from tests.support.profiler_kit import SHORT, micro
+from tests.support.profiler_kit import SHORT, micro, span
 from tests.support.tasks import Classifier, fit
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading a trace: one of an accelerator, written by hand, in microseconds
-
-
-def span(cat: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": tid, "args": args}
 
 
 def one_update() -> list[dict[str, Any]]:
@@ -92,9 +88,6 @@ def test_an_operators_work_begins_where_a_calls_own_cost_ends() -> None:
     assert micro(analyse(one_update(), {}).work) == 20 + 50 + 50  # linear, addmm, item: each less 10
 
 
-Times = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The verdict, from made-up measurements
 
@@ -147,10 +140,6 @@ def test_shares_are_the_whole_whatever_is_measured(device: Any, parts: list[floa
     assert sum(found.shares.values()) == pytest.approx(1 if any(found.shares.values()) else 0)
     assert found.seconds <= found.wall
     judge(found, Setup())
-
-
-def advice(found: Measured, **setup: Any) -> str:
-    return "\n".join(judge(found, Setup(**setup)).advice)
 
 
 def test_a_plugin_counts_by_what_it_provides_or_its_name() -> None:

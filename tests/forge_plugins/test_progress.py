@@ -15,12 +15,11 @@ import pytest
 import torch
 
 import forge
-from forge.env import Env
 from forge.metrics.means import PendingMeans
 from forge_plugins import Accumulate, Checkpoint, Progress, Tensorboard
 from forge_plugins.progress.reading import clock, short
 from forge_plugins.progress.status import Status
-from tests.support.tasks import Classifier, fit, make_batches, second_rank
+from tests.support.tasks import Classifier, SecondRank, fit, make_batches
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -304,14 +303,6 @@ class TestSpeed:
             status.paused = paused
             status.move(trainer)
         return status
-
-
-class SecondRank(forge.Plugin):
-    """Plays the second of two processes."""
-
-    @forge.hookimpl
-    def forge_setup_env(self) -> Env:
-        return second_rank()
 
 
 def _lines(capsys: Any) -> list[str]:

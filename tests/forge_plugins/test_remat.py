@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import forge
 from forge.errors import RecipeError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Remat
-from tests.support import reference
 from tests.support.profiles import covering, few
 
 WIDTH = 16
@@ -118,25 +116,6 @@ def test_weights_and_buffers_are_bit_for_bit_those_without_it(kind: type[Deep], 
     fit_tiny(task=plain)
     fit_tiny([Remat(**options)], task=again)
     assert_same_weights(again, plain)
-
-
-def test_weights_are_those_of_a_loop_with_torchs_checkpoint() -> None:
-    class ByHand(Deep):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False, scale=0.5)  # pyright: ignore[reportAssignmentType]
-            return self.head(x)
-
-    ours, theirs = deep(), deep(ByHand)
-    batches = tiny_batches()
-    for norm in (module for task in (ours, theirs) for module in task.modules() if isinstance(module, nn.BatchNorm1d)):
-        norm.track_running_stats = False  # torch's own counts every batch twice
-        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
-    fit_tiny([Remat()], task=ours, train=batches)
-    loss_of: Any = lambda model, batch: model.training_step(batch)["loss"]  # noqa: E731
-    reference.train(theirs, loss_of, theirs.configure_optimizers(), batches, 2, seed=0)
-    assert_same_weights(ours, theirs)
 
 
 @few

@@ -23,8 +23,6 @@ from tests.support.profiles import covering, few
 from tests.support.tasks import Classifier
 from tests.support.tasks import fit as task_fit
 
-POLICIES = ["stop", "skip", "rewind"]
-
 
 class Decayed(TinyTask):
     """With AdamW, whose decay shows who touches weights."""
@@ -242,13 +240,6 @@ def test_an_error_in_the_second_pass_restores_the_weights() -> None:
     fit_tiny([SAM(0.5)], task=expected, max_epochs=None, max_updates=1)
     for ours, theirs in zip(fallen.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def batches(*bad: int) -> list[Any]:
-    made = tiny_batches([8] * 6)
-    for index in bad:
-        made[index][0][3, 2] = math.nan
-    return made
 
 
 def test_parameters_that_thaw_are_climbed_from_then_on() -> None:

@@ -281,9 +281,6 @@ def test_a_plateau_schedule_beside_lr_is_refused() -> None:
     fit_tiny([SWA()], task=Plateau())
 
 
-# -- resumed, and beside others ---------------------------------------------------------------------------------------
-
-
 # -- loaders that cannot be read twice at once ------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ import forge
 from forge.errors import StackError
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import Checkpoint, Clip, Guard, Schedule, Tensorboard
+from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.tasks import Classifier, fit, make_batches
 
 hparams_api: Any = api_pb2  # whose classes are made as it is imported
@@ -216,19 +217,6 @@ def test_a_failed_run_keeps_what_it_logged_and_closes_its_file(tmp_path: Path) -
 # A run that was cut off
 
 
-class PowerCut(Exception):
-    """What ends a life in these tests."""
-
-
-def cut_at(update: int) -> forge.Plugin:
-    @forge.on("boundary")
-    def power(trainer: forge.Trainer) -> None:
-        if trainer.progress.update == update:
-            raise PowerCut
-
-    return power
-
-
 class Draws(TinyTask):
     """Logs everything that can be drawn, made of the weights, so that another course would show."""
 
@@ -258,25 +246,6 @@ def without_card(shown: dict[str, list[tuple[int, Any]]]) -> dict[str, list[tupl
     return {tag: series for tag, series in shown.items() if tag != "card"}
 
 
-def check_lives(folder: Path, cuts: list[int], every: int) -> None:
-    """A board that was open all the time shows a run of many lives as it shows one that never stopped."""
-    live(folder / "straight", every=every)
-    for cut in cuts:
-        live(folder / "cut", cut_at(cut), every=every)
-    watched = Board(folder / "cut")
-    live(folder / "cut", every=every)
-    watched.reload()
-    expected, read_later = Board(folder / "straight").shown(), Board(folder / "cut").shown()
-    assert [step for step, _ in expected["train/loss"]] == list(range(1, 13))
-    assert without_card(read_later) == without_card(expected)
-    assert without_card(watched.shown()) == without_card(expected)
-    # the class that scripts read with shows the same, but never takes texts back
-    events = read(folder / "cut")
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
-    assert [event.step for event in events.Histograms("weights")] == [2, 4, 6, 8, 10, 12]
-    assert [event.step for event in events.Images("val/picture")] == [2, 4, 6, 8, 10, 12]
-
-
 @pytest.mark.parametrize(
     ("cuts", "every"),
     [
@@ -288,7 +257,22 @@ def check_lives(folder: Path, cuts: list[int], every: int) -> None:
     ],
 )
 def test_a_run_that_was_cut_off_shows_every_update_once(tmp_path: Path, cuts: list[int], every: int) -> None:
-    check_lives(tmp_path, cuts, every)
+    """A board that was open all the time shows a run of many lives as it shows one that never stopped."""
+    live(tmp_path / "straight", every=every)
+    for cut in cuts:
+        live(tmp_path / "cut", cut_at(cut), every=every)
+    watched = Board(tmp_path / "cut")
+    live(tmp_path / "cut", every=every)
+    watched.reload()
+    expected, read_later = Board(tmp_path / "straight").shown(), Board(tmp_path / "cut").shown()
+    assert [step for step, _ in expected["train/loss"]] == list(range(1, 13))
+    assert without_card(read_later) == without_card(expected)
+    assert without_card(watched.shown()) == without_card(expected)
+    # the class that scripts read with shows the same, but never takes texts back
+    events = read(tmp_path / "cut")
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.step for event in events.Histograms("weights")] == [2, 4, 6, 8, 10, 12]
+    assert [event.step for event in events.Images("val/picture")] == [2, 4, 6, 8, 10, 12]
 
 
 def test_a_file_that_a_kill_has_torn_is_read_up_to_there(tmp_path: Path) -> None:

@@ -66,3 +66,11 @@ def second_rank() -> Env:
     env = Env("cpu")
     env.rank, env.world = 1, 2
     return env
+
+
+class SecondRank(forge.Plugin):
+    """Plays the second of two processes."""
+
+    @forge.hookimpl
+    def forge_setup_env(self) -> Env:
+        return second_rank()
