@@ -75,12 +75,6 @@ def test_named_inputs_and_a_structure_come_out_by_name(tmp_path: Path) -> None:
     assert found["hidden"].tolist() == [[0.0, 0.5, 0.5, 0.5]]
 
 
-class Sequences(Classifier):
-    def forward(self, text: Padded) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        last = text.values[torch.arange(text.lengths.shape[0]), text.lengths - 1]
-        return super().forward(last)
-
-
 class Predicts(forge.TaskModule):
     """A task without forward, whose predict_step takes an (inputs, labels) pair."""
 

@@ -236,18 +236,6 @@ def test_a_folded_batch_norm_keeps_the_integers() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """Its head has the weight of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head, self.inner = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False), nn.Linear(32, 32)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inner(self.embedding(x)))
-
-
 @pytest.mark.parametrize(
     ("kind", "model", "device", "message"),
     [

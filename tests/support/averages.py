@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,10 +94,3 @@ class Watched(TinyTask):
         self.seen.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
         self.places.append([p.data_ptr() for p in self.parameters()])
         return {}
-
-
-class Stream:
-    """Batches without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(tiny_batches())

@@ -8,8 +8,6 @@ from typing import Any
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-OPERATIONS = ("put_file", "pipe_file", "get_file", "cat_file", "rm_file", "ls")
-
 
 class FlakyFileSystem(MemoryFileSystem):
     """Counts its calls. `plan(number, operation, path)` is asked before each, and may raise."""
