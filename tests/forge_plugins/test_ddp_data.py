@@ -340,11 +340,11 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stream": (
         lambda: Loader(ListedStream(), 8),
-        "The train loader StreamLoader gives another batch 0 on rank 1 than on rank 0",
+        "The train loader DataLoader gives another batch 0 on rank 1 than on rank 0",
     ),
     "stream after a while": (
         lambda: Loader(ListedStream(same=8), 8),
-        "The train loader StreamLoader gives another batch 1 on rank 1",
+        "The train loader DataLoader gives another batch 1 on rank 1",
     ),
 }
 
