@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import forge
 from forge import registry
 from forge.contract import hooks
 from forge.contract.stack import ACTIONS, SPECS
+from tests import house
 from tests.conftest import REPO
 
 PACKAGE = REPO / "plugins" / "forge_plugins"
@@ -128,16 +128,6 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Every module that a file imports, anywhere in it."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, small_data_folder: Path) -> dict[str, str]:
     """How each of the stages ended: "", or its traceback."""
@@ -174,12 +164,12 @@ def built_in_names() -> set[str]:
 
 
 def test_a_built_in_plugin_imports_no_other() -> None:
-    assert PLUGINS
-    for path in PLUGINS:
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        allowed = (f"forge_plugins.{own}", "forge_plugins.torch_internals")
-        siblings = {name for name in imported_names(path) if name.startswith("forge_plugins.")}
-        assert own == "__init__" or all(name.startswith(allowed) for name in siblings), path
+    ours = [module for module in house.MODULES if module.startswith("forge_plugins.")]
+    assert ours
+    for module in ours:
+        allowed = (f"forge_plugins.{module.split('.')[1]}", "forge_plugins.torch_internals")
+        siblings = {name for name in house.imports(module) if name.startswith("forge_plugins.")}
+        assert all(name.startswith(allowed) for name in siblings), module
 
 
 def test_no_built_in_plugin_names_another() -> None:

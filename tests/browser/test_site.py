@@ -27,24 +27,13 @@ WANTED = {
     "learning rate": "Frequently asked questions",
 }
 """What people type, and a title that must be among the first results."""
-TWO_TOWERS = "Two-tower retrieval: a contrastive loss with in-batch negatives"
-TEACHER = "Distillation: a student learns from a frozen teacher"
 FIRST = {
     "reinforcement learning": "Reinforcement learning: PPO on cart pole",
-    "rollouts": "Data that the model makes",
-    "replay buffer": "dqn: Q-learning from a replay buffer",
-    "distillation": TEACHER,
-    "frozen teacher": TEACHER,
+    "distillation": "Distillation: a student learns from a frozen teacher",
     "DPO": "DPO: preferences against a frozen reference",
     "LoRA": "Several models",
-    "target network": "BYOL: a target network that follows",
-    "k-fold cross-validation": "Runs that belong together",
-    "retrieval": TWO_TOWERS,
-    "contrastive": TWO_TOWERS,
-    "batch sampler": TWO_TOWERS,
-    "mixup": "Mixup and CutMix for pictures",
+    "retrieval": "Two-tower retrieval: a contrastive loss with in-batch negatives",
     "warm restarts": "Warm restarts: cosine annealing in cycles",
-    "cosine annealing": "Warm restarts: cosine annealing in cycles",
     "own plugin": "A plugin of your own: clipping that adapts",
     "vanishing_gradient": "vanishing_gradient",
 }

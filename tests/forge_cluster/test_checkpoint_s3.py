@@ -16,6 +16,7 @@ from forge.testing import assert_same_weights
 from forge_cluster.storage.remote import RemoteCheckpoints
 from forge_plugins import DDP
 from forge_plugins.checkpoint import Checkpoint
+from tests.forge_cluster.test_checkpoint_remote import Dropping
 from tests.support.ranks import launch
 from tests.support.s3_server import Proxy, s3_server
 from tests.support.tasks import Classifier, fit, make_batches
@@ -24,11 +25,6 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("s3fs", reason="needs s3fs")
 __all__ = ["s3_server"]
 PLACE = "s3://bucket/runs/first"
-
-
-class Dropping(Classifier):
-    def training_step(self, batch: Any) -> Any:
-        return super().training_step((torch.nn.functional.dropout(batch[0], 0.3), batch[1]))
 
 
 def train(run: Path, updates: int, url: str | None = PLACE, plugins: tuple[Any, ...] = ()) -> Classifier:

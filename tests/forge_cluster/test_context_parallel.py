@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import functional
 
@@ -26,15 +23,14 @@ from forge.errors import DataError, RecipeError, StackError, TaskError
 from forge_cluster import context_parallel
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.calls import SequenceCalls
-from forge_cluster.context_parallel.ring import Method, Ring, RingAttention
 from forge_cluster.context_parallel.slices import Slicing
 from forge_plugins import AMP, DDP, EMA, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Remat, Schedule
 from forge_speed.kernels import Kernels
 from tests.support import context_kit as kit
+from tests.support.fitted import assert_rounded
 from tests.support.fsdp_kit import close
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
-from tests.support.ranks import pretending
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against one process
@@ -119,10 +115,7 @@ def in_bf16(amp: bool) -> dict[str, Any]:
 @pytest.mark.slow
 def test_amp_rounds_within_its_precision() -> None:
     plain, alone = in_bf16(False), in_bf16(True)
-    for weights in ranks(2)(in_bf16, True):
-        apart = max(float((weights[name] - alone[name]).abs().max()) for name in alone)
-        rounding = max(float((plain[name] - alone[name]).abs().max()) for name in alone)
-        assert 0 < apart < 3 * rounding
+    assert_rounded(plain, alone, ranks(2)(in_bf16, True))
 
 
 def recipe_tasks(kind: str) -> dict[str, Any]:
@@ -223,26 +216,6 @@ def passes(calls: SequenceCalls, seen: list[bool], count: int, *functions: Any) 
                 function(x, x, x)
 
 
-def test_a_task_that_calls_by_name_is_trusted_between_passes_of_round_numbers() -> None:
-    calls, seen = watched_calls()
-    passes(calls, seen, 9, calls.attention)
-    assert [number for number, was in enumerate(seen) if was] == [0, 1, 2, 4, 8]
-    passes(calls, seen, 2, calls.attention, calls.attention)  # another number of calls: the next pass is seen
-    assert seen[-2:] == [False, True]
-    passes(calls, seen, 1, calls.attention, calls.attention)
-    assert not seen[-1]
-
-
-def test_a_task_that_calls_by_another_name_is_always_seen() -> None:
-    calls, seen = watched_calls()
-    passes(calls, seen, 6, functional.scaled_dot_product_attention)
-    assert all(seen)
-    assert calls.attentions == 6
-    calls, seen = watched_calls(positions=True)
-    passes(calls, seen, 6, calls.attention)
-    assert all(seen)
-
-
 def test_another_name_that_comes_later_is_refused() -> None:
     calls, seen = watched_calls()
     passes(calls, seen, 6, calls.attention)
@@ -301,22 +274,6 @@ def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
     expected = {"gathers": 0, "gathered": 0, "passes": passes, "passed": passes * slice_of_both}
     for updates in ranks(count)(traffic, {"method": method}):
         assert updates == [expected] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "dtype"), some(itertools.product([2, 0], [torch.float32, torch.bfloat16])))
-def test_the_kernels_of_cuda_take_what_the_ring_passes(rank: int, dtype: torch.dtype) -> None:
-    """Shapes and arguments alone, on tensors without values; slices of 8 and 4 positions are no multiple of 32."""
-    methods: tuple[Method, ...] = ("allgather", "alltoall")
-    for method, balance, causal in itertools.product(methods, (True, False), (True, False)):
-        with pretending(rank, 4), FakeTensorMode(), torch.no_grad():
-            query, key, value = (torch.randn(2, 4, 8, 16, device="cuda", dtype=dtype) for _ in range(3))
-            context: Any = SimpleNamespace(saved_tensors=())
-            context.save_for_backward = lambda *tensors, own=context: setattr(own, "saved_tensors", tensors)
-            ring = Ring(dist.group.WORLD, method, balance)
-            out = RingAttention.forward(context, query, key, value, ring, causal, None)
-            gradients: Any = RingAttention.backward(context, torch.randn_like(out))[:3]
-            assert {(each.shape, each.dtype) for each in (out, *gradients)} == {(query.shape, dtype)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from forge_plugins import DDP, EMA, SAM, Accumulate, Checkpoint, Clip, Compile, 
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support import expert_kit as kit
 from tests.support import strangers_kit as strangers
+from tests.support.fitted import apart
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
@@ -62,7 +63,7 @@ def test_divided_experts_train_what_one_process_trains(mesh: dict[str, int]) -> 
     shards = mesh["shard"] * mesh["expert"] if "shard" in mesh else 1
     for rank in together:
         assert rank["updates"] == alone["updates"]
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
         for name, values in alone["logged"].items():
             assert rank["logged"][name] == pytest.approx(values, rel=1e-11)  # each expert is in the norm once
         assert all(rank["metrics"][name] == pytest.approx(value, rel=1e-9) for name, value in alone["metrics"].items())
@@ -167,7 +168,7 @@ KINDS: list[Any] = [
 def test_kinds_of_experts_and_levers(kind: str, mesh: dict[str, int]) -> None:
     alone = run(kind, mesh)
     for rank in ranks(math.prod(mesh.values()))(run, kind, mesh):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
         assert rank["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-9)
 
 
@@ -179,7 +180,7 @@ def beside_matrices(mesh: dict[str, int]) -> dict[str, Any]:
 def test_divided_layers_beside_divided_experts() -> None:
     alone = beside_matrices({})
     for rank in ranks(4)(beside_matrices, {"shard": 1, "expert": 2, "tensor": 2}):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
 
 
 class Initialised(kit.Mixed):
@@ -204,7 +205,7 @@ def made_on_meta(mesh: dict[str, int]) -> dict[str, Any]:
 def test_experts_of_a_task_without_memory_are_initialised_before_they_are_divided() -> None:
     alone = made_on_meta({})
     for rank in ranks(2)(made_on_meta, {"shard": 1, "expert": 2}):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
 
 
 def evaluated() -> dict[str, Any]:
@@ -290,7 +291,7 @@ def test_a_checkpoint_continues_on_another_mesh_and_in_one_process(chain: list[A
         found = each(resumed, str(tmp_path / "cut"), epochs, mesh)
     for rank in found:
         assert rank["updates"] == straight["updates"]
-        assert kit.apart(rank["weights"], straight["weights"]) < EXACT
+        assert apart(rank["weights"], straight["weights"]) < EXACT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_the_same_tokens_are_dropped_as_in_one_process(mesh: dict[str, int]) -> 
     alone = limited(mesh)
     assert all(0.2 <= share < 0.6 for share in alone["logged"]["experts/dropped"])
     for rank in ranks(math.prod(mesh.values()))(limited, mesh):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
         assert rank["logged"].keys() == alone["logged"].keys()
         for name, values in alone["logged"].items():
             assert rank["logged"][name] == pytest.approx(values, rel=1e-11)
@@ -358,7 +359,7 @@ def fit_alone(task: forge.TaskModule, *plugins: Any, **options: Any) -> dict[str
 
 def test_one_process_trains_as_without_the_plugin_and_logs_loads() -> None:
     plain, with_plugin = kit.fit_experts({}, data=kit.words(sizes=(4, 3))), fit_alone(kit.Mixed())
-    assert kit.apart(with_plugin["weights"], plain["weights"]) < EXACT
+    assert apart(with_plugin["weights"], plain["weights"]) < EXACT
     logged = with_plugin["logged"]
     assert min(logged["experts/most"]) > 1 > max(logged["experts/least"])
     assert "experts/dropped" not in logged

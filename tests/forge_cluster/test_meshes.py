@@ -18,6 +18,7 @@ from forge_cluster.zero import Zero
 from forge_plugins import EMA, FSDP, Accumulate, Checkpoint, Clip
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support import mesh_kit as kit
+from tests.support.fitted import apart
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
@@ -78,7 +79,7 @@ def test_a_mesh_trains_what_one_process_trains(mesh: dict[str, int]) -> None:
     for rank in together:
         assert rank["updates"] == alone["updates"]
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
         assert rank["held"]["state"] == 2 * (rank["held"]["parameters"] - 8)  # Adam's moments; a number has none
     fullest = max(rank["held"]["parameters"] for rank in together)
     assert fullest == bytes_per_rank(mesh)
@@ -95,7 +96,7 @@ def owned_states(stage: int) -> dict[str, Any]:
 def test_zero_beside_slices(stage: int) -> None:
     alone = owned_states(stage)
     for rank in ranks(4)(owned_states, stage):
-        assert kit.apart(rank["weights"], alone["weights"]) < EXACT
+        assert apart(rank["weights"], alone["weights"]) < EXACT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_a_checkpoint_continues_on_another_mesh_and_in_one_process(chain: list[A
         found = run(resumed, str(tmp_path / "cut"), epochs, mesh)
     for rank in found:
         assert rank["updates"] == straight["updates"]
-        assert kit.apart(rank["weights"], straight["weights"]) < EXACT
+        assert apart(rank["weights"], straight["weights"]) < EXACT
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
-from forge.optim.sharded import local
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.pipeline.cutting import blocks_of, bounds_of
 from forge_cluster.pipeline.last_metrics import LastMetrics
 from forge_cluster.pipeline.scheduling import SCHEDULES
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Compile, CudaGraph, Freeze, Guard, Schedule
+from tests.support.fitted import assert_rounded, fitted
 from tests.support.fsdp_kit import Block, Deep, Tied, close, deep, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -98,18 +98,7 @@ def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit(task: forge.TaskModule, plugins: list[Any], **options: Any) -> dict[str, Any]:
-    options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
-    trainer = forge.Trainer(plugins=plugins, **options)
-    seen: dict[str, Any] = {"held": 0}
-
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        seen["held"] = sum(local(p).numel() for p in trainer.task.parameters() if not p.is_meta)
-
-    trainer.stack.add(look)
-    result = trainer.fit(task, wide(), wide(1))
-    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates, **seen}
+    return fitted(task, plugins, wide(), wide(1), **options)
 
 
 QUICK = [(2, "levers", {"schedule": "1f1b"})]
@@ -132,7 +121,7 @@ SLOW = [
 def test_stages_train_what_one_process_trains(count: int, kind: str, options: dict[str, Any]) -> None:
     alone, together = run(kind, {}), ranks(count)(run, kind, options)
     for rank in together:
-        assert rank["held"] < alone["held"] / (1.9 if "shard" in options else 1)
+        assert rank["held"]["parameters"] < alone["held"]["parameters"] / (1.9 if "shard" in options else 1)
         close(rank, alone, 1e-11)
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
 
@@ -163,10 +152,7 @@ WITH_AND_WITHOUT_SHARDS = pytest.mark.parametrize(
 @WITH_AND_WITHOUT_SHARDS
 def test_amp_rounds_within_its_precision(count: int, options: dict[str, Any]) -> None:
     plain, alone = in_bf16(False, {}), in_bf16(True, {})
-    for weights in ranks(count)(in_bf16, True, options):
-        apart = max(float((weights[name] - alone[name]).abs().max()) for name in alone)
-        rounding = max(float((plain[name] - alone[name]).abs().max()) for name in alone)
-        assert 0 < apart < 3 * rounding
+    assert_rounded(plain, alone, ranks(count)(in_bf16, True, options))
 
 
 def drawn(seed: int | None = 0) -> list[float]:

@@ -18,10 +18,7 @@ from forge.errors import CheckpointError, RecipeError, TaskError
 from forge_cluster.storage import object_storage
 from forge_plugins import EMA, Checkpoint
 from tests.support.profiles import some
-from tests.support.s3_server import s3_server
 from tests.support.tasks import Classifier, fit, make_batches
-
-__all__ = ["s3_server"]
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import forge
 from forge_cluster.pipeline import Pipeline
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP
+from tests.support.fitted import fitted
 from tests.support.fsdp_kit import Deep, close, deep, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -41,11 +41,7 @@ class Looked(Deep):
 
 
 def fit(name: str) -> dict[str, Any]:
-    task = deep(Looked)
-    plugins = [PLUGINS[name]()] if "RANK" in os.environ else []
-    result = forge.Trainer(plugins=plugins, max_epochs=2, seed=0, device="cpu", run_dir=False).fit(task, wide())
-    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates}
+    return fitted(deep(Looked), [PLUGINS[name]()] if "RANK" in os.environ else [], wide())
 
 
 @pytest.mark.parametrize("name", some(["ddp", "zero"]))

@@ -15,6 +15,7 @@ from forge.distributed import rank_env
 from forge.errors import RecipeError, StackError, TaskError
 from forge_cluster.zero import Zero, owners_of
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, Accumulate, Clip, Freeze, Guard, Schedule
+from tests.support.fitted import fitted
 from tests.support.fsdp_kit import Deep, Tied, close, deep, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.tasks import PlainGAN
@@ -66,23 +67,12 @@ def stacks() -> dict[str, Any]:
 def run_stack(name: str, stage: int) -> dict[str, Any]:
     torch.manual_seed(5)
     task, plugins = stacks()[name]()
-    held: list[int] = []
-
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        states = [state for optimizer in trainer.optimizers.values() for state in optimizer.state.values()]
-        held.append(sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim))
-
     several = [Zero(stage=stage)] if "RANK" in os.environ else []
-    found = fit(task, [*plugins, *several, look])
-    return {**found, "held": held[-1]}
+    return fit(task, [*plugins, *several])
 
 
 def fit(task: forge.TaskModule, plugins: list[Any], **options: Any) -> dict[str, Any]:
-    options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
-    result = forge.Trainer(plugins=plugins, **options).fit(task, wide(), wide(1))
-    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates}
+    return fitted(task, plugins, wide(), wide(1), **options)
 
 
 SLOW = [(count, name, stage) for count in (2, 4) for name in stacks() for stage in (1, 2)]
@@ -102,8 +92,8 @@ def test_ranks_with_divided_state_train_what_one_trains(count: int, name: str, s
     for rank in together:
         close(rank, alone, 1e-11)
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
-    assert sum(rank["held"] for rank in together) == alone["held"]  # every byte once
-    assert max(rank["held"] for rank in together) < alone["held"]
+    assert sum(rank["held"]["state"] for rank in together) == alone["held"]["state"]  # every byte once
+    assert max(rank["held"]["state"] for rank in together) < alone["held"]["state"]
 
 
 def with_ddp() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import forge
 from forge_cluster.context_parallel import ContextParallel
 from forge_plugins import DDP
+from tests.support.fitted import fitted
 
 VOCABULARY, LENGTH, WIDTH = 11, 16, 8
 SIZES = (4, 4, 3, 1)
@@ -227,8 +228,4 @@ def fit_tokens(task: forge.TaskModule, plugins: list[Any], given: dict[str, Any]
     data, val = options.pop("data", token_batches()), options.pop("val", token_batches(seed=1))
     strategy = [] if any("strategy" in plugin.provides for plugin in plugins) else [DDP()]
     several = [*strategy, ContextParallel(**given)] if "RANK" in os.environ else []
-    options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
-    trainer = forge.Trainer(plugins=[*plugins, *several], **options)
-    result = trainer.fit(task, data, val)
-    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates}
+    return fitted(task, [*plugins, *several], data, val, **options)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.optim.sharded import local
 from forge_cluster.expert_parallel import ExpertParallel
 from forge_plugins import DDP, FSDP
+from tests.support.fitted import fitted
 
 WORDS, WIDTH, HIDDEN, LENGTH, EXPERTS = 12, 8, 6, 5, 4
 
@@ -109,17 +109,7 @@ def fit_experts(
     """Fit; on several ranks with the strategies of the mesh. Weights, metrics, and bytes that this rank held."""
     many = "RANK" in os.environ and bool(mesh)
     stack = [*plugins, *(several(mesh, **(given or {})) if many else alone)]
-    options = {"max_epochs": 1, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 1, **options}
-    trainer = forge.Trainer(plugins=stack, mesh=dict(mesh) if many else None, **options)
-    held: dict[str, int] = {}
     logged: dict[str, list[float]] = {}
-
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        own = [local(p) for p in trainer.task.parameters()]
-        state = [v for o in trainer.optimizers.values() for s in o.state.values() for v in s.values()]
-        moments = [local(v) for v in state if isinstance(v, Tensor) and v.ndim]
-        held.update(parameters=sum(p.nbytes for p in own), state=sum(v.nbytes for v in moments))
 
     @forge.on("log")
     def note(metrics: dict[str, Any]) -> None:
@@ -127,16 +117,6 @@ def fit_experts(
             if name.startswith(("experts/", "grad_norm")):
                 logged.setdefault(name, []).append(float(value))
 
-    for hook in (look, note):
-        trainer.stack.add(hook)
-    built = task or Mixed()
-    result = trainer.fit(built, data or words(), words(1, (5,)))
-    weights = {name: value.detach().clone() for name, value in built.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates, "held": held, "logged": logged}
-
-
-def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The largest difference of two sets of weights."""
-    assert ours.keys() == theirs.keys()
-    assert all(type(value) is Tensor for value in ours.values())
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+    options = {"max_epochs": 1, "log_every": 1, "mesh": dict(mesh) if many else None, **options}
+    found = fitted(task or Mixed(), [*stack, note], data or words(), words(1, (5,)), **options)
+    return {**found, "logged": logged}

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.optim.sharded import local
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.pipeline import Pipeline
 from forge_plugins import EMA, FSDP, Accumulate, Clip, Schedule
 from forge_plugins.tensor_parallel import TensorParallel
+from tests.support.fitted import fitted
 
 WORDS, WIDTH, HEADS, HIDDEN, LENGTH = 12, 8, 4, 16, 8
 PLAN: Any = {
@@ -109,30 +109,9 @@ def fit_mesh(
 ) -> dict[str, Any]:
     """Fit; on several ranks with the strategies of the mesh. Weights, metrics, and bytes that this rank held."""
     several = (several or strategies(mesh)) if "RANK" in os.environ and mesh else []
-    options = {"max_epochs": 1, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
-    trainer = forge.Trainer(plugins=[*plugins, *several], mesh=dict(mesh) if several else None, **options)
-    held: dict[str, int] = {}
-
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        own = [local(p) for p in trainer.task.parameters() if not p.is_meta]
-        state = [v for o in trainer.optimizers.values() for s in o.state.values() for v in s.values()]
-        moments = [local(v) for v in state if isinstance(v, Tensor) and v.ndim]
-        held.update(parameters=sum(p.nbytes for p in own), state=sum(v.nbytes for v in moments))
-
-    trainer.stack.add(look)
-    built = task()
-    result = trainer.fit(built, sentences(), sentences(1, (5,)))
-    weights = {name: value.detach().clone() for name, value in built.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates, "held": held}
+    stack, sizes = [*plugins, *several], dict(mesh) if several else None
+    return fitted(task(), stack, sentences(), sentences(1, (5,)), **{"max_epochs": 1, "mesh": sizes, **options})
 
 
 def fit_levers(mesh: Mapping[str, int]) -> dict[str, Any]:
     return fit_mesh(mesh, levers())
-
-
-def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The largest difference of two sets of weights."""
-    assert ours.keys() == theirs.keys()
-    assert all(type(value) is Tensor for value in ours.values())
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)

@@ -323,31 +323,6 @@ def test_a_lightning_module_has_one_too(tmp_path: Path) -> None:
         assert frozen_in(task)["teacher"].module[0].weight.dtype is torch.float64  # pyright: ignore
 
 
-@pytest.mark.slow
-def test_an_adapter_is_divided_like_any_model(tmp_path: Path) -> None:
-    one, two = ranks(2)(adapted_on_ranks, str(tmp_path / "run"))
-    assert one == two
-    assert one["names"] == ["net.down.weight", "net.up.weight"]
-    assert one["resumed"] == 4
-
-
-def adapted_on_ranks(run: str) -> dict[str, Any]:
-    for updates in (2, 4):
-        task = Adapted()
-        task.net.norm = nn.Identity()  # BatchNorm's statistics are a rank's own  # pyright: ignore
-        trainer = forge.Trainer(
-            plugins=[FSDP(), Checkpoint(every="1 update")],
-            max_updates=updates,
-            seed=0,
-            device="cpu",
-            run_dir=run,
-            resume="auto",
-        )
-        trainer.fit(task, tiny_batches((8, 8)))
-    hashed = json.loads((Path(run) / "card.json").read_text())["frozen"]["net"]["sha256"]
-    return {"names": list(task.state_dict()), "resumed": trainer.progress.update, "hash": hashed}
-
-
 def fitted_on_ranks(strategy: str, run: str) -> dict[str, Any]:
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     task: Any = Student(seed=int(torch.randint(100, ())) if strategy == "ddp" else 7)

@@ -209,23 +209,6 @@ def test_in_backward_the_line_of_the_forward_pass_is_named() -> None:
     assert "mode='nearest'" in told
 
 
-def test_a_plugin_that_runs_the_step_is_not_taken_for_the_line() -> None:
-    class Owns(forge.Plugin):
-        @forge.hookimpl
-        def forge_train_step(self, step: forge.Step) -> bool:
-            step.run_window()
-            step.finish()
-            return True
-
-        @forge.hookimpl
-        def forge_backward(self, loss: torch.Tensor) -> bool:
-            loss.backward()
-            return True
-
-    told = str(refused(Backward(), plugins=[Owns()]))
-    assert f"{Path(__file__)}:{line_of(Backward.training_step, 'the line to be named')}." in told
-
-
 def test_looking_for_the_line_changes_no_buffer_or_rng() -> None:
     task, plain = Backward(), Backward()
     refused(task, seed=3)

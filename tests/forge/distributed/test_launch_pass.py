@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from forge.checkpoint import load_weights
-from forge.cli import main, predict, validate
+from forge.cli import main
 from forge.distributed import launch as launching
 from forge.testing import TinyTask, tiny_batches
 from tests.support import forked
@@ -119,16 +118,3 @@ def test_what_all_ranks_would_refuse_is_refused_at_once(
     assert "Add -p ddp" in capsys.readouterr().err
     assert main([verb, "small.py", *PLAIN, "-p", "ddp", "--nproc", "0"]) == 2
     assert "--nproc is 0" in capsys.readouterr().err
-
-
-def test_workers_get_the_command_less_what_concerns_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(launching.Launch, "run", lambda self, words: started.append((self.nproc, words)) or 5)
-    words = ["small.py", "task.lr=0.5", "-p", "ddp", "--data", "small.py:data", "--weights", "w.safetensors"]
-    assert main(["validate", *words, "--nproc", "3"]) == 5  # what the ranks came to is what the command comes to
-    assert main(["predict", *words, "--nproc", "2", "--out", "p.safetensors"]) == 5
-    (three, (verb, *validating)), (two, (other, *predicting)) = started
-    assert (three, verb, two, other) == (3, "validate", 2, "predict")
-    again = validate.parser().parse_intermixed_args(validating)
-    assert vars(again) == {**vars(validate.parser().parse_intermixed_args(words)), "nproc": None}
-    assert predict.parser().parse_intermixed_args(predicting).out == "p.safetensors"

@@ -47,26 +47,8 @@ def nested_without_a_seed() -> None:
     forge.Trainer(plugins=[], max_updates=3, seed=None, **OPTIONS).fit(task, tiny_batches())
 
 
-def nested_deterministic() -> None:
-    forge.Trainer(plugins=[], max_updates=2, seed=5, deterministic=True, **OPTIONS).fit(Draws(), tiny_batches())
-
-
 def nested_validation() -> None:
     forge.Trainer(plugins=[], seed=9, **OPTIONS).validate(Draws(), tiny_batches())
-
-
-def nested_twice() -> None:
-    trainers = [forge.Trainer(plugins=[], max_updates=1, seed=seed, **OPTIONS) for seed in (3, 4)]
-    for trainer in trainers:
-        trainer.fit(Draws(), tiny_batches())
-
-
-def nested_in_nested() -> None:
-    @forge.on("step_end")
-    def inside(step: forge.Step) -> None:
-        nested_fit()
-
-    forge.Trainer(plugins=[inside], max_updates=2, seed=8, **OPTIONS).fit(Draws(), tiny_batches())
 
 
 def nested_that_fails() -> None:
@@ -120,10 +102,7 @@ def outer(inside: Callable[[], None], hook: str, seed: int | None = 0) -> list[A
 INSIDE = [
     nested_fit,
     nested_without_a_seed,
-    nested_deterministic,
     nested_validation,
-    nested_twice,
-    nested_in_nested,
     nested_that_fails,
 ]
 
