@@ -335,20 +335,12 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
 BAD = {
     "an empty place": "s3:///x",
     "a line break": "s3://bucket/x\ny",
-    "a space in the place": "s3://my bucket/x",
     "a part of dots": "s3://bucket/../other",
-    "a backslash": "file:///a\\b",
     "a chain": "simplecache::s3://bucket/x",
-    "a chain behind": "s3://bucket/x::file:///y",
-    "a long part": "file:///" + "n" * 300,
     "long": "s3://bucket/" + "n/" * 600,
     "an unknown scheme": "nope://bucket/x",
-    "a port too high": "sftp://host:99999999/x",
     "half an address": "http://[::1/x",
-    "a scheme that needs more": "github://x/y",
     "a folder in a file": "file:///dev/null/x/y",
-    "an unprintable sign": "s3://bucket/\x1b[2J",
-    "a quote": "s3://buck'et/x",
     "no scheme": "://bucket/x",
 }
 

@@ -25,28 +25,13 @@ def train(
     seed: int | None = None,
 ) -> None:
     """Zero, forward, loss, backward, clip, step, schedule: as one writes it by hand, last short window included."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    model.train()
-    for _ in range(epochs):
-        for start in range(0, len(batches), window):
-            micros = batches[start : start + window]
-            sizes = [len(x) for x, _ in micros]
-            optimizer.zero_grad()
-            for micro, size in zip(micros, sizes, strict=True):
-                loss = loss_of(model, micro)
-                if len(set(sizes)) == 1:
-                    loss = loss if len(micros) == 1 else loss / len(micros)
-                else:
-                    loss = loss * (size / sum(sizes))
-                loss.backward()
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            if clip_value is not None:
-                torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
+    levers = Levers(
+        window=window,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        schedule=(lambda _: schedule) if schedule is not None else None,
+    )
+    train_with_levers(model, loss_of, optimizer, batches, epochs, levers, seed)
 
 
 def train_gan(
@@ -149,6 +134,7 @@ class Levers:
 
     window: int = 1
     clip_norm: float | None = None
+    clip_value: float | None = None
     dtype: torch.dtype | None = None
     "Forward under autocast; float16 with a GradScaler."
     scale: float = 2.0**16
@@ -177,10 +163,11 @@ def train_with_levers(
     batches: Sequence[Any],
     epochs: int,
     levers: Levers,
-    seed: int,
+    seed: int | None,
 ) -> Outcome:
     """One loop that does all of it, in the order in which it has to be done."""
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     model.train()
     for module in levers.frozen:
         module.requires_grad_(False)
@@ -217,6 +204,8 @@ def train_with_levers(
             scaler.unscale_(optimizer)
             if levers.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), levers.clip_norm)
+            if levers.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(model.parameters(), levers.clip_value)
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()

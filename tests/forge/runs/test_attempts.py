@@ -59,11 +59,6 @@ class TestARunThatWasContinued:
         assert f"1 {first.started} 0 forge fit mine task.lr=0.1 2 {second.started} 3 forge fit mine --resume" in text
         assert second.started == json.loads((tmp_path / "card.json").read_text())["started"]
 
-    def test_its_page_says_which_versions_changed(self, tmp_path: Path) -> None:
-        text = Page(page([RunFolder(tmp_path)])).text
-        assert "--resume forge 1.0 → 1.1" in text
-        assert "torch 2" not in text.partition("Run card")[0]
-
     def test_the_card_has_them_in_text_and_in_tensorboard(self, tmp_path: Path) -> None:
         from tests.forge_plugins.test_tensorboard import read, text_of
 

@@ -25,7 +25,7 @@ from forge.testing import TinyGAN, TinyTask, tiny_batches
 from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range
 from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
-from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
+from forge.tuning.lr import rate_text, smooth
 from forge.util import peak_memory
 from forge_plugins import Accumulate, Clip
 from tests.support.profiles import some
@@ -235,30 +235,6 @@ def test_a_loss_that_hardly_falls_suggests_nothing() -> None:
     assert not lr_range(Flat, noise(), updates=20).fell
 
 
-# -- its arithmetic ---------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
-def test_the_longest_fall_is_the_longest(losses: list[int]) -> None:
-    length, end = longest_fall(losses)
-    falls = [
-        picked
-        for size in range(1, len(losses) + 1)
-        for picked in itertools.combinations(range(len(losses)), size)
-        if all(losses[a] > losses[b] for a, b in itertools.pairwise(picked))
-    ]
-    assert length == max(map(len, falls))
-    assert any(len(fall) == length and fall[-1] == end for fall in falls)
-
-
-def test_a_loss_runs_away_far_above_best_and_start() -> None:
-    assert has_diverged([2.0, 1.0, 4.1])
-    assert not has_diverged([2.0, 0.1, 1.9])  # small losses may wobble
-    assert not has_diverged([2.0, 1.0, 3.9])
-    assert not has_diverged([-5.0, -6.0, -5.5])
-    assert has_diverged([-1.0, -2.0, 10.0])
-
-
 # -- its picture ------------------------------------------------------------------------------------------------------
 
 
@@ -278,11 +254,6 @@ def test_the_picture_shows_curve_and_suggestion(tmp_path: Path) -> None:
         curve.minimum,
         curve.suggestion,
     ]
-
-
-def test_the_picture_is_svg_whatever_its_name_says(tmp_path: Path) -> None:
-    curve = LRCurve([1e-3, 1e-2], [2.0, 1.0], [2.0, 1.5], 0.1)
-    assert draw_lr(curve, "Two", tmp_path / "lr.png") == tmp_path / "lr.svg"
 
 
 # -- the largest batch ------------------------------------------------------------------------------------------------
