@@ -24,7 +24,7 @@ ACTING: dict[str, dict[str, Any]] = {
     "kernels": {"use": ["cross_entropy"]},
     "limit": {"train": 4, "val": 1},
     "freeze": {"modules": "*.[01]", "thaw": {"*.0.weight": "2 updates", "*": "5 updates"}},
-    "monitor": {"every": "2 updates", "histograms": "3 updates"},
+    "monitor": {"every": "2 updates", "histograms": True},
     "profiler": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "memory": True},
     "progress": {"every": "2 updates"},
     "remat": {"modules": "Sequential"},
