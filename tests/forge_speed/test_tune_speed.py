@@ -51,7 +51,7 @@ def test_it_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], f
     given = [file, "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
     assert main(["tune", "speed", *given]) == 0
     out = capsys.readouterr().out
-    assert {path.name for path in Path("runs/tune").iterdir()} == {"Task-speed.yaml", "Task-speed.svg"}
+    assert {path.name for path in Path("runs/tune").iterdir()} == {"Task-speed.yaml"}
     for lever in ("fused_optimizer", "micro-batch 4"):
         assert lever in out
     config = yaml.safe_load(Path("runs/tune/Task-speed.yaml").read_text())
