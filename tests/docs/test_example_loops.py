@@ -1,7 +1,8 @@
-"""Examples of the gallery train what a plain loop trains, bit for bit, and a killed run ends in the same bits."""
+"""Examples train what a plain loop trains, bit for bit, and a killed run ends in the same bits."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import os
@@ -19,53 +20,74 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import forge
 from forge import cli
 from forge.data import epoch_order
 from forge.runs.folder import RunFolder
 from forge.testing import assert_same_weights
-from forge_plugins import Checkpoint
+from forge_plugins import EMA, Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
 from tests.support import forked
 from tests.support.docs_pages import blocks
 from tests.support.profiles import some
 
-UPDATES, SEED = 30, 3
+UPDATES, SEED, DECAY = 30, 3, 0.99
 PAGES = {
-    "retrieval": ("two-tower-retrieval", 0),
-    "mixup": ("mixup", 1),
-    "restarts": ("warm-restarts", 0),
-    "autoclip": ("own-plugin", 0),
+    "retrieval": "two-tower-retrieval",
+    "restarts": "warm-restarts",
+    "autoclip": "own-plugin",
+    "lora": "dpo",
+    "cached distillation": "distillation",
 }
-"""The page of an example, and which of its blocks is the file."""
+"""The page of an example, where it is not the name of the example."""
 
 
 def module_of(name: str, folder: Path) -> ModuleType:
     """The file that the page of an example shows."""
-    page, place = PAGES[name]
-    file = folder / f"{name}.py"
-    file.write_text(blocks(f"docs/examples/{page}.md", "python")[place].text)
-    spec = importlib.util.spec_from_file_location(name, file)
+    page, module = f"docs/examples/{PAGES.get(name, name)}.md", name.removeprefix("cached ")
+    text = blocks(page, "python")[1 if name == "mixup" else 0].text
+    if name == "lora":
+        pytest.importorskip("peft")
+        text += blocks(page, "py")[0].text
+    file = folder / f"{module}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made
+    sys.modules[module] = made
     spec.loader.exec_module(made)
     return made
 
 
 def parts_of(name: str, folder: Path) -> tuple[Any, Any, list[Any]]:
-    """The task, its training data and the plugins of an example."""
+    """The task, its training data and the plugins of an example. Those that start from the weights of a teacher or of
+    a writer read them from a file."""
     made: Any = module_of(name, folder)
+    start = folder / "start.pt"
+    if name.endswith("distillation") or name in ("dpo", "lora"):
+        torch.manual_seed(5)
+        torch.save((made.Writer if name in ("dpo", "lora") else DigitsMLP)().state_dict(), start)
     torch.manual_seed(6)
-    if name == "retrieval":
-        return made.Retrieval(), made.data().train, []
-    if name == "mixup":
-        return made.Stripes(), made.data(str(folder / "stripes")).train, []
-    if name == "restarts":
-        return made.Restarts(first=8), digits().train, []
-    return DigitsMLP(), digits().train, [made.AutoClip(0.3)]
+    match name:
+        case "retrieval":
+            return made.Retrieval(), made.data().train, []
+        case "mixup":
+            return made.Stripes(), made.data(str(folder / "stripes")).train, []
+        case "restarts":
+            return made.Restarts(first=8), digits().train, []
+        case "autoclip":
+            return DigitsMLP(), digits().train, [made.AutoClip(0.3)]
+        case "byol":
+            return made.BYOL(), made.data().train, [EMA(DECAY)]
+        case "gan":
+            return made.GAN(), made.data().train, []
+        case "dpo" | "lora":
+            return (made.DPO if name == "dpo" else made.LoRA)(str(start)), made.data().train, []
+    data = made.data(cached=name.startswith("cached "), teacher=str(start))
+    return made.Distillation(str(start)), data.train, []
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +143,86 @@ def batches(loader: Any) -> Iterator[Any]:
             left -= 1
 
 
+def distil(task: Any, given: list[Any]) -> None:
+    teacher, net = task.teacher.module, task.net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for images, labels, *more in given:
+        logits = net(images)
+        with torch.no_grad():
+            told = teacher(images)
+        assert all(torch.equal(told, each) for each in more)
+        mine, theirs = F.log_softmax(logits / 3.0, 1), F.log_softmax(told / 3.0, 1)
+        copied = F.kl_div(mine, theirs, reduction="batchmean", log_target=True) * 3.0**2
+        ((F.cross_entropy(logits, labels) + copied) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bootstrap(task: Any, given: list[Any]) -> None:
+    target = copy.deepcopy(task.online).requires_grad_(False)
+    optimizer = torch.optim.AdamW([*task.online.parameters(), *task.predictor.parameters()], lr=3e-3)
+    for images, _ in given:
+        views = [(images + 0.1 * torch.randn_like(images)) * (torch.rand_like(images) > 0.3) for _ in range(2)]
+        loss: Any = 0
+        for a, b in (views, reversed(views)):
+            loss = loss + (1 - F.cosine_similarity(task.predictor(task.online(a)), target(b)).mean())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, own in zip(target.parameters(), task.online.parameters(), strict=True):
+                mine.lerp_(own, 1 - DECAY)
+
+
+def prefer(task: Any, given: list[Any]) -> None:
+    reference = copy.deepcopy(task.policy).requires_grad_(False)  # both start from one file
+    optimizer = torch.optim.AdamW(task.policy.parameters(), lr=2e-3)
+
+    def likelihood(model: Any, letters: Tensor) -> Tensor:
+        chosen = model(letters[:, :-1]).log_softmax(2).gather(2, letters[:, 1:, None]).squeeze(2)
+        return chosen[:, 3:].sum(1)
+
+    for liked, disliked in given:
+        gains = [likelihood(task.policy, letters) - likelihood(reference, letters) for letters in (liked, disliked)]
+        (-F.logsigmoid(0.2 * (gains[0] - gains[1])).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def prefer_by_adapter(task: Any, given: list[Any]) -> None:
+    """The reference is a model of its own, that never had an adapter."""
+    made: Any = sys.modules["lora"]
+    reference = made.Writer()
+    named = {name.replace("base_layer.", ""): value for name, value in task.policy.base_model.model.named_parameters()}
+    reference.load_state_dict({name: value.detach() for name, value in named.items() if "lora" not in name})
+    adapter = [parameter for name, parameter in task.policy.named_parameters() if "lora" in name]
+    optimizer = torch.optim.AdamW(adapter, lr=2e-2)
+    torch.manual_seed(3)
+    for liked, disliked in given:
+        with torch.no_grad():
+            known = [made.log_likelihood(reference, letters) for letters in (liked, disliked)]
+        gains = [made.log_likelihood(task.policy, x) - y for x, y in zip((liked, disliked), known, strict=True)]
+        (-F.logsigmoid(0.2 * (gains[0] - gains[1])).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compete(task: Any, given: list[Any]) -> None:
+    generator, critic = task.generator, task.critic
+    slow = torch.optim.Adam(generator.parameters(), lr=2.5e-4, betas=(0.5, 0.999))
+    fast = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    for images, _ in given:
+        real = images.flatten(1)
+        fake = generator(torch.randn(len(real), 16)).detach()
+        (F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()).backward()
+        fast.step()
+        fast.zero_grad()
+        F.softplus(-critic(generator(torch.randn(len(real), 16)))).mean().backward()
+        slow.step()
+        slow.zero_grad()
+        fast.zero_grad()
+
+
 def retrieve(task: Any, given: list[Any]) -> None:
     optimizer = torch.optim.AdamW([*task.query.parameters(), *task.document.parameters()], lr=1e-2)
     for words, wanted in given:
@@ -171,6 +273,12 @@ def clip_by_history(task: Any, given: list[Any]) -> None:
 
 
 LOOPS: dict[str, Callable[[Any, list[Any]], None]] = {
+    "lora": prefer_by_adapter,
+    "distillation": distil,
+    "cached distillation": distil,
+    "byol": bootstrap,
+    "dpo": prefer,
+    "gan": compete,
     "retrieval": retrieve,
     "mixup": blend,
     "restarts": restart,
@@ -178,7 +286,7 @@ LOOPS: dict[str, Callable[[Any, list[Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(sorted(LOOPS)))
+@pytest.mark.parametrize("name", some(LOOPS, quick=4))
 def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> None:
     by_hand, loader, _ = parts_of(name, folder)
     given = list(batches(loader))
@@ -188,9 +296,8 @@ def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> 
     assert_same_weights(fitted.task, by_hand)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", range(10))
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("place", some(range(10), quick=1))
+@pytest.mark.parametrize("name", some(LOOPS))
 def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, folder: Path) -> None:
     done = forked.call(partial(fitted, name, str(folder), str(folder / "straight")))
     assert done.returncode == 0, done.stderr
