@@ -161,7 +161,7 @@ def parser_of(command: str) -> ArgumentParser:
     """Return the parser of a command. Its help ends with what packages add to it."""
     parser = module_of(command).parser()
     if added := additions(command):
-        lines = [_line(f"forge {name}", text, 25) for name, text in added.items()]
+        lines = [f"  forge {name}  {text}" for name, text in added.items()]
         told = ["added by packages, with options of their own:", *lines, ""]
         parser.epilog = "\n".join([parser.epilog or "", *told])
     return parser
@@ -216,11 +216,9 @@ def _that_take(word: str) -> Iterator[str]:
 def _group(group: str, verbs: dict[str, str]) -> str:
     """Return the lines of a group of verbs in `forge --help`."""
     also = {verb: f" Also: {', '.join(added)}." for verb in verbs if (added := additions(verb))}
-    return "\n".join([group, *(_line(verb, f"{text}{also.get(verb, '')}", 15) for verb, text in verbs.items())])
-
-
-def _line(command: str, text: str, room: int) -> str:
-    return show.wrapped(f"  {command:<{room}} {text}", show.console().width, room + 3)
+    columns = show.console().width
+    lines = (f"  {verb:<15} {text}{also.get(verb, '')}" for verb, text in verbs.items())
+    return "\n".join([group, *(show.wrapped(line, columns, 18) for line in lines)])
 
 
 def _run(words: list[str]) -> int:

@@ -11,6 +11,7 @@ import warnings
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,9 +28,23 @@ from forge.util.text import visible
 
 def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
     """Return the parser of a verb; examples go into the epilog."""
-    return _VerbParser(
-        prog=f"forge {verb}", description=description, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
-    )
+    return _VerbParser(prog=f"forge {verb}", description=description, epilog=epilog, formatter_class=_Help)
+
+
+class _Help(RawDescriptionHelpFormatter):
+    """Fills paragraphs to the width of the terminal. An indented line, which may be copied, stays whole; what is said
+    behind it goes below where there is no room."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for is_prose, block in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+            if is_prose:
+                lines.append(wrapped(" ".join(block), width))
+                continue
+            for line in block:
+                whole, *said = re.split(r"(?<=\S) {2,}", line, maxsplit=1) if len(line) > width else [line]
+                lines += [whole, *(wrapped(f"{'':6}{text}", width) for text in said)]
+        return "".join(f"{indent}{line}\n" for line in lines)
 
 
 class _VerbParser(ArgumentParser):

@@ -127,9 +127,13 @@ def test_help_names_every_verb_and_at_its_line_what_packages_add(forge, monkeypa
 
 
 @pytest.mark.parametrize("command", [name for verb in verbs() for name in (verb, *additions(verb))])
-def test_every_argument_has_a_meaning(command):
-    actions = [action for action in parser_of(command)._actions if action.help != SUPPRESS]
+def test_every_argument_has_a_meaning_and_paragraphs_fit(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = parser_of(command)
+    actions = [action for action in parser._actions if action.help != SUPPRESS]
     assert [action.dest for action in actions if not action.help] == []
+    told = parser.format_help().partition("\n\n")[2].splitlines()
+    assert [line for line in told if len(line) > 80 and not line.startswith("  forge ")] == []
 
 
 def test_version(forge):
