@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,6 @@ from forge import registry
 from forge.contract import hooks
 from forge.contract.stack import ACTIONS, SPECS
 from tests import house
-from tests.conftest import REPO
-
-PACKAGE = REPO / "plugins" / "forge_plugins"
-PLUGINS = sorted(PACKAGE.rglob("*.py"))
 
 BLOCK = """
 class Block(importlib.abc.MetaPathFinder):
@@ -123,11 +117,6 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"forge_plugins", 
 """What is tried in one fresh process, one after the other, with some packages out of reach."""
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, small_data_folder: Path) -> dict[str, str]:
     """How each of the stages ended: "", or its traceback."""
@@ -178,12 +167,6 @@ def test_no_built_in_plugin_names_another() -> None:
         kind = registry.load("plugin", name)
         declared = {*kind.requires, *kind.conflicts, *kind.before, *kind.after}
         assert not declared & names, name
-
-
-def test_a_built_in_plugin_asks_for_no_priority() -> None:
-    for path in PLUGINS:
-        keywords = {node.arg for node in ast.walk(parsed(path)) if isinstance(node, ast.keyword)}
-        assert not keywords & {"tryfirst", "trylast"}, path
 
 
 def test_every_built_in_plugin_can_be_imported_by_its_class() -> None:

@@ -36,15 +36,6 @@ def test_every_change_runs_what_contributors_are_asked_to_run() -> None:
     assert targets_of(REPO / ".github/workflows/tests.yml") == set(re.findall(r"`make ([a-z-]+)`", asked))
 
 
-def test_a_bug_report_asks_for_the_environment() -> None:
-    (field,) = (
-        field
-        for field in yaml.safe_load((REPO / ".github/ISSUE_TEMPLATE/bug.yml").read_text())["body"]
-        if "forge env" in field["attributes"]["label"]
-    )
-    assert field["validations"] == {"required": True}
-
-
 def test_hooks_before_a_commit_run_the_tools_of_make_check() -> None:
     (recipe,) = re.findall(r"^check:.*\n((?:\t.*\n)+)", (REPO / "Makefile").read_text(), flags=re.MULTILINE)
     checked = re.findall(r"@\$\(BIN\)/(.*)", recipe.replace(" --check", ""))

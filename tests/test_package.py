@@ -83,22 +83,6 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in found}
 
 
-PYPROJECTS = sorted(REPO.glob("plugins/*/pyproject.toml"))
-
-
-@pytest.mark.parametrize("project", PYPROJECTS, ids=lambda path: path.parent.name)
-def test_every_package_ships_the_licence_and_says_that_it_is_typed(project: Path) -> None:
-    declared = tomllib.loads(project.read_text())["project"]
-    assert declared["license-files"] == ["LICENSE"]
-    assert (project.parent / "LICENSE").read_bytes() == (REPO / "LICENSE").read_bytes()
-    (package,) = {path.parent for path in project.parent.glob("**/py.typed")}
-    assert (package / "__init__.py").is_file()
-
-
-def test_recipes_are_typed_too() -> None:
-    assert (REPO / "recipes" / "forge_recipes" / "py.typed").is_file()
-
-
 @pytest.mark.parametrize("path", sorted(REPO.glob("plugins/forge_*/pyproject.toml")), ids=lambda path: path.parent.name)
 def test_the_table_of_packages_names_what_each_offers(path: Path) -> None:
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]

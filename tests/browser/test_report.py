@@ -14,6 +14,9 @@ from forge.report.page import page
 from forge.runs.folder import RunFolder
 
 pytest.importorskip("playwright")
+
+from tests.browser.watched import chromium
+
 pytestmark = pytest.mark.browser
 
 
@@ -42,8 +45,6 @@ def confusion() -> torch.Tensor:
 
 def test_fifteen_runs_fit_into_the_page(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 15)))
-    from tests.browser.watched import chromium
-
     with chromium() as browser:
         shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
         asked: list[str] = []
@@ -69,8 +70,6 @@ def test_fifteen_runs_fit_into_the_page(tmp_path: Path) -> None:
 def test_a_narrow_screen_shows_words_and_ticks(tmp_path: Path) -> None:
     """360 pixels: names of runs are not broken into letters, and the texts of a chart are not shrunk with it."""
     runs = made(tmp_path / "20261118-132749", 2)
-    from tests.browser.watched import chromium
-
     with chromium() as browser:
         shown: Any = browser.new_page(viewport={"width": 360, "height": 900})
         for file, content in (("one", page(runs[:1])), ("two", page(runs))):
@@ -85,8 +84,6 @@ def test_a_narrow_screen_shows_words_and_ticks(tmp_path: Path) -> None:
 
 def test_a_key_hides_its_curve_and_pointing_tells_values(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 2)))
-    from tests.browser.watched import chromium
-
     with chromium() as browser:
         shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
         shown.goto((tmp_path / "page.html").as_uri())

@@ -173,6 +173,3 @@ def test_a_tensor_has_one_fingerprint_on_every_device() -> None:
         here, there = fingerprint(tensor), fingerprint(tensor.cuda())
         assert here[0] == there[0]
         assert here[1] == pytest.approx(there[1])
-
-
-# -- search -----------------------------------------------------------------------------------------------------------

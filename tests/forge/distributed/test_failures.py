@@ -418,16 +418,6 @@ def test_a_stopped_rank_is_what_the_report_begins_with(start: Start) -> None:
     assert report in ranks.text
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_that_holds_the_store_is_named_first(start: Start) -> None:
-    ranks = start("stop", who=0, at=600)  # when the other has heard of it
-    ranks.until_failing()
-    assert ranks.processes[1].wait(PATIENCE) == 1
-    stopped = ranks.processes[0].pid
-    assert f"rank 0 does not answer: its process {stopped} on {HOST} is stopped (SIGSTOP" in ranks.text
-    assert ranks.text.index("does not answer") < ranks.text.index("the store of this run no longer answers")
-
-
 def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
     go = threading.Event()
     thread = threading.Thread(target=go.wait, name="waiter")
