@@ -72,6 +72,11 @@ def test_every_make_target_that_is_named_exists(page: str) -> None:
     assert set(re.findall(r"`make ([a-z-]+)", read(page))) <= targets
 
 
+def test_every_page_is_in_the_index() -> None:
+    pages = {*(path.name for path in DOCS.glob("*.md")), "deployment/index.md"} - {"index.md"}
+    assert pages <= {link.partition("#")[0] for link in links("docs/index.md")}
+
+
 def test_nothing_is_left_to_measure() -> None:
     marker = re.compile(r"TO MEASURE|^ *[A-Z]{6,}$", flags=re.MULTILINE)  # or a word that stands for a table
     assert [page for page in PAGES if marker.search(read(page))] == []
