@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from forge_doctor.experiments import reachable, reading
 from tests.support.patients import Healthy, found, loader
-from tests.support.profiles import some
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +53,6 @@ def real_numbers() -> Any:
     return data(lambda x: x[:, 0] + x[:, 1])
 
 
-def sides() -> Any:
-    return data(lambda x: (x[:, 0] > 0).float())
-
-
 def vectors() -> Any:
     return data(lambda x: x[:, :3].contiguous())
 
@@ -82,31 +77,9 @@ class Together(Apart):
         return 1 - super().loss(scores, y)
 
 
-class OneSided(Numbers):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return -(y * F.logsigmoid(scores)).mean()
-
-
-class BothSides(Numbers):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return -(y * F.logsigmoid(scores) + (1 - y) * F.logsigmoid(-scores)).mean()
-
-
-class EasyFocus(Numbers):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        each = F.binary_cross_entropy_with_logits(scores, y, reduction="none")
-        return (torch.exp(-each) ** 2 * each).mean()
-
-
-class HardFocus(Numbers):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        each = F.binary_cross_entropy_with_logits(scores, y, reduction="none")
-        return ((1 - torch.exp(-each)) ** 2 * each).mean()
-
-
 @pytest.mark.parametrize(
     ("task", "given"),
-    some([(Away, None), (Apart, vectors), (OneSided, sides), (EasyFocus, sides)], quick=2),
+    [(Away, None), (Apart, vectors)],
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
@@ -115,20 +88,11 @@ def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
 
 @pytest.mark.parametrize(
     ("task", "given"),
-    some(
-        [(Healthy, None), (Numbers, real_numbers), (Together, vectors), (BothSides, sides), (HardFocus, sides)], quick=2
-    ),
+    [(Healthy, None), (Together, vectors)],
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_to_its_target(task: type[Healthy], given: Any) -> None:
     assert found(task(), reading.leads, reachable.metrics, data=given() if given else None) == {}
-
-
-class Rates(Numbers):
-    """The logarithm of a rate from waiting times: the longer, the lower."""
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return (scores.exp() * y - scores).mean()
 
 
 class Risk(Numbers):
@@ -139,21 +103,8 @@ class Risk(Numbers):
         return (torch.logcumsumexp(scores[order], 0) - scores[order]).mean()
 
 
-def test_times_and_rates_go_apart_rightly() -> None:
-    assert found(Rates(), reading.leads, data=data(lambda x: x[:, 0].exp())) == {}
+def test_what_depends_on_the_times_of_others_goes_apart_rightly() -> None:
     assert found(Risk(), reading.leads, data=data(lambda x: x[:, 0])) == {}
-
-
-class Imputed(Numbers):
-    """A mask says which samples count; it is no target."""
-
-    def training_step(self, batch: Any) -> Any:
-        x, known = batch
-        return ((self(x) - x[:, 1]).square() * known).mean()
-
-
-def test_a_mask_is_no_target() -> None:
-    assert found(Imputed(), reading.leads, data=(sides()[0], None)) == {}
 
 
 class Policy(Numbers):
@@ -187,65 +138,17 @@ class InPerCent(Healthy):
         return {"accuracy": 100 * (self(x).argmax(1) == y).float().mean()}
 
 
-class ThresholdOfZero(Numbers):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.net(x).squeeze(-1))
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy(scores, y)
-
-    def metrics(self, scores: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"accuracy": ((scores > self.threshold) == y.bool()).float().mean()}
-
-    threshold = 0.0
-
-
-class ThresholdOfHalf(ThresholdOfZero):
-    threshold = 0.5
-
-
-class Upside(Numbers):
-    def metrics(self, scores: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"r2": 1 - (y - y.mean()).square().sum() / (y - scores).square().sum()}
-
-
-class Determination(Numbers):
-    def metrics(self, scores: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"r2": 1 - (y - scores).square().sum() / (y - y.mean()).square().sum()}
-
-
-@pytest.mark.parametrize(
-    ("task", "given", "name"),
-    [
-        *((FixedSize, None, "metric_wrong"), (ThresholdOfZero, sides, "metric_blind")),
-        (Upside, real_numbers, "metric_wrong"),
-    ],
-)
-def test_a_metric_that_is_wrong(task: type[Healthy], given: Any, name: str) -> None:
-    assert name in found(task(), reachable.metrics, data=given() if given else None)
-
-
-@pytest.mark.parametrize(
-    ("task", "given"),
-    [(InPerCent, None), (ThresholdOfHalf, sides), (Determination, real_numbers)],
-)
-def test_a_metric_that_is_right(task: type[Healthy], given: Any) -> None:
-    assert found(task(), reachable.metrics, data=given() if given else None) == {}
+def test_a_metric_that_right_answers_do_not_bring_to_one() -> None:
+    assert "metric_wrong" in found(FixedSize(), reachable.metrics)
+    assert found(InPerCent(), reachable.metrics) == {}
 
 
 # -- spreads, quantiles and penalties ---------------------------------------------------------------------------------
 
 
-class Spread(Numbers):
+class TwoHeads(Numbers):
     outputs = 2
-    sign = -1.0
 
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        mean, log_var = scores.unbind(1)
-        return (log_var + (y - mean).square() * torch.exp(self.sign * log_var)).mean()
-
-
-class TwoHeads(Spread):
     def forward(self, x: Tensor) -> Any:
         mean, spread = self.net(x).unbind(1)
         return mean, F.softplus(spread)
@@ -262,71 +165,3 @@ class LikelihoodAsLoss(TwoHeads):
 def test_a_likelihood_that_is_minimised() -> None:
     assert "loss_misaligned" in found(LikelihoodAsLoss(), reading.errors, data=real_numbers())
     assert found(TwoHeads(), reading.errors, data=real_numbers()) == {}
-    assert found(Spread(), reading.errors, data=real_numbers()) == {}
-
-
-class Code(Numbers):
-    """A variational autoencoder of eight numbers."""
-
-    outputs = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decode = nn.Linear(2, 8)
-
-    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
-        return -0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()
-
-    def training_step(self, batch: Any) -> Any:
-        mean, log_var = self(batch[0]).chunk(2, 1)
-        z = mean + torch.exp(0.5 * log_var) * torch.randn_like(mean)
-        return F.mse_loss(self.decode(z), batch[0]) + 0.1 * self.divergence(mean, log_var)
-
-
-class OtherOrder(Code):
-    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
-        return 0.5 * torch.mean(mean**2 + log_var.exp() - 1 - log_var)
-
-
-class WrongSign(Code):
-    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
-        return 0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()
-
-
-class OtherWrongSign(OtherOrder):
-    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
-        return -super().divergence(mean, log_var)
-
-
-@pytest.mark.parametrize("task", [WrongSign, OtherWrongSign])
-def test_a_divergence_with_the_wrong_sign(task: type[Healthy]) -> None:
-    assert "loss_misaligned" in found(task(), reading.endless, data=vectors())
-
-
-@pytest.mark.parametrize("task", [Code, OtherOrder])
-def test_a_divergence_with_the_right_sign(task: type[Healthy]) -> None:
-    assert found(task(), reading.endless, data=vectors()) == {}
-
-
-class Overlap(Numbers):
-    """Dice's overlap of a mask and a prediction."""
-
-    outputs = 3
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        p = scores.sigmoid()
-        return 1 - self.overlap(p, y)
-
-    def overlap(self, p: Tensor, y: Tensor) -> Tensor:
-        return (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
-
-
-class OverlapAsLoss(Overlap):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return self.overlap(scores.sigmoid(), y)
-
-
-def test_an_overlap_that_is_minimised() -> None:
-    masks = data(lambda x: (x[:, :3] > 0).float())
-    assert "loss_misaligned" in found(OverlapAsLoss(), reading.leads, data=masks)
-    assert found(Overlap(), reading.leads, data=masks) == {}

@@ -1,31 +1,25 @@
-"""What must hold between answers and loss: partners, a loss that cannot give up, a gradient that explains it."""
+"""What must hold of a step: answers and loss, steps, padding, copies of weights, draws, and a queue that advances."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge_doctor.experiments import (
-    company,
-    edges,
-    equivariance,
-    loopholes,
-    motion,
-    partners,
-    reachable,
-    tables,
-    values,
-)
+from forge_doctor.experiments import edges, equivariance, loopholes, partners, reachable, stages, tables, values
 from forge_doctor.patient import FEWEST, Patient
-from forge_doctor.probes import data, start
 from tests.support.patients import Healthy, found, loader, numbers, splits
+
+
+@pytest.fixture(autouse=True)
+def same_weights() -> None:
+    """A finding depends on the first weights."""
+    torch.manual_seed(0)
 
 
 class Mixed(Healthy):
@@ -45,31 +39,9 @@ class SwappedMix(Mixed):
     swapped = True
 
 
-class Turned(Healthy):
-    """Answers in one order, targets in the other."""
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return F.cross_entropy(self(x).roll(3, 0), y)
-
-
-class InTurns(Healthy):
-    """Four answers of each sample, laid out as (answer, sample) and compared as (sample, answer)."""
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        scores = torch.stack([self(x) * k for k in (1.0, 0.9, 1.1, 1.2)])
-        return F.cross_entropy(scores.flatten(0, 1), y[:, None].expand(-1, 4).flatten())
-
-
-@pytest.mark.parametrize("kind", [SwappedMix, Turned, InTurns])
-def test_answers_that_are_compared_with_the_target_of_another_sample(kind: type[Healthy]) -> None:
-    assert set(found(kind(), partners.partners)) == {"compared_with_others"}
-
-
-@pytest.mark.parametrize("kind", [Healthy, Mixed])
-def test_partners_that_belong_together(kind: type[Healthy]) -> None:
-    assert found(kind(), partners.partners) == {}
+def test_answers_that_are_compared_with_the_target_of_another_sample() -> None:
+    assert set(found(SwappedMix(), partners.partners)) == {"compared_with_others"}
+    assert found(Mixed(), partners.partners) == {}
 
 
 class Weighed(Healthy):
@@ -90,53 +62,9 @@ class Free(Weighed):
     costs = False
 
 
-class Scaled(Healthy):
-    """A temperature that is learnt may make all answers alike, and pays for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return F.cross_entropy(self.scale * self(x), y)
-
-
 def test_a_loss_that_can_be_lowered_without_answers() -> None:
     assert "log_var alone" in found(Free(), loopholes.given_up)["loss_gives_up"].message
-
-
-@pytest.mark.parametrize("kind", [Healthy, Weighed, Scaled])
-def test_a_loss_that_must_see_its_answers(kind: type[Healthy]) -> None:
-    assert found(kind(), loopholes.given_up) == {}
-
-
-class Counted(Healthy):
-    """Half of the loss counts wrong answers, which has no gradient."""
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        scores = self(x)
-        wrong = (scores.argmax(1) != y).float().mean()
-        return F.cross_entropy(scores, y) + wrong
-
-
-class Hinged(Healthy):
-    """Has corners, and a gradient all the same."""
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return F.multi_margin_loss(self(x), y)
-
-
-def test_a_part_of_the_loss_without_a_gradient() -> None:
-    finding = found(Counted(), loopholes.explained)["gradient_is_cut"]
-    assert "argmax() at" in finding.message
-
-
-@pytest.mark.parametrize("kind", [Healthy, Hinged])
-def test_a_gradient_that_explains_its_loss(kind: type[Healthy]) -> None:
-    assert found(kind(), loopholes.explained) == {}
+    assert found(Weighed(), loopholes.given_up) == {}
 
 
 class TwoViews(Healthy):
@@ -158,51 +86,6 @@ class DrawnViews(TwoViews):
 def test_views_that_are_one_and_the_same() -> None:
     assert "net.0 is given each sample" in found(TwoViews(), values.equal)["equal_tensors"].message
     assert found(DrawnViews(), values.equal) == {}
-
-
-class Forecast(Healthy):
-    def training_step(self, batch: Any) -> Any:
-        past, future = batch
-        return F.mse_loss(self(past), future)
-
-    validation_step = training_step
-
-
-def windows(overlap: int) -> Any:
-    series = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    pasts = series.unfold(0, 8, 1)[:200]
-    futures = series.unfold(0, 4, 1)[8 - overlap :][:200]
-    return loader(pasts, futures), loader(pasts[:48], futures[:48])
-
-
-def test_a_target_that_begins_in_the_input() -> None:
-    finding = found(Forecast(), values.giveaway, data=windows(1))["label_in_features"]
-    assert "number 0 is number 7 of the input" in finding.message
-    assert found(Forecast(), values.giveaway, data=windows(0)) == {}
-
-
-class Normed(Healthy):
-    def __init__(self, momentum: float) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8, momentum=momentum)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.norm(x))
-
-
-def test_statistics_that_outlast_the_run() -> None:
-    """The planned run has 100 updates: at 0.001 they keep nine tenths of what they began with."""
-    assert set(found(Normed(0.001), start.layers)) == {"batch_norm_momentum"}
-    assert found(Normed(0.01), start.layers) == {}
-
-
-def test_the_first_column_in_another_unit() -> None:
-    (train, _), (x, y) = splits(), numbers(48, seed=5)
-    moved = x.clone()
-    moved[:, 2] = 240 + 20 * moved[:, 2]
-    told = found(Healthy(), data.splits, data=(train, loader(moved, y)))["split_statistics"]
-    assert told.level == "warning"
-    assert "most in number 2" in told.message
 
 
 class NextStep(Healthy):
@@ -305,7 +188,7 @@ def test_a_word_that_has_the_number_of_padding() -> None:
 class NextLetter(Healthy):
     """Says of each letter which follows; unless it is masked, it may look."""
 
-    def __init__(self, masked: bool, other: bool = False) -> None:
+    def __init__(self, masked: bool) -> None:
         super().__init__()
         self.masked, self.embed, self.out = masked, nn.Embedding(9, 16), nn.Linear(16, 9)
         self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
@@ -322,55 +205,13 @@ class NextLetter(Healthy):
     validation_step = training_step
 
 
-class GivenUnshifted(NextLetter):
-    """Gives the model what it is to write, at the very step."""
-
-    def training_step(self, batch: Any) -> Any:
-        return super().training_step((batch[1], batch[1]))
-
-    validation_step = training_step
-
-
-def test_what_is_seen_is_said_with_its_way() -> None:
-    letters = torch.randint(9, (64, 11), generator=torch.Generator().manual_seed(0))
-    pair = loader(letters[:, :-1], letters[:, 1:]), None
-    later = found(NextLetter(masked=False), equivariance.answers_seen, data=pair)["sees_the_future"]
-    assert "changes with later steps, too. It shows first in what attend returns" in later.message
-    assert later.where == "attend"
-    written = found(GivenUnshifted(masked=True, other=True), equivariance.answers_seen, data=pair)
-    assert "sees_the_future" not in written  # the answer is given at its own step: the model can copy it
-
-
 def test_a_target_that_is_another_tensors_next_step_is_not_seen() -> None:
     letters = torch.randint(9, (64, 11), generator=torch.Generator().manual_seed(0))
     follows, backwards = (letters[:, :-1], letters[:, 1:]), (letters, letters.flip(1))
-    for masked, pair, names in (
-        (False, follows, {"sees_the_future"}),
-        (True, follows, set()),
-        (False, backwards, set()),
-    ):
+    for masked, pair, where in ((False, follows, ["attend"]), (True, follows, []), (False, backwards, [])):
         served = loader(*pair), loader(*(x[:32] for x in pair))
-        assert set(found(NextLetter(masked), equivariance.answers_seen, data=served)) == names
-
-
-class AsksTwice(Healthy):
-    """Asks its model for the metric, and again for the loss. `wrong`: counts the right ones among the next samples."""
-
-    wrong = 0
-
-    def validation_step(self, batch: Any) -> Any:
-        x, y = batch
-        guess = self(x).argmax(1)
-        return {"loss": self.training_step(batch), "accuracy": (guess.roll(self.wrong) == y).float().mean()}
-
-
-class CountsOthers(AsksTwice):
-    wrong = 3
-
-
-def test_a_model_that_is_asked_twice_gives_the_same_answers_twice() -> None:
-    assert found(AsksTwice(), reachable.metrics) == {}
-    assert set(found(CountsOthers(), reachable.metrics)) == {"metric_wrong"}
+        told = found(NextLetter(masked), equivariance.answers_seen, data=served)
+        assert [(name, finding.where) for name, finding in told.items()] == [("sees_the_future", at) for at in where]
 
 
 class Collects(Healthy):
@@ -398,70 +239,6 @@ def test_what_steps_collect_is_let_go_of() -> None:
     assert Collects.most == 16  # a batch, though a hundred steps looked for the best answers
 
 
-class NoisyByPlace(Healthy):
-    """Validates with noise of a fixed seed."""
-
-    def validation_step(self, batch: Any) -> Any:
-        x, y = batch
-        noise = torch.from_numpy(np.random.default_rng(0).normal(size=tuple(x.shape))).to(x)
-        return {"loss": F.cross_entropy(self(x + noise), y)}
-
-
-def test_noise_of_a_fixed_seed_is_no_company_and_no_mistake_of_the_model() -> None:
-    assert found(NoisyByPlace(), company.alone) == {}
-    levels = {finding.level for finding in found(NoisyByPlace(), equivariance.samples).values()}
-    assert levels <= {"note"}
-
-
-class SlowAverage(Healthy):
-    """Follows its weights, by so much in each step."""
-
-    share = 1e-5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = copy.deepcopy(self.net).requires_grad_(False)
-
-    def training_step(self, batch: Any) -> Any:
-        with torch.no_grad():
-            for mean, weight in zip(self.average.parameters(), self.net.parameters(), strict=True):
-                mean.lerp_(weight, self.share)
-        return super().training_step(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
-
-
-class FitAverage(SlowAverage):
-    share = 0.05
-
-
-def test_an_average_that_outlasts_the_run() -> None:
-    (told,) = found(SlowAverage(), motion.averages, after=6).values()
-    assert (told.name, told.level) == ("average_stands_still", "warning")
-    assert found(FitAverage(), motion.averages, after=6) == {}
-
-
-class WarmsUp(Healthy):
-    """Its rate rises over 60 steps."""
-
-    every: str | None = "1 epoch"
-
-    def configure_optimizers(self) -> Any:
-        adam = torch.optim.Adam(self.parameters(), lr=1e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 60))
-        return (adam, schedule) if self.every is None else (adam, schedule, self.every)
-
-
-class WarmsUpInTime(WarmsUp):
-    every = None
-
-
-def test_a_schedule_whose_peak_lies_far_behind_the_end() -> None:
-    assert set(found(WarmsUp(), start.schedules)) == {"schedule_still"}
-    assert found(WarmsUpInTime(), start.schedules) == {}
-
-
 def test_a_large_model_is_examined_on_fewer_samples() -> None:
     patient = Patient(Healthy(), cast(Any, None), None, None, [numbers(64)] * 2, [numbers(64)])
     patient.lighten(2.0)
@@ -473,23 +250,197 @@ def test_a_large_model_is_examined_on_fewer_samples() -> None:
     assert len(patient.batches[0][0]) == FEWEST
 
 
-class SyncsLate(SlowAverage):
-    """Copies its weights once in a while. `works`: not into something that is let go of."""
+# -- the lowest loss --------------------------------------------------------------------------------------------------
 
-    works = True
+
+class Measures(Healthy):
+    """Measures one number, and writes its squared error by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)[:, 0]
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return (scores - y).square().mean()
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.loss(self(batch[0]), batch[1])}
+
+
+class EachWithEach(Measures):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return (scores[:, None] - y[None]).square().mean()
+
+
+def measured() -> Any:
+    x, _ = numbers()
+    y = x[:, 0] - 0.5 * x[:, 1]
+    return loader(x[:112], y[:112]), loader(x[112:], y[112:])
+
+
+def test_a_loss_that_right_answers_do_not_lower() -> None:
+    told = found(EachWithEach(), reachable.bounds, data=measured())["loss_floor"]
+    assert "one answer for all samples" in told.message
+
+
+def test_a_loss_that_right_answers_lower() -> None:
+    assert found(Measures(), reachable.bounds, data=measured()) == {}
+    assert found(Healthy(), reachable.bounds) == {}
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Forecasts(Healthy):
+    """Writes four numbers, each from the one before it. `given`: what validation gives it as the ones before."""
+
+    given = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next = nn.Linear(9, 1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        written = [x[:, :1]]
+        for t in range(4):
+            last = y[:, t - 1 : t] if y is not None and t else written[-1]
+            written.append(self.next(torch.cat([x, last], 1)))
+        return torch.cat(written[1:], 1)
 
     def training_step(self, batch: Any) -> Any:
-        self.steps = getattr(self, "steps", 0) + 1
-        if self.steps % 30 == 0:
-            other = self.average if self.works else copy.deepcopy(self.average)
-            other.load_state_dict(self.net.state_dict())
-        return Healthy.training_step(self, batch)
+        return F.mse_loss(self(*batch), batch[1])
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": F.mse_loss(self(batch[0], batch[1] if self.given else None), batch[1])}
 
 
-class SyncsNothing(SyncsLate):
-    works = False
+class ForecastsOneStep(Forecasts):
+    given = True
 
 
-def test_a_copy_that_follows_once_in_a_while_does_not_stand_still() -> None:
-    names = [{f.name for f in forge.doctor(kind(), *splits()).findings} for kind in (SyncsLate, SyncsNothing)]
-    assert ["average_stands_still" in found for found in names] == [False, True]
+def test_validation_that_is_given_what_it_is_to_predict() -> None:
+    x, _ = numbers()
+    given = loader(x, x[:, :4].cumsum(1)), loader(x, x[:, :4].cumsum(1))
+    assert "is given what" in found(ForecastsOneStep(), equivariance.fed, data=given)["sees_the_future"].message
+    assert found(Forecasts(), equivariance.fed, data=given) == {}
+
+
+# -- padding that is stored -------------------------------------------------------------------------------------------
+
+
+class Writes(Healthy):
+    """Predicts each next symbol of rows that end in zeros; knows no more than sixteen places."""
+
+    ignored = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(9, 8), nn.Embedding(16, 8), nn.Linear(8, 9)
+
+    def training_step(self, batch: Any) -> Any:
+        (text,) = batch
+        scores = self.out(self.words(text[:, :-1]) + self.places.weight[: text.shape[1] - 1])
+        return F.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten(), ignore_index=self.ignored)
+
+    validation_step = training_step
+
+
+class WritesPadding(Writes):
+    ignored = -100
+
+
+def test_padding_that_is_stored_with_the_samples() -> None:
+    g = torch.Generator().manual_seed(0)
+    text = torch.randint(1, 9, (160, 16), generator=g)
+    text[torch.arange(16) >= torch.randint(6, 15, (160, 1), generator=g)] = 0
+    given = loader(text[:112]), loader(text[112:])
+    assert "padding_in_loss" in found(WritesPadding(), equivariance.padded, data=given)
+    assert found(Writes(), equivariance.padded, data=given) == {}
+
+
+# -- what a cast takes away -------------------------------------------------------------------------------------------
+
+
+class Follows(Healthy):
+    """Keeps a copy of its net; `back`: copies it the wrong way."""
+
+    back = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = copy.deepcopy(self.net).requires_grad_(False)
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        one, other = (self.net, self.copy) if self.back else (self.copy, self.net)
+        one.load_state_dict(other.state_dict())
+
+
+class IsOverwritten(Follows):
+    back = True
+
+
+def test_trained_weights_that_a_copy_overwrites() -> None:
+    told = {kind: forge.doctor(kind(), *splits()).findings for kind in (Follows, IsOverwritten)}
+    (lost,) = [found for found in told[IsOverwritten] if found.name == "weights_overwritten"]
+    assert "net.0.weight is copy.0.weight then" in lost.message
+    assert lost.level == "warning"
+    assert "weights_overwritten" not in {found.name for found in told[Follows]}
+
+
+class Thinned(Healthy):
+    """Drops features and does not scale up what is left."""
+
+    kept = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Drop(self.kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+
+class Drop(nn.Module):
+    def __init__(self, share: float):
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) > 0.4) / self.share if self.training else x
+
+
+class Scaled(Thinned):
+    kept = 0.6
+
+
+def test_what_is_random_gives_on_average_what_it_gives_in_evaluation() -> None:
+    assert "0.60 times" in found(Thinned(), stages.on_average)["modes_differ"].message
+    assert found(Scaled(), stages.on_average) == {}
+
+
+class Queued(Healthy):
+    """Keeps the last scores, in a queue whose place advances or not."""
+
+    step = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(64, 8))
+        self.place = 0
+
+    def training_step(self, batch: Any) -> Any:
+        rows = torch.arange(self.place, self.place + 4) % 64
+        self.queue[rows] = batch[0][:4].detach()
+        self.place += self.step
+        return super().training_step(batch)
+
+
+class Advancing(Queued):
+    step = 4
+
+
+def test_a_queue_whose_place_does_not_advance() -> None:
+    train = [(torch.randn(16, 8), torch.randint(3, (16,))) for _ in range(8)]
+    report = forge.doctor(Queued(), train, budget=0)
+    assert "4 of the 64 rows of queue" in next(f.message for f in report.findings if f.name == "same_rows_written")
+    assert not [f for f in forge.doctor(Advancing(), train, budget=0).findings if f.name == "same_rows_written"]

@@ -1,4 +1,4 @@
-"""Each probe of splits, served samples and prepared numbers names its mistake, and leaves a healthy neighbour alone."""
+"""Probes of data name their mistake, and leave a healthy neighbour alone: splits, columns, maps, samples."""
 
 from __future__ import annotations
 
@@ -14,41 +14,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import forge
-from forge_doctor.experiments import pairs, stages
+from forge_doctor.experiments import columns, pairs, stages
 from forge_doctor.probes import data, serving, start
-from tests.support.patients import Healthy, found, loader, numbers
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Regression(Healthy):
-    """One number from some numbers."""
-
-    def __init__(self, inputs: int = 8) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return F.mse_loss(self(x).squeeze(1), y)
-
-    validation_step = training_step
-
+from tests.support.patients import Healthy, Made, Regression, found, loader, numbers, random
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_class_that_is_multiplied_before_the_split(before: bool) -> None:
-    x, y = numbers(400)
-    rare, common = (y == 0).nonzero().flatten(), (y > 0).nonzero().flatten()
-    again = (rare[:10], rare[:10]) if before else (rare[:10], rare[10:20])
-    train = torch.cat([common[:200], again[0].repeat(12)])
-    val = torch.cat([common[200:], again[1].repeat(2)])
-    names = set(found(Healthy(), data.copies, data=(loader(x[train], y[train]), loader(x[val], y[val]))))
-    assert ("leakage" in names) == before
 
 
 def windows(length: int = 16, series: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,49 +38,19 @@ def test_windows_that_are_split_at_random_overlap() -> None:
     assert set(found(Regression(16), data.overlaps, data=split(x, y, order))) == {"leakage"}
 
 
-def test_windows_of_several_channels_overlap() -> None:
-    x, y = windows()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    for two in (torch.stack([x, x + 1], 1), torch.stack([x, x + 1], 2)):
-        assert set(found(Regression(32), data.overlaps, data=split(two, y, order))) == {"leakage"}
-
-
 def test_windows_that_are_split_by_time_touch_at_the_border() -> None:
     x, y = windows()
     assert found(Regression(16), data.overlaps, data=split(x, y, torch.arange(len(x)), 30)) == {}
     assert found(Regression(16), data.overlaps, data=split(x, y, torch.arange(len(x)).flip(0), 30)) == {}
 
 
-def test_a_series_that_repeats_itself_may_be_split() -> None:
-    x, y = windows(series=random(20).repeat(25))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    assert found(Regression(16), data.overlaps, data=split(x, y, order)) == {}
-
-
 # -- how samples are served -------------------------------------------------------------------------------------------
-
-
-class Denoise(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-
-    def training_step(self, batch: Any) -> Any:
-        noisy, clean = batch
-        return F.mse_loss(self(noisy), clean)
-
-    validation_step = training_step
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, {"repeated_noise"}), (64, set())])
 def test_noise_is_drawn_for_each_sample(count: int, names: set[str]) -> None:
     clean, noise = random(64, 8), random(count, 8, seed=2)
-    assert set(found(Denoise(), serving.noise, data=(loader(clean + noise, clean), None))) == names
-
-
-def test_an_offset_is_no_noise() -> None:
-    clean = random(64, 8)
-    assert found(Denoise(), serving.noise, data=(loader(clean + torch.linspace(0, 1, 8), clean), None)) == {}
+    assert set(found(Regression(8, 8), serving.noise, data=(loader(clean + noise, clean), None))) == names
 
 
 class Stored(Dataset[Any]):
@@ -296,3 +236,129 @@ def test_odd_data_are_left_alone() -> None:
     batches = [{"x": a, "y": b, "name": ["a word"] * 16} for a, b in zip(x.split(16), y.split(16), strict=True)]
     assert found(Named(), *PROBES, data=(batches, None)) == {}
     assert found(Named(), *PROBES, data=(DataLoader(Stream(), 16), None)) == {}
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+
+def table(train: Callable[[Tensor, Tensor], Tensor], val: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, Any]:
+    """Inputs that are made of numbers and of the target, in each split."""
+    made = []
+    for change, count, seed in ((train, 900, 1), (val, 400, 2)):
+        x = random(count, 8, seed=seed)
+        y = 0.5 * x[:, 0] + random(count, seed=seed + 10)
+        made.append(loader(change(x, y), y))
+    return made[0], made[1]
+
+
+def kept(x: Tensor, y: Tensor) -> Tensor:
+    return x
+
+
+def leaked(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x[:, :-1], x[:, -1:] + 0.5 * y[:, None]], 1)
+
+
+def filled(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x[:, :-1], torch.zeros_like(x[:, -1:])], 1)
+
+
+def scaled(x: Tensor, y: Tensor) -> Tensor:
+    return (x - x.mean(0)) / x.std(0)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "name", "level"),
+    [
+        (kept, kept, "", ""),
+        (leaked, kept, "splits_disagree", "note"),
+        (kept, filled, "constant_columns", "warning"),
+        (scaled, scaled, "split_statistics", "warning"),
+    ],
+)
+def test_a_column_says_the_same_in_both_splits(train: Any, val: Any, name: str, level: str) -> None:
+    told = found(Regression(), columns.compared, data=table(train, val))
+    assert {key: finding.level for key, finding in told.items()} == ({name: level} if name else {})
+
+
+# -- ids --------------------------------------------------------------------------------------------------------------
+
+
+class Ranks(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(60, 4), nn.Embedding(200, 4)
+
+    def training_step(self, batch: Any) -> Any:
+        user, item, other = batch
+        scores = [(self.users(user)[:, None] * self.items(x)).sum(-1) for x in (item[:, None], other)]
+        return F.softplus(scores[1] - scores[0]).mean()
+
+    def validation_step(self, batch: Any) -> Any:
+        user, item, _ = batch
+        return {"score": (self.users(user) * self.items(item)).sum(-1).mean()}
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_items_that_are_held_out_are_not_trained_on(held_out: bool) -> None:
+    chosen = torch.stack([torch.randperm(200, generator=torch.Generator().manual_seed(u))[:12] for u in range(60)])
+    users, items = torch.arange(60).repeat_interleave(11), chosen[:, : 11 if held_out else None][:, -11:]
+    train = DataLoader(Made(lambda i: (users[i], items.flatten()[i], torch.randint(200, (3,))), len(users)), 16)
+    val = loader(torch.arange(60), chosen[:, -1], torch.zeros(60, 200), shuffle=False)
+    assert set(found(Ranks(), data.known, data=(train, val))) == (set() if held_out else {"leakage"})
+
+
+def encoded(rows: str) -> Any:
+    """Samples with a column that holds the mean target of their group, by the samples of `rows`."""
+    generator = torch.Generator().manual_seed(0)
+    group = torch.randint(0, 30, (400,), generator=generator)
+    x = torch.randn(400, 8, generator=generator)
+    y = torch.randn(30, generator=generator)[group] + x[:, 0] + torch.randn(400, generator=generator)
+    used = torch.arange(400) < (400 if rows == "all" else 300)
+    mean = torch.stack(
+        [(y[used & (group == k)].sum() + 2 * y.mean()) / (used & (group == k)).sum().add(2) for k in range(30)]
+    )
+    x[:, 5] = (mean[group] - mean.mean()) / mean.std()
+    train, val = ((x[rows], y[rows].unsqueeze(1)) for rows in (slice(0, 300), slice(300, None)))
+    return loader(*train), loader(*val, shuffle=False)
+
+
+def test_a_column_that_is_made_of_the_targets_of_val() -> None:
+    told = found(Regression(), columns.compared, data=encoded("all"))["leakage"]
+    assert told.message.startswith("Number 5 of tensor 0 of a sample takes 30 values")
+    assert "leakage" not in found(Regression(), columns.compared, data=encoded("train"))
+
+
+def test_targets_that_are_filled_in() -> None:
+    (train, val), known = encoded("train"), torch.rand(300, generator=torch.Generator().manual_seed(1)) > 0.3
+    x, y = train.dataset.tensors
+    filled = loader(x, torch.where(known[:, None], y, 0.0)), val
+    assert "exactly 0" in found(Regression(), columns.compared, data=filled)["targets_filled_in"].message
+    assert "targets_filled_in" not in found(Regression(), columns.compared, data=(train, val))
+
+
+def scene(index: int, turns: str) -> Any:
+    """A bright corner, and a map of it; where it turns, together or apart."""
+    generator = torch.Generator().manual_seed(index)
+    high, wide = torch.randint(2, 6, (2,), generator=generator).tolist()
+    y = torch.zeros(8, 8, dtype=torch.long)
+    y[:high, :wide] = 1
+    x = y[None] + 0.2 * torch.randn(1, 8, 8, generator=generator)
+    for axis in (-1, -2) if turns else ():
+        flips = torch.rand(2) < 0.5
+        x = x.flip(axis) if flips[0] else x
+        y = y.flip(axis) if flips[0 if turns == "together" else 1] else y
+    return (1 + torch.rand(())) * x, y
+
+
+@pytest.mark.parametrize(("turns", "names"), [("apart", {"pairs_broken"}), ("together", set()), ("", set())])
+def test_a_map_is_turned_with_its_picture(turns: str, names: set[str]) -> None:
+    train, val = Made(lambda i: scene(i, turns), 80), Made(lambda i: scene(1000 + i, ""), 60)
+    task = task_of_maps()
+    assert set(found(task, pairs.maps, data=(DataLoader(train, 16, shuffle=True), DataLoader(val, 20)))) == names
+
+
+def task_of_maps() -> Healthy:
+    task = Healthy()
+    task.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    return task

@@ -14,7 +14,6 @@ import forge
 from forge_doctor import first_look
 from forge_doctor.first_look import LOOKS, samples
 from tests.support.patients import Healthy, loader, numbers, said
-from tests.support.profiles import some
 
 
 def made(kind: type[forge.TaskModule]) -> Any:
@@ -25,13 +24,6 @@ def made(kind: type[forge.TaskModule]) -> Any:
 class Relu(Healthy):
     def loss(self, scores: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(scores.relu(), y)
-
-
-class Equal(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        for p in self.parameters():
-            nn.init.constant_(p, 0.1)
 
 
 class Fast(Healthy):
@@ -50,36 +42,9 @@ class OverTheBatch(Healthy):
         return self.net(x - x.mean(0))
 
 
-class Changes(Healthy):
-    def training_step(self, batch: Any) -> Any:
-        batch[0].mul_(0.5)
-        return super().training_step(batch)
-
-
-class Trains(Healthy):
-    def validation_step(self, batch: Any) -> Any:
-        self.train()
-        return super().validation_step(batch)
-
-
 class OverTheBatchInEvaluation(Healthy):
     def validation_step(self, batch: Any) -> Any:
         return {"accuracy": (self(batch[0]).argmax(0)[:1] == batch[1][:1]).float().mean()}
-
-
-class Sums(Healthy):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(scores, y, reduction="sum")
-
-
-class Drops(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(F.dropout(x, 0.2))
-
-
-class Ignores(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(torch.zeros_like(x))
 
 
 class Misspelt(Healthy):
@@ -89,21 +54,15 @@ class Misspelt(Healthy):
 
 PLANTED: dict[type[forge.TaskModule], str] = {
     Relu: "relu_before_loss",
-    Equal: "equal_rows",
     Fast: "learning_rate_high",
     Unused: "unused_parameters",
     OverTheBatch: "batch_dependence",
-    Changes: "batch_changed",
-    Trains: "mode_changed",
     OverTheBatchInEvaluation: "wrong_dimension",
-    Sums: "sum_reduction",
-    Drops: "random_evaluation",
-    Ignores: "input_ignored",
     Misspelt: "method_name",
 }
 
 
-@pytest.mark.parametrize("kind", some(PLANTED, quick=5), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
 def test_a_planted_bug_is_named(kind: type[forge.TaskModule]) -> None:
     assert PLANTED[kind] in said(made(kind))
 
@@ -112,7 +71,7 @@ def test_a_healthy_task_is_left_in_peace() -> None:
     assert said(made(Healthy)) == []
 
 
-@pytest.mark.parametrize("kind", [Relu, Unused, Trains], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Relu, Unused], ids=lambda kind: kind.__name__)
 def test_what_is_expected_is_not_said(kind: type[forge.TaskModule]) -> None:
     task = made(kind)
     type(task).expected = {PLANTED[kind], "loss_floor"}  # which a ReLU before the loss leads to
@@ -133,19 +92,11 @@ def test_sorted_labels_and_copies_in_memory_are_named() -> None:
     assert "val_is_train" in said(made(Healthy), loader(x, y), loader(x, y, shuffle=False))
 
 
-class Derived(Misspelt):
-    pass
-
-
 def test_the_samples_of_the_next_epoch_are_no_copies() -> None:
     batches = [numbers(16, seed=at) for at in range(2)]
     assert "duplicates" not in said(made(Healthy), batches, max_epochs=6)
     few = [(x[:4].repeat(4, 1), y[:4].repeat(4)) for x, y in batches[:1]]
     assert "duplicates" in said(made(Healthy), few * 6, max_epochs=1)
-
-
-def test_a_name_that_a_base_class_misspells_is_named() -> None:
-    assert "method_name" in said(made(Derived))
 
 
 class Trainig(Healthy):
@@ -274,16 +225,3 @@ def test_samples_are_read_from_memory_alone() -> None:
     assert torch.equal(torch.stack([sample[0] for sample in ordered]), x)
     assert {tuple(row.tolist()) for row, _ in samples(loader(x, y))} == {tuple(row.tolist()) for row in x}
     assert samples([(x, y)]) == samples(None) == []
-
-
-def test_one_batch_that_a_list_holds_often_is_no_copy(recwarn: pytest.WarningsRecorder) -> None:
-    batch = (torch.randn(40, 8), torch.randint(3, (40,)))
-    forge.Trainer(plugins=[first_look.FirstLook()], max_updates=8, run_dir=False, seed=0, device="cpu").fit(
-        Healthy(), [batch] * 8
-    )
-    assert not [warned for warned in recwarn if "copies" in str(warned.message)]
-    again = [tuple(x.clone() for x in batch) for _ in range(8)]
-    forge.Trainer(plugins=[first_look.FirstLook()], max_updates=8, run_dir=False, seed=0, device="cpu").fit(
-        Healthy(), again
-    )
-    assert [warned for warned in recwarn if "copies" in str(warned.message)]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from forge_doctor.outside import reaches_outside
 
 CALLS: list[int] = []
-COUNT = 0
 SCALE = 2.0
 generator = torch.Generator()
 logger = logging.getLogger(__name__)
@@ -43,19 +42,6 @@ class Lists(Plain):
         return x
 
 
-class Counts(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        global COUNT
-        COUNT += 1
-        return x
-
-
-class Prints(Plain):
-    def scaled(self, x: Tensor) -> Tensor:
-        print(x.shape)
-        return x
-
-
 class Draws(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return noisy(x)
@@ -75,12 +61,6 @@ def closed_over() -> nn.Module:
     return Closure()
 
 
-def replaced() -> nn.Module:
-    module = nn.Sequential(nn.Linear(4, 4))
-    module[0].forward = lambda x: x
-    return module
-
-
 def test_a_module_that_keeps_to_itself_reaches_nothing() -> None:
     assert reaches_outside(nn.Sequential(Plain(), nn.LSTM(4, 4))) == ""
 
@@ -89,13 +69,10 @@ def test_a_module_that_keeps_to_itself_reaches_nothing() -> None:
     ("module", "named"),
     [
         (Lists(), "CALLS"),
-        (Counts(), "COUNT"),
-        (Prints(), "print"),
         (Draws(), "generator"),
         (closed_over(), "seen"),
-        (replaced(), "replaced"),
     ],
-    ids=["list", "global", "print", "generator", "closure", "replaced"],
+    ids=["list", "generator", "closure"],
 )
 def test_what_is_outside_is_named(module: nn.Module, named: str) -> None:
     assert named in reaches_outside(nn.ModuleList([module]))

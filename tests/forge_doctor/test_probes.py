@@ -9,19 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from forge_doctor.experiments import equivariance, influence, motion, scale, stages, values
 from forge_doctor.findings import FINDINGS, LEVELS
-from forge_doctor.probe_order import AFTER, BEFORE
-from forge_doctor.probes import class_labels, data, graph, start
-from tests.support.patients import Healthy, Keeps, found, loader, numbers, said, splits
-from tests.support.probes_kit import task_with
-
-
-def test_a_healthy_task_is_left_in_peace() -> None:
-    assert found(Healthy(), *BEFORE.values()) == {}
-    assert found(Healthy(), *AFTER.values(), after=8) == {}
+from forge_doctor.probes import aliases, class_labels, data, graph, measures, start
+from tests.support.patients import Healthy, Keeps, found, loader, numbers, said, splits, task_with
 
 
 def test_every_finding_has_a_level_and_a_cure() -> None:
@@ -127,46 +121,11 @@ class ValidatesAwake(WithDropout):
         return result
 
 
-class NeverSleeps(nn.Sequential):
-    def train(self, mode: bool = True) -> Any:
-        return super().train(True)
-
-
-class HasOneThatNeverSleeps(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = NeverSleeps(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-
-
-class Draws(ValidatesAwake):
-    """Monte Carlo dropout, on purpose."""
-
-    expected = {"validated_in_train_mode"}
-
-
-class OneMode(HasOneThatNeverSleeps):
-    """In training mode all the time, where that changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        norm = nn.BatchNorm1d(16, track_running_stats=False)
-        self.net = NeverSleeps(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 4))
-
-
-@pytest.mark.parametrize("task", [ValidatesAwake, HasOneThatNeverSleeps])
-def test_validation_in_train_mode(task: type[Healthy]) -> None:
-    assert set(found(task(), graph.validation_modes, graph.purity, stages.drawn)) == {"validated_in_train_mode"}
-    assert "validated_in_train_mode" in said(task())
-
-
-@pytest.mark.parametrize("task", [WithDropout, OneMode])
-def test_validation_in_eval_mode_is_left_alone(task: type[Healthy]) -> None:
-    assert found(task(), graph.validation_modes, graph.purity, stages.drawn) == {}
-    assert "validated_in_train_mode" not in said(task())
-
-
-def test_monte_carlo_dropout_is_silenced_by_name() -> None:
-    assert "validated_in_train_mode" not in said(Draws())
+def test_validation_in_train_mode() -> None:
+    probes = graph.validation_modes, graph.purity, stages.drawn
+    assert set(found(ValidatesAwake(), *probes)) == {"validated_in_train_mode"}
+    assert "validated_in_train_mode" in said(ValidatesAwake())
+    assert found(WithDropout(), *probes) == {}
 
 
 class Backward(Healthy):
@@ -212,21 +171,13 @@ class OverTheBatch(Healthy):
         return self.net((x - x.mean(0)) / (x.std(0) + 1e-5))
 
 
-class PlaceInTheBatch(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + torch.arange(len(x))[:, None])
-
-
-DEPENDENT: list[Any] = [(task, {"batch_dependence"}) for task in (OverTheBatch, PlaceInTheBatch)]
-
-
 class Normalised(Healthy):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.BatchNorm1d(8), *self.net)
 
 
-@pytest.mark.parametrize(("task", "names"), [*DEPENDENT, (Normalised, set())])
+@pytest.mark.parametrize(("task", "names"), [(OverTheBatch, {"batch_dependence"}), (Normalised, set())])
 def test_samples_are_independent(task: type[Healthy], names: set[str]) -> None:
     assert set(found(task(), equivariance.samples)) == names
 
@@ -238,34 +189,6 @@ class AlwaysDrops(Healthy):
 
 def test_dropout_in_evaluation() -> None:
     assert found(AlwaysDrops(), stages.drawn)["random_evaluation"].level == "warning"
-
-
-class Words(Healthy):
-    """The next of eight words, from those before it; or from all of them."""
-
-    sees_all = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.layer, self.net = nn.Embedding(8, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(self.words(x))[0]
-        return self.net(h + h.mean(1, keepdim=True) if type(self).sees_all else h)
-
-    def training_step(self, batch: Any) -> Any:
-        [words] = batch
-        return F.cross_entropy(self(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
-
-    validation_step = training_step
-
-
-@pytest.mark.parametrize("sees_all", [False, True])
-def test_a_model_that_sees_what_it_predicts(sees_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Words, "sees_all", sees_all)
-    words = torch.randint(8, (64, 12), generator=torch.Generator().manual_seed(0))
-    expected = {"sees_the_future"} if sees_all else set()
-    assert set(found(Words(), equivariance.answers_seen, data=(loader(words), loader(words)))) == expected
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -286,7 +209,6 @@ def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_scales_are_judged() -> None:
     x, y = numbers()
-    assert "unscaled_inputs" in found(Healthy(), data.scales, data=(loader(100 * x + 130, y), None))
     assert "constant_input" in found(Healthy(), data.scales, data=(loader(torch.ones_like(x), y), None))
     regression = task_with(lambda s, y: F.mse_loss(s[:, 0], 1e5 + 1e4 * y.float()))
     assert "target_scale" in found(regression, data.targets)
@@ -351,28 +273,10 @@ SCHEDULES = {
 }
 
 
-def begins_again(update: int) -> float:
-    """A warm-up and a slow fall, every 30 updates."""
-    age = update % 30
-    return min((age + 1) / 5, (5 / (age + 1)) ** 0.5)
-
-
-SCHEDULES[" "] = lambda o: torch.optim.lr_scheduler.LambdaLR(o, begins_again)
-
-
-def test_a_schedule_that_ends_in_the_first_epoch_is_spent() -> None:
-    rates = [0.1] * 3 + [0.05] * 3 + [0.02] * 94
-    assert start.ends_within(rates, 20)
-    assert not start.ends_within(rates, 5)  # it still changes in the second epoch
-    assert not start.ends_within(rates, 60)  # there is no second epoch
-    assert not start.ends_within([0.01, 0.05] + [0.1] * 98, 20)  # a warm-up
-    assert not start.ends_within([0.1] * 100, 20)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduled, "make", staticmethod(SCHEDULES[name]))
-    assert set(found(Scheduled(), start.schedules)) == ({name.strip()} - {""})
+    assert set(found(Scheduled(), start.schedules)) == ({name} - {""})
 
 
 def changed(**options: Any) -> Healthy:
@@ -462,3 +366,92 @@ def test_methods_with_nearly_the_right_name() -> None:
 def test_losses_that_are_kept_with_their_graphs() -> None:
     assert "memory_grows" in found(Keeps(), motion.losses, after=12)
     assert found(Healthy(), motion.losses, after=12) == {}
+
+
+class Misspelt(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.net[0].parameters():
+            p.require_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Tied(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.tie()
+
+    def tie(self) -> None:
+        self.net[2].weight = self.net[0].weight
+
+
+class TiedByData(Tied):
+    def tie(self) -> None:
+        self.net[2].get_parameter("weight").data = self.net[0].get_parameter("weight").data
+
+
+class Scales(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x - 130) / 100)
+
+
+def test_inputs_that_the_model_scales_itself() -> None:
+    x, y = numbers()
+    assert "unscaled_inputs" in found(Healthy(), data.scales, data=(loader(100 * x + 130, y), None))
+    assert found(Scales(), data.scales, data=(loader(100 * x + 130, y), None)) == {}
+
+
+@pytest.mark.parametrize(
+    ("finding", "sick", "probe", "healthy"),
+    [
+        ("attribute_name", Misspelt, aliases.attributes, Healthy),
+        ("shared_storage", TiedByData, aliases.shared_storage, Tied),
+    ],
+)
+def test_a_mistake_is_found_and_what_is_right_is_left_in_peace(
+    finding: str, sick: Any, probe: Any, healthy: Any
+) -> None:
+    assert finding in found(sick(), probe)
+    assert found(healthy(), probe) == {}
+
+
+class Layered(Healthy):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+def test_one_module_several_times() -> None:
+    act = nn.ReLU()
+    assert "repeated_module" in found(Layered([nn.Linear(8, 8)] * 3), aliases.repeated)
+    assert found(Layered([nn.Linear(8, 8), act, nn.Linear(8, 8), act]), aliases.repeated) == {}
+
+
+class Plateau(Healthy):
+    monitor = "val/loss"
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        return optimizer, ReduceLROnPlateau(optimizer, mode=self.mode), self.monitor
+
+
+class ByAccuracy(Plateau):
+    monitor = "val/accuracy"
+
+
+def test_a_plateau_of_the_wrong_direction() -> None:
+    assert "wrong_mode" in found(Plateau("max"), measures.modes)
+    assert "wrong_mode" in found(ByAccuracy("min"), measures.modes)
+    assert found(Plateau("min"), measures.modes) == found(ByAccuracy("max"), measures.modes) == {}
+
+
+@pytest.mark.parametrize(("mode", "wrong"), [("max", 1), ("min", 0), (None, 0)])
+def test_a_plugin_of_the_wrong_direction(mode: Any, wrong: int) -> None:
+    best = {"monitor": "val/loss", "mode": mode}
+    plugin = SimpleNamespace(name="checkpoint", config={"best": best, "keep": 2})
+    patient: Any = SimpleNamespace(plugins=[plugin], trainer=SimpleNamespace(optimizers=SimpleNamespace(entries={})))
+    assert [finding.where for finding in measures.modes(patient)] == ["checkpoint.best"] * wrong

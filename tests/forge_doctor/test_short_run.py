@@ -12,7 +12,7 @@ from torch import nn
 import forge
 from forge.config.build import make_plugins
 from forge_doctor.experiments import motion
-from tests.support.patients import Healthy, found, loader, numbers, splits
+from tests.support.patients import Healthy, found, splits
 from tests.support.profiles import some
 
 
@@ -32,20 +32,10 @@ class Walks(Leaps):
     rate = 0.1
 
 
-class Stands(Leaps):
-    rate = 1e-12
-
-
 @pytest.mark.slow
 def test_losses_that_leave_all_bounds() -> None:
     assert "diverges" in names(Leaps())
     assert names(Walks()) == set()
-
-
-@pytest.mark.slow
-def test_a_batch_that_is_not_learnt() -> None:
-    assert "cannot_learn_a_batch" in names(Stands(), budget=60)
-    assert names(Walks(), budget=60) == set()
 
 
 @pytest.mark.slow
@@ -114,15 +104,6 @@ class Amplified(Deep):
 def test_gradients_that_explode() -> None:
     assert "exploding_gradient" in found(Amplified(), motion.gradients)
     assert found(Deep(), motion.gradients) == {}
-
-
-@pytest.mark.slow
-def test_labels_that_nothing_tells() -> None:
-    torch.manual_seed(7)  # two short trainings are compared, so it is found in most cases, not in all
-    x, _ = numbers(320)
-    y = torch.randint(0, 4, (320,), generator=torch.Generator().manual_seed(7))
-    random = loader(x[:256], y[:256], batch=32), loader(x[256:], y[256:], batch=32, shuffle=False)
-    assert "labels_no_easier" in names(Walks(), budget=60, data=random)
 
 
 def test_a_loader_that_is_slower_than_the_step() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import forge
 from forge.config.build import make_plugins
 from forge_doctor.readiness import planned, readiness
-from forge_doctor.worst import picture, shown
 from tests.support.patients import Healthy, loader, numbers
 
 
@@ -37,16 +36,6 @@ def test_a_sample_with_a_wrong_label_stands_out() -> None:
     assert report.worst[0]["loss"] > 6 * report.worst[0]["median"]
     assert report.worst[0]["shown"].endswith("\n3")
     assert forge.doctor(Quick(), loader(*squares(wrong=None), shuffle=False, batch=32), budget=0).worst == []
-
-
-def test_a_picture_is_drawn_in_shades() -> None:
-    x = torch.zeros(1, 8, 8)
-    x[0, :4, :4] = 1
-    rows = picture(x).splitlines()
-    assert (len(rows), len(rows[0])) == (8, 16)
-    assert rows[0] == "@" * 8 + " " * 8
-    assert rows[-1] == " " * 16
-    assert shown((torch.tensor([1.0, 2.5]), torch.tensor(3), torch.zeros(2, 70))) == "1 2.5\n3\nfloat32 (2, 70)"
 
 
 def test_readiness_names_what_is_missing() -> None:

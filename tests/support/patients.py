@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import forge
 from forge.diagnose.checks.user_line import FindingWarning
@@ -63,6 +63,46 @@ class Keeps(Healthy):
         loss = super().training_step(batch)
         self.history.append(loss)
         return loss
+
+
+class Regression(Healthy):
+    """Numbers from some numbers."""
+
+    def __init__(self, inputs: int = 8, outputs: int = 1) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch[:2]
+        return F.mse_loss(self(x), y.reshape(len(x), -1))
+
+    validation_step = training_step
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of their numbers, when they are read."""
+
+    def __init__(self, make: Callable[[int], Any], count: int = 200):
+        self.make, self.count = make, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def task_with(loss: Any, outputs: int = 4) -> Healthy:
+    """The healthy task with another loss."""
+    task = Healthy()
+    task.loss = loss  # pyright: ignore[reportAttributeAccessIssue]
+    task.net[2] = nn.Linear(16, outputs)
+    task.check_first_batch = False  # pyright: ignore[reportAttributeAccessIssue]
+    return task
 
 
 def numbers(count: int = 160, seed: int = 0) -> tuple[Tensor, Tensor]:
