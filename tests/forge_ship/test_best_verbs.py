@@ -16,7 +16,6 @@ import torch
 
 from forge.cli import main
 from forge_plugins import Checkpoint
-from forge_ship.open_engine import open_engine
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
 from tests.support.patience import PATIENCE
@@ -40,14 +39,6 @@ def run(empty_folder: Path) -> torch.Tensor:
         expected = best(images)
         assert not torch.equal(expected, last(images))
     return expected
-
-
-@pytest.mark.slow
-def test_export_writes_the_best_weights(run: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", BEST, "--to", "pt2", *NAMED, "--out", "model.pt2"]) == 0
-    assert "best weights of update 2" in capsys.readouterr().out
-    (answer,) = open_engine("model.pt2")({"images": batches()[0][0]}).values()
-    assert torch.allclose(answer, run, atol=1e-6)
 
 
 @pytest.mark.slow

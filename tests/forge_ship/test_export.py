@@ -62,15 +62,6 @@ def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({card.place_of(made.path).name, made.path.name})
 
 
-@pytest.mark.parametrize("to", some(["torchscript", "pt2", "onnx"]))
-def test_a_file_runs_with_any_number_of_rows(to: str, tmp_path: Path) -> None:
-    task = Classifier().eval()
-    engine = open_engine(exported(task, tmp_path, to).path)
-    for rows in (1, 2, 17):
-        images = torch.randn(rows, 4)
-        assert torch.allclose(engine({"images": images})["output"], task(images), atol=1e-5)
-
-
 class AnyLength(forge.TaskModule):
     """A layer at every place, and the mean over places."""
 
@@ -119,36 +110,10 @@ def swapped_axis(real: Any, plan: Any, path: Path) -> None:
     plan.model = whole
 
 
-def dropout_left_on(real: Any, plan: Any, path: Path) -> None:
-    plan.model.train()
-    real(plan, path)
-    plan.model.eval()
-
-
-def one_row_baked_in(real: Any, plan: Any, path: Path) -> None:
-    whole = plan.inputs, plan.axes
-    plan.inputs, plan.axes = {name: tensor[:1] for name, tensor in plan.inputs.items()}, {}
-    real(plan, path)
-    plan.inputs, plan.axes = whole
-
-
-BREAKS = [changed_weight, one_row_baked_in, swapped_axis, dropout_left_on]
-
-
-@pytest.mark.parametrize("broken", some(BREAKS), ids=lambda each: each.__name__)
-def test_a_broken_exporter_is_caught(broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_exporter_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pt2.write
-    monkeypatch.setattr(pt2, "write", lambda plan, path: broken(real, plan, path))
-    with pytest.raises(ExportError) as refused:
-        exported(Classifier(), tmp_path, "pt2")
-    assert broken is one_row_baked_in or isinstance(refused.value, ExportMismatch)
-    assert broken is one_row_baked_in or "output 'output'" in str(refused.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_is_not_written_right_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pt2, "write", lambda plan, path: path.write_bytes(b"no program"))
-    with pytest.raises(ExportError):
+    monkeypatch.setattr(pt2, "write", lambda plan, path: changed_weight(real, plan, path))
+    with pytest.raises(ExportMismatch, match="output 'output'"):
         exported(Classifier(), tmp_path, "pt2")
     assert list(tmp_path.iterdir()) == []
 
@@ -258,6 +223,8 @@ HOSTILE = {
     "a name with a slash": {"inputs": [{"name": "../x", "dtype": "float32", "shape": [1]}]},
     "an odd type": {"inputs": [{"name": "x", "dtype": "object", "shape": [1]}]},
     "an odd shape": {"outputs": [{"name": "x", "dtype": "float32", "shape": [None]}]},
+    "a negative size": {"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", -5]}]},
+    "half a size": {"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 0.5]}]},
     "libraries that are no names": {"libraries": [1]},
     "no files": {"files": {}},
     "another hash": {"files": {"model.ts": {"sha256": "0" * 64}}},

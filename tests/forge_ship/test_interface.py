@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge.data.collate import Padded
 from forge_ship.engine import ExportError
 from forge_ship.interface import SeenCall, dynamic_axes, observe
 from forge_ship.open_engine import open_engine
-from forge_ship.structure import take_apart
 from forge_ship.verify import ExportMismatch
 from tests.support.ships import Classifier, batches
 
@@ -196,24 +194,6 @@ def test_an_axis_that_is_missing_in_some_batches_is_refused() -> None:
 
 
 # -- structure --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.ones(1),
-        (torch.ones(1), [torch.zeros(2), {"a": torch.ones(3), "b": 4}]),
-        Padded(torch.ones(2, 3), torch.tensor([1, 2]), torch.ones(2, 3)),
-        Output(torch.ones(1), None, "text"),
-    ],
-)
-def test_what_is_taken_apart_is_rebuilt(value: Any) -> None:
-    tensors, rebuild, form = take_apart(value, "x")
-    again = rebuild(iter([tensor + 1 for tensor in tensors.values()]))
-    assert take_apart(again, "x")[2] == form
-    assert type(again) is type(value)
-    for name, tensor in take_apart(again, "x")[0].items():
-        assert torch.equal(tensor, tensors[name] + 1)
 
 
 def test_the_task_is_left_as_it_was() -> None:

@@ -114,15 +114,6 @@ def test_the_model_itself_stays_as_it_is(made: dict[str, nn.Module]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", some(CPU))
-def test_an_exported_program_takes_any_batch(made: dict[str, nn.Module], kind: str) -> None:
-    program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
-    assert weight_bytes(program) == weight_bytes(made[kind])
-    again = in_torchs_operators(program).module()
-    assert all(difference(made[kind], again, batch) == 0 for batch in BATCHES)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", CPU)
 def test_a_pt2_file_runs_in_a_fresh_process(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
     program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
