@@ -13,7 +13,6 @@ from tests.support.kernel_kit import (
     check_against_reference,
     few,
 )
-from tests.support.profiles import some
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -35,30 +34,6 @@ def test_any_shape_and_dtype_equals_the_reference(rows, depth, columns, dtype, b
     args = [new(*rows, depth, dtype=dtype), new(depth, columns, dtype=dtype, scale=depth**-0.5)]
     args += [new(columns, dtype=dtype)] if bias else []
     check_against_reference(MATMUL, args)
-
-
-@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], quick=1))
-@few
-@given(
-    layouts=st.tuples(*[st.sampled_from(["rows", "columns", "part of a larger one", "spread"])] * 2),
-    sizes=st.tuples(*[st.sampled_from([16, 21, 64])] * 3),
-)
-def test_strides_do_not_matter(dtype, layouts, sizes):
-    rows, depth, columns = sizes
-    torch.manual_seed(rows * depth * columns)
-
-    def laid_out(shape, layout, scale=1.0):
-        if layout == "columns":
-            return new(shape[1], shape[0], dtype=dtype, scale=scale).t()
-        if layout == "part of a larger one":
-            return new(shape[0] + 3, shape[1] + 8, dtype=dtype, scale=scale)[3:, 8:]
-        if layout == "spread":
-            return new(shape[0], shape[1], 2, dtype=dtype, scale=scale)[..., 1]
-        return new(*shape, dtype=dtype, scale=scale)
-
-    a = laid_out((rows, depth), layouts[0]).detach().requires_grad_()
-    b = laid_out((depth, columns), layouts[1], depth**-0.5).detach().requires_grad_()
-    check_against_reference(MATMUL, [a, b, new(columns, dtype=dtype)])
 
 
 @pytest.mark.slow

@@ -78,15 +78,6 @@ def test_a_lever_must_gain_with_the_others_too() -> None:
     assert why_not(report)["b"] == "no gain with the others"
 
 
-def test_below_two_percent_nothing_changes() -> None:
-    fake = Fake({"a": 0.985})
-    report = fake.search(lever("a"))
-    assert names(report) == []
-    assert report.best is None
-    assert report.speedup == 1.0
-    assert why_not(report)["a"] == "no gain"
-
-
 def test_of_a_group_only_the_fastest_is_used() -> None:
     fake = Fake({"whole": 0.7, "blocks": 0.5, "other": 0.9})
     report = fake.search(lever("whole", group="compile"), lever("blocks", group="compile"), lever("other"))
@@ -108,19 +99,6 @@ def test_a_failure_is_listed_and_the_search_goes_on() -> None:
     report = fake.search(lever("b"), lever("a"))
     assert names(report) == ["a"]
     assert why_not(report)["b"] == "RuntimeError: no such kernel"
-
-
-def test_conflicting_levers_are_refused_together_only() -> None:
-    fake = Fake({"a": 0.5, "b": 0.6})
-
-    def measure(chosen: Sequence[Lever]) -> StepReading:
-        if len(chosen) > 1:
-            raise LeverFailed("'a' cannot run together with 'b'.")
-        return fake(chosen)
-
-    report = SpeedSearch(measure, [lever("a"), lever("b")], clock=lambda: 0.0).run()
-    assert names(report) == ["a"]
-    assert why_not(report)["b"] == "'a' cannot run together with 'b'."
 
 
 def test_memory_stays_within_the_limit() -> None:

@@ -14,7 +14,6 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 
 import forge
-from forge.config import read_recipe
 from forge.data import Splits
 from forge.errors import ForgeError, RecipeError
 from forge.runs.find import rows_in, runs_in
@@ -88,19 +87,6 @@ def test_a_grid_tries_everything_and_trials_are_runs(tmp_path: Path) -> None:
         )
         assert row.value == by_hand.metrics["val/loss"]
     assert found.best == min(found.trials, key=lambda row: row.value or 0.0)
-
-
-@pytest.mark.slow
-def test_the_best_recipe_repeats_the_best_trial(tmp_path: Path) -> None:
-    found = sweep(tmp_path)
-    assert found.best is not None
-    recipe = read_recipe(found.recipe, task=Odd, data=data).checked()
-    trainer = forge.Trainer(recipe=recipe, run_dir=tmp_path / "again")
-    result = trainer.fit(recipe.make_task(), data().train, data().val)
-    assert result.metrics["val/loss"] == found.best.value
-    assert found.best_run is not None
-    best = (found.best_run / "weights.safetensors").read_bytes()
-    assert (tmp_path / "again" / "weights.safetensors").read_bytes() == best
 
 
 @pytest.mark.slow
