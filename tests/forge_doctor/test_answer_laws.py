@@ -430,7 +430,7 @@ class Queued(Healthy):
 
     def training_step(self, batch: Any) -> Any:
         rows = torch.arange(self.place, self.place + 4) % 64
-        self.queue[rows] = batch[0][:4].detach()
+        self.get_buffer("queue")[rows] = batch[0][:4].detach()
         self.place += self.step
         return super().training_step(batch)
 
