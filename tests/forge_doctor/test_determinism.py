@@ -170,7 +170,7 @@ def test_both_runs_get_the_same_words_and_another_order_of_sets(
     capsys: Any, file: Path, in_this_process: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    words = [f"{file}:Sound", "trainer.seed=7", "--updates", "1", "--deterministic", "-p", "clip"]
+    words = [f"{file}:Sound", "trainer.seed=7", "--updates", "1", "trainer.deterministic=true", "-p", "clip"]
     code, _, err = ask(capsys, *words, "--keep", "kept")
     assert code == 0
     assert "no seed" not in err
@@ -241,7 +241,7 @@ def test_only_a_process_of_its_own_shows_the_order_of_a_set(run_forge: Run, file
 @pytest.mark.slow
 def test_a_run_that_fails_is_quoted(run_forge: Run, file: Path) -> None:
     file.write_text(TASK.replace("return x\n", "return x.clone().put_(torch.tensor([0]), torch.zeros(1))\n"))
-    done = run_forge("determinism", f"{file}:Sound", "--deterministic")
+    done = run_forge("determinism", f"{file}:Sound", "trainer.deterministic=true")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "This run ended with exit code 2" in done.stderr

@@ -26,12 +26,12 @@ Exit code 0: the two runs are equal bit for bit; 1: they are not.
 examples:
   forge determinism quickstart
   forge determinism my_task.py:MyTask --updates 50
-  forge determinism my_task.py:MyTask --deterministic      with deterministic algorithms only
+  forge determinism my_task.py:MyTask trainer.deterministic=true
 """
 
 UNSEEDED = "A source that the seed does not reach: os.urandom, secrets, uuid, the time, or a generator of its own"
 SET_ORDER = "The order of a set, or of the results of os.listdir and glob: sort them."
-KERNEL = "A kernel that sums in no fixed order: try --deterministic, which allows only kernels with a fixed order."
+KERNEL = "A kernel that sums in no fixed order: try trainer.deterministic=true, which allows only kernels with a fixed order."
 EXTERNAL_KERNEL = "A kernel outside torch that sums in no fixed order: an extension, a Triton kernel."
 FORWARD = [
     f"{UNSEEDED} (a torch.Generator or numpy.random.default_rng without a seed) in the forward pass.",
@@ -72,9 +72,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--updates", type=int, default=20, metavar="N", help="number of updates to compare (default: %(default)s)"
     )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="use deterministic algorithms only (trainer.deterministic=true)"
-    )
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their records in this folder")
     parser.add_argument("--life", help=SUPPRESS)
     return parser
@@ -104,11 +101,10 @@ def compare(args: Namespace, folder: Path) -> int:
     from forge.testing.trace import read_trace
     from forge_doctor import witness
 
-    if target.load(args, to_train=True).trainer.get("seed") is None:
+    settings = target.load(args, to_train=True).trainer
+    if settings.get("seed") is None:
         show.warning("the recipe sets no seed, so every fit differs. Both runs use trainer.seed=0 here.")
         args.overrides.append("trainer.seed=0")
-    if args.deterministic:
-        args.overrides.append("trainer.deterministic=true")
     for number in (1, 2):
         show.console().print(f"Run {number} of 2: {args.updates} updates ...", style="dim")
         own = folder / str(number)
@@ -124,7 +120,7 @@ def compare(args: Namespace, folder: Path) -> int:
         count = sum(len(line["events"]) for line in one)
         show.console().print(equal_text(len(one) - 1, count), soft_wrap=True)
         return 0
-    _report(difference, one[0]["device"], args.deterministic)
+    _report(difference, one[0]["device"], bool(settings.get("deterministic")))
     return 1
 
 
