@@ -31,7 +31,7 @@ examples:
 
 UNSEEDED = "A source that the seed does not reach: os.urandom, secrets, uuid, the time, or a generator of its own"
 SET_ORDER = "The order of a set, or of the results of os.listdir and glob: sort them."
-KERNEL = "A kernel that sums in no fixed order: try trainer.deterministic=true, which allows only kernels with a fixed order."
+KERNEL = "A kernel that sums in no fixed order: trainer.deterministic=true allows none."
 EXTERNAL_KERNEL = "A kernel outside torch that sums in no fixed order: an extension, a Triton kernel."
 FORWARD = [
     f"{UNSEEDED} (a torch.Generator or numpy.random.default_rng without a seed) in the forward pass.",
