@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import forge
@@ -36,7 +37,7 @@ def exported(task: forge.TaskModule, folder: Path, to: str = "torchscript", **op
 # -- what is proved ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", [*some(["pt2", "safetensors", "onnx", "torchscript", "pt"], quick=2), *LONG])
+@pytest.mark.parametrize("to", [*some(["pt2", "safetensors", "onnx", "torchscript"], quick=2), *LONG])
 def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> None:
     if to == "onnx":
         pytest.importorskip("onnxruntime")
@@ -120,11 +121,11 @@ def test_a_broken_exporter_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_weights_that_differ_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def halved(plan: Any, path: Path) -> None:
-        torch.save({name: value / 2 for name, value in plan.model.task.state_dict().items()}, path)
+        save_file({name: value / 2 for name, value in plan.model.task.state_dict().items()}, path)
 
-    monkeypatch.setattr(formats.module_of("pt"), "write", halved)
+    monkeypatch.setattr(formats.module_of("safetensors"), "write", halved)
     with pytest.raises(ExportMismatch, match="differs"):
-        exported(Classifier(), tmp_path, "pt")
+        exported(Classifier(), tmp_path, "safetensors")
 
 
 def test_a_metric_that_is_not_the_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ REFUSED = {
     "suffix": (Classifier, {"to": "onnx", "out": "model.pt2"}, ["ends in .onnx"]),
     "no data": (Classifier, {"data": None}, ["data=", "unverified"]),
     "axes": (Classifier, {"dynamic": "pixels:1"}, ["INPUT:AXIS", "images (2 axes)"]),
-    "quantised weights": (Classifier, {"to": "pt", "quantize": "int8-static"}, ["weights alone"]),
+    "quantised weights": (Classifier, {"to": "safetensors", "quantize": "int8-static"}, ["weights alone"]),
 }
 
 
@@ -185,12 +186,12 @@ def test_what_cannot_be_exported_is_refused(case: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path) -> None:
-    exported(Classifier(), tmp_path, "pt")
+    exported(Classifier(), tmp_path, "safetensors")
     before = (tmp_path / "model.pt").read_bytes()
     with pytest.raises(ExportError, match="--force"):
-        exported(Classifier(), tmp_path, "pt")
+        exported(Classifier(), tmp_path, "safetensors")
     assert (tmp_path / "model.pt").read_bytes() == before
-    exported(Classifier(), tmp_path, "pt", force=True)
+    exported(Classifier(), tmp_path, "safetensors", force=True)
     assert (tmp_path / "model.pt").read_bytes() != before
 
 
@@ -325,8 +326,12 @@ def test_two_exports_stand_in_one_folder(run_folder: Path, capsys: pytest.Captur
     mine, out = str(run_folder.parent / "mine.py"), run_folder.parent / "out"
     words = ["export", str(run_folder), "--task", f"{mine}:Classifier", "--data", f"{mine}:data", "--out", str(out)]
     assert main([*words, "--to", "pt2", "--to", "torchscript"]) == 0
-    assert main([*words, "--to", "pt"]) == 0
-    assert {path.name.removesuffix(".export.json") for path in out.iterdir()} == {"model.pt2", "model.ts", "model.pt"}
+    assert main([*words, "--to", "safetensors"]) == 0
+    assert {path.name.removesuffix(".export.json") for path in out.iterdir()} == {
+        "model.pt2",
+        "model.ts",
+        "model.safetensors",
+    }
     images = torch.randn(3, 4)
     found = [open_engine(out / name)({"images": images})["output"] for name in ("model.pt2", "model.ts")]
     assert torch.allclose(found[0], found[1], atol=1e-5)
