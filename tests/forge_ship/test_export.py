@@ -187,12 +187,12 @@ def test_what_cannot_be_exported_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path) -> None:
     exported(Classifier(), tmp_path, "safetensors")
-    before = (tmp_path / "model.pt").read_bytes()
+    before = (tmp_path / "model.safetensors").read_bytes()
     with pytest.raises(ExportError, match="--force"):
         exported(Classifier(), tmp_path, "safetensors")
-    assert (tmp_path / "model.pt").read_bytes() == before
+    assert (tmp_path / "model.safetensors").read_bytes() == before
     exported(Classifier(), tmp_path, "safetensors", force=True)
-    assert (tmp_path / "model.pt").read_bytes() != before
+    assert (tmp_path / "model.safetensors").read_bytes() != before
 
 
 def test_a_missing_package_is_named_with_its_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

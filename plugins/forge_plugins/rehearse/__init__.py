@@ -130,8 +130,10 @@ class Rehearse(forge.Plugin):
             self._part.note(trainer, step)
         if self._resumes is None:
             return
-        self._see_save(trainer, self._resumes)
-        self._play_first(trainer)
+        if (trainer.saved_at, trainer.restores) != self._saved:
+            self._see_save(trainer, self._resumes)
+        if self._first is not None:
+            self._play_first(trainer)
         if self._resumes.watches:
             self._tell(trainer, self._resumes.note(trainer, step, self._rehearsal))
         if self._rehearsal is not None:
@@ -141,7 +143,7 @@ class Rehearse(forge.Plugin):
         """Note a checkpoint that was taken after the last update; the first of a run is to be rehearsed."""
         now, before = (trainer.saved_at, trainer.restores), self._saved
         self._saved = now
-        if before is None or now == before or now[1] != before[1]:  # the restored state was saved before
+        if before is None or now[1] != before[1]:  # the restored state was saved before
             return
         resumes.saved(trainer.saved_at, trainer)
         if resumes.rehearsed is not None or (self._rehearsal is None and self._why_not is None):
