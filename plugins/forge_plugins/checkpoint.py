@@ -175,9 +175,9 @@ class Checkpoint(forge.Plugin):
         if self._writer is not None and (self._writers is None or self.config.on_failure == "stop"):
             # ranks learn of a failure at different updates, so they act on it together at the next save
             self._check(self._writer.check)
-        due = [interval for interval in self._every if interval.due(step)]  # all: a clock starts with its first check
-        if due:
-            trainer.request_checkpoint(f"every {due[0]}", everywhere=True, by=self.name)
+        for interval in self._every:  # all: a clock starts with its first check
+            if interval.due(step):
+                trainer.request_checkpoint(f"every {interval}", everywhere=True, by=self.name)
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: forge.Run, stage: str) -> Generator[None, Any, Any]:
