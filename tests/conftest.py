@@ -13,12 +13,14 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,8 @@ if not torch.cuda.is_available():
     for backend in (torch.cuda, torch.xpu, torch.mtia):  # each formats a stack at every seed, for a device to come
         backend.manual_seed_all = lambda seed: None
 
+IS_CORE_ALONE = not any(find_spec(path.parent.name) for path in REPO.glob("plugins/forge_*/pyproject.toml"))
+
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
 
@@ -72,11 +76,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
 
 
+def imports_what_is_away(path: Path) -> bool:
+    """Whether a file imports at its top what is not installed, itself or by a module of tests/support."""
+    found = re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    support = [REPO / f"{name.replace('.', '/')}.py" for name in found if name.startswith("tests.support.")]
+    return any(find_spec(name.partition(".")[0]) is None for name in found) or any(map(imports_what_is_away, support))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What would be skipped as a whole is not imported, unless it is named: tests of a GPU, and of a browser."""
+    """What would be skipped as a whole is not imported, unless it is named: tests of a GPU, of a browser, and of
+    packages where the core is installed alone."""
     if any(collection_path == Path(word.partition("::")[0]).resolve() for word in config.args):
         return None
     of_a_gpu = collection_path.name.endswith("_cuda.py") and not torch.cuda.is_available()
+    if IS_CORE_ALONE and collection_path.suffix == ".py" and imports_what_is_away(collection_path):
+        return True
     of_a_browser = collection_path == REPO / "tests" / "browser" and os.environ.get("FORGE_BROWSER") != "1"
     return True if of_a_gpu or of_a_browser else None
 

@@ -147,13 +147,7 @@ def test_python_dash_m_forge_is_the_same_command():
 
 @pytest.mark.parametrize(
     ("word", "command"),
-    [
-        ("validte", "validate"),
-        ("train", "fit"),
-        ("ready", "doctor --ready"),
-        ("lr", "tune lr"),
-        ("speed", "tune speed"),
-    ],
+    [("validte", "validate"), ("train", "fit"), ("lr", "tune lr"), ("diff", "ckpt diff"), ("smoke", "fit --smoke")],
 )
 def test_a_verb_that_is_not_there_is_answered_with_the_nearest(forge, word, command):
     assert f"`forge {command}`" in forge.refused(word)
@@ -263,9 +257,7 @@ def test_a_function_makes_a_task_that_no_options_describe(forge):
     assert "Did you mean 'narrow'?" in forge.refused("fit", "mine.py:narow")
     assert "Did you mean 'width'?" in forge.refused("fit", "mine.py:narrow", "task.widht=3")
     forge("fit", "mine.py:narrow", "task.width=3", "--run-dir", "run", "trainer.max_epochs=1", "-p", "no:tensorboard")
-    source = ["run", "--to", "torchscript", "--data", "mine.py:data"]
-    assert "--task FILE.py:function" in forge.refused("export", *source, "--task", "mine.py:Made")
-    assert "val/0/loss" in forge("export", *source, "--task", "mine.py:narrow")
+    assert "val/loss" in forge("validate", "mine.py:narrow", "task.width=3", "--weights", "run")
 
 
 @pytest.mark.parametrize(
