@@ -78,7 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def imports_what_is_away(path: Path) -> bool:
     """Whether a file imports at its top what is not installed, itself or by a module of tests/support."""
-    found = re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    text = path.read_text(encoding="utf-8").replace("from tests.support import ", "from tests.support.")
+    found = re.findall(r"^(?:from|import) ([\w.]+)", text, re.MULTILINE)
     support = [REPO / f"{name.replace('.', '/')}.py" for name in found if name.startswith("tests.support.")]
     return any(find_spec(name.partition(".")[0]) is None for name in found) or any(map(imports_what_is_away, support))
 
