@@ -121,7 +121,7 @@ def test_a_loss_scaler_skips_the_same_updates(stack: Any, caplog: pytest.LogCapt
 
 REMATS = {
     "all": lambda: [Remat()],
-    "budget": lambda: [Remat(budget=0.5), Clip(0.1), Accumulate(2)],
+    "window": lambda: [Remat(), Clip(0.1), Accumulate(2)],
     "bf16": lambda: [Remat(), AMP("bf16"), Guard()],
     "outside": lambda: [Remat(), Schedule("one_cycle")],
 }

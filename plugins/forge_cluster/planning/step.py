@@ -113,8 +113,6 @@ def count_step(recipe: Recipe) -> UpdateCost:
         raise DataError(f"The train loader yields a {type(batch).__name__}, whose samples forge cannot count.")
     divides = {name for name in recipe.plugins if name == "accumulate" or plugin_class(name).axes}
     stack = {name: given for name, given in recipe.plugins.items() if name not in divides}
-    if "remat" in stack:
-        stack["remat"] = {key: value for key, value in stack["remat"].items() if key != "budget"}  # which is measured
     few, more = min(samples, 2), min(samples, 4)
     least, _ = _dry(recipe, batch, samples // few, stack)
     most, counter = _dry(recipe, batch, samples // more, stack)
