@@ -23,7 +23,10 @@ SMALL = {
     "dqn": [*POLICY, "task.steps=8", "data.every=4", "data.warmup=20"],
     "grpo": ["task.width=16", "data.group=2", "data.batch_size=50"],
     "resnet18": ["data.samples=20", "data.batch_size=4", "data.size=8", "-p", "no:checkpoint"],
-    "gpt2_124m": [*(f"task.{one}" for one in GPT), "data.window=16", "data.batch_size=2", "data.vocabulary=50"],
+    "gpt2_124m": [
+        *(f"task.{one}" for one in GPT),
+        *("data.window=16", "data.batch_size=2", "data.vocabulary=50", "trainer.validate_every=null"),
+    ],
 }
 """The recipes that need no download, with what makes them small."""
 
@@ -38,7 +41,7 @@ def test_each_recipe_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None
     code = main(["fit", name, *words, *SMALL[name], *compiled])
     printed, errors = capsys.readouterr()
     assert code == 0, errors
-    assert "val/" in printed
+    assert ("train/" if name == "gpt2_124m" else "val/") in printed  # which has a million tokens to validate on
 
 
 @pytest.mark.slow

@@ -36,4 +36,7 @@ def _call(work: Callable[[], object], seconds: float) -> object:
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # counts the time of the CPU alone, and kills
-    return work()
+    try:
+        return work()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)  # an interpreter that ends takes CPU time too
