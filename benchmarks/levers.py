@@ -63,8 +63,7 @@ LEVERS: dict[str, dict[str, dict[str, Any]]] = {
     "sam": {"sam": {}},
     "guard": {"guard": {}},
     "monitor-100": {"monitor": {"every": "100 updates"}},
-    "throughput": {"throughput": {}},
-    "ledger": {"ledger": {}},
+    "spans": {"spans": {"hooks": True, "rates": True}},
     "base again": {},
 }
 """Row → its stack. Rows with an accumulation window split the same batch into micro-batches."""

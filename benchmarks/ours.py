@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import forge
 from benchmarks.cases import Batch, Batches, Case, loss_of
 from benchmarks.contenders import Contender
-from forge_plugins import Accumulate, Clip, Guard
+from forge_plugins import Accumulate, Clip, Guard, Spans
 
 
 class Classifier(forge.TaskModule):
@@ -42,6 +42,14 @@ def guarded(case: Case, batches: Batches, folder: Path) -> nn.Module:
     return task.network
 
 
+def recorded(case: Case, batches: Batches, folder: Path) -> nn.Module:
+    plugins = [*_stack(case), Spans(hooks=True, rates=True)]
+    trainer = forge.Trainer(max_updates=batches.updates, plugins=plugins, run_dir=False)
+    task = Classifier(case)
+    trainer.fit(task, batches)
+    return task.network
+
+
 def default(case: Case, batches: Batches, folder: Path) -> nn.Module:
     trainer = forge.Trainer(
         max_updates=batches.updates, recipe="default", plugins=_stack(case), run_dir=folder, allow_inexact=True
@@ -63,5 +71,6 @@ def _stack(case: Case) -> list[forge.Plugin]:
 OURS = [
     Contender("forge", least, "plugins=[], run_dir=False; batches unchanged"),
     Contender("forge guard", guarded, "plugins=[Guard()]: every loss and gradient is looked at"),
+    Contender("forge spans", recorded, "plugins=[Spans(hooks=True, rates=True)]: every hook is timed"),
     Contender("forge default", default, "recipe default: progress, jsonl, tensorboard, guard, checkpoint"),
 ]

@@ -66,11 +66,9 @@ GROUPS = {
         "wandb": "Weights & Biases logging",
         "mlflow": "MLflow logging",
         "monitor": "gradient, weight and activation statistics",
-        "throughput": "throughput, MFU and memory",
-        "goodput": "where the time goes",
+        "spans": "where the time goes, rates, MFU, cost of each plugin",
         "system": "GPU, CPU, memory and disk",
         "profiler": "profiling",
-        "ledger": "cost of each plugin",
     },
 }
 """The titles of the pages, in the order of the overview; a test checks that no plugin is missing."""

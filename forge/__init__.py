@@ -21,7 +21,7 @@ from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from forge import data, testing, tuning
-    from forge.checkpoint import load_weights
+    from forge.checkpoint import Checkpoints, load_weights
     from forge.config.recipe import recipe
     from forge.contract.frozen import adapter, frozen
     from forge.contract.hooks import hookimpl
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CheckpointError": "forge.errors",
+    "Checkpoints": "forge.checkpoint",
     "DataError": "forge.errors",
     "DeterminismError": "forge.errors",
     "Embedding": "forge.metrics.media",
@@ -85,6 +86,7 @@ _HOME = {
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
     "DataError",
     "DeterminismError",
     "Embedding",

@@ -103,17 +103,14 @@ class Interval:
         if self._run is not progress:
             self._run, self._last, self._answer = progress, None, (-1, False)
         if self._answer[0] != step.index:
-            self._answer = (step.index, self._clock_due(step.trainer.agreed_time))
+            now = step.trainer.agreed_time
+            now = time.monotonic() if now is None else now
+            if self._last is None:
+                self._last = now
+            is_due = now - self._last >= self.count
+            self._last = now if is_due else self._last
+            self._answer = (step.index, is_due)
         return self._answer[1]
-
-    def _clock_due(self, agreed: float | None) -> bool:
-        now = time.monotonic() if agreed is None else agreed
-        if self._last is None:
-            self._last = now
-        if now - self._last < self.count:
-            return False
-        self._last = now
-        return True
 
     def __repr__(self) -> str:
         return f"Interval({str(self)!r})"

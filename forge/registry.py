@@ -43,7 +43,7 @@ GROUPS = {
 
 NEEDS = {
     "command": ("parser", "run"),
-    "format": ("FILE", "TOLERANCE", "write", "open_file|read_file|RUNS_AS"),
+    "format": ("FILE", "TOLERANCE", "write", "open_file|read_file"),
     **dict.fromkeys(("plugin", "task", "data", "hint", "probe", "lever", "strategy", "setting"), ("__call__",)),
 }
 """What an entry of a kind must have to be used."""
@@ -286,9 +286,9 @@ def cures(problem: str, beside: Iterable[Any] = (), **values: Any) -> list[str]:
     ]
 
 
-def advice(problem: str, sentence: str, beside: Iterable[Any] = (), **values: Any) -> str:
+def advice(problem: str, sentence: str, **values: Any) -> str:
     """Return a sentence with the cures of a problem in the place of {}; "" if no installed plugin has one."""
-    found = cures(problem, beside, **values)
+    found = cures(problem, **values)
     return sentence.replace("{}", ", or ".join(found)) if found else ""
 
 

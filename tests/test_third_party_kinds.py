@@ -21,7 +21,6 @@ from forge.errors import ForgeError
 from forge.planning.strategies import DryStep, rows
 from forge.runs.trained_task import Source
 from forge.testing import TinyTask, tiny_batches
-from forge_doctor.areas import by_area
 from forge_doctor.doctor import doctor
 from forge_ship import bench
 from forge_ship.engine import ExportError
@@ -99,7 +98,7 @@ falls = forge_broken:falls
 catastrophe = forge_broken:catastrophe
 words = forge_broken:words
 silent = forge_broken:silent
-losses without end = forge_broken:falls
+bounds of the loss = forge_broken:falls
 [forge.levers]
 lost = forge_broken.nowhere:pull
 pulls = forge_broken:pulls
@@ -187,13 +186,9 @@ def test_its_probe_finds_what_it_looks_for() -> None:
 
     x, y = torch.ones(64, 4), torch.arange(64) % 2
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
-    report = doctor(Flat(), data, budget=0)
+    report = doctor(Flat(), data)
     (found,) = [finding for finding in report.findings if finding.name == "constant_inputs"]
     assert (found.level, found.cure) == ("error", "Look at what the data set reads.")
-    assert by_area(["spread of the inputs", "losses without end"]) == {
-        "loss and metrics": ["losses without end"],
-        "forge-extras 0.1.0": ["spread of the inputs"],
-    }
 
 
 def test_its_lever_is_among_those_that_are_tried() -> None:
@@ -217,15 +212,13 @@ def test_its_verb_is_helped_with_and_runs(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_broken_probes_are_skipped_by_name(broken: None) -> None:
-    report = doctor(TinyTask(), tiny_batches(), budget=0)
+    report = doctor(TinyTask(), tiny_batches())
     assert "the run" not in report.skipped
-    del report.skipped["learning one batch"]  # by its budget
     assert "spread of the inputs" in report.good
-    assert "losses without end" in report.good  # forge's own of that name has run, too
-    shared = report.skipped.pop("losses without end (forge-broken 0.1.0)")
-    assert shared.startswith("The probe 'losses without end' of forge-broken 0.1.0 failed: KeyError")
-    assert by_area(["losses without end (forge-broken 0.1.0)"]).keys() == {"forge-broken 0.1.0"}
-    assert report.skipped.keys() == registry.installed("probe").keys() - {"spread of the inputs", "losses without end"}
+    assert "bounds of the loss" in report.good  # forge's own of that name has run, too
+    shared = report.skipped.pop("bounds of the loss (forge-broken 0.1.0)")
+    assert shared.startswith("The probe 'bounds of the loss' of forge-broken 0.1.0 failed: KeyError")
+    assert report.skipped.keys() == registry.installed("probe").keys() - {"spread of the inputs", "bounds of the loss"}
     for name, why in report.skipped.items():
         assert why.startswith(f"The probe {name!r} of forge-broken 0.1.0 "), why
         assert why.endswith(" Repair or uninstall that package."), why
@@ -257,7 +250,7 @@ def test_a_broken_strategy_is_left_out_by_name(broken: None, caplog: pytest.LogC
     ("format", "said"),
     some(
         [
-            ("bare", "of forge-broken 0.1.0 is malformed .* without write and open_file or read_file or RUNS_AS"),
+            ("bare", "of forge-broken 0.1.0 is malformed .* without write and open_file or read_file"),
             ("lost", "of forge-broken 0.1.0 cannot be imported"),
             ("needy", "needs nobody.has_this: pip install nobody.has_this$"),
             ("needy_extra", r"needs nobody: pip install 'forge-broken\[all\]'$"),

@@ -1,108 +1,62 @@
 """Examine every planted bug and every healthy program, and count what is found and what is a false alarm.
 
-    python -m benchmarks.doctor [bugs] [healthy] [bases] [--fit] [--cuda] [--jobs N] [--only NAME ...]
-        [--out FILE] [--record] [--write FOLDER]
+    python -m benchmarks.doctor [bugs] [bases] [--fit] [--jobs N] [--only NAME ...] [--write FOLDER]
 
 A bug is a small change of a healthy program: `bugs.diff` holds the changes and the findings that are right for
-each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the
-programs, and `healthy.diff` has healthy changes of them: there, every error and warning is a false alarm.
-`--fit` counts what a plain fit with the recipe `default` says instead.
-Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted. Calls with
-the same FILE and `--only` examine these anew, and add to what is recorded.
-All run on the CPU, or with `--cuda` on a GPU, each then in a process of its own.
-`--record` writes what was found of the bugs to `FOUND.json`, from which docs/make_findings.py makes the gallery.
+each (`changes.py` says how); those that are worth a note (`note:NAME`) are counted apart. `bases/` has the healthy
+programs: there, every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default`
+says instead. All run on the CPU.
 `--write` examines nothing: it writes the programs into a folder, for `forge doctor FOLDER/NAME.py:Task`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import statistics
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor.cases import items, one
-from benchmarks.doctor.changes import HERE, changes, written
-
-HEALTHY = ("healthy", "bases")
-"""Sets without bugs."""
+from benchmarks.doctor.changes import changes, written
 
 
 def main() -> None:
     args = parsed()
+    todo = items(args.sets, args.only)
     if args.write:
-        write(items(args.sets, args.only), Path(args.write))
+        write(todo, Path(args.write))
         return
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    how = "fit" if args.fit else "doctor"
-    done = set() if args.only else {(row["name"], row["how"]) for row in rows(out)}
-    todo = [item for item in items(args.sets, args.only) if (f"{item[0]}/{item[1]}", how) not in done]
-    environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    if not args.cuda:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.update(environment)
-    # CUDA does not survive a fork; tasks of these files cannot be sent to workers that are spawned
-    context, most = (get_context("spawn"), 1) if args.cuda else (get_context("fork"), None)
-    with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=most) as pool, out.open("a") as file:
-        waiting = [pool.submit(one, kind, name, how) for kind, name in todo]
-        for future in as_completed(waiting):
-            row = future.result()
-            print(json.dumps(row), file=file, flush=True)
+    os.environ.update(OMP_NUM_THREADS="1", COLUMNS="120", CUDA_VISIBLE_DEVICES="")
+    found: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
+        for row in pool.map(one, *zip(*todo, strict=True), ["fit" if args.fit else "doctor"] * len(todo)):
+            found.append(row)
             shown = ", ".join(f"{level} {finding}" for level, finding, _ in row["findings"]) or "nothing"
             print(f"{row['name']}: {row['error'] or shown}", flush=True)
-    found = [row for row in rows(out) if row["how"] == how]
-    report(found, args.sets, args.only)
-    if args.record:
-        record(found, how)
+    report(found, args.sets)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("sets", nargs="*", help="bugs, healthy, bases (all of them)")
+    parser.add_argument("sets", nargs="*", help="bugs, bases (both)")
     parser.add_argument("--fit", action="store_true", help="what a plain fit says, in place of forge doctor")
-    parser.add_argument("--cuda", action="store_true", help="run on a GPU")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", nargs="*", default=[], help="names")
-    parser.add_argument("--out", default="runs/doctor.jsonl")
-    parser.add_argument("--record", action="store_true", help="write FOUND.json")
     parser.add_argument("--write", metavar="FOLDER", help="write the programs, and examine nothing")
     args = parser.parse_args()
-    args.sets = args.sets or ["bugs", "healthy", "bases"]
+    args.sets = args.sets or ["bugs", "bases"]
     return args
 
 
 def write(todo: list[tuple[str, str]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for change in (changes(kind)[name] for kind, name in todo if kind != "bases" and name in changes(kind)):
+    for change in (changes(kind)[name] for kind, name in todo if kind != "bases"):
         path = written(change, folder)
         planned = f" --recipe {path.with_suffix('.yaml')}" if change.recipe else ""
         print(f"forge doctor {path}:Task{planned}")
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The last result of each."""
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return list({(row["name"], row["how"]): row for row in found}.values())
-
-
-def record(found: list[dict[str, Any]], how: str) -> None:
-    """Write the right findings of each bug, with their messages, beside those of the other way."""
-    path = HERE / "FOUND.json"
-    known: dict[str, dict[str, dict[str, str]]] = json.loads(path.read_text()) if path.is_file() else {}
-    right = expected("bugs")
-    for row in found:
-        kind, _, name = row["name"].partition("/")
-        if kind == "bugs":
-            told = {finding: text for finding, text in loud(row, kind).items() if finding in right.get(name, set())}
-            file = re.compile(rf"/\S*?/{name}\.py")
-            known.setdefault(name, {})[how] = {key: file.sub(f"{name}.py", text) for key, text in told.items()}
-    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def loud(row: dict[str, Any], kind: str) -> dict[str, str]:
@@ -126,13 +80,12 @@ def notes(kind: str) -> dict[str, set[str]]:
     return {name: {x.removeprefix("note:") for x in found} for name, found in noted.items() if found}
 
 
-def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> None:
+def report(results: list[dict[str, Any]], sets: list[str]) -> None:
     for kind in sets:
         mine = [row for row in results if row["name"].startswith(f"{kind}/")]
-        mine = [row for row in mine if not only or row["name"].partition("/")[2] in only]
         if mine:
             print()
-            (_report_healthy if kind in HEALTHY else _report_bugs)(kind, mine)
+            (_report_healthy if kind == "bases" else _report_bugs)(kind, mine)
 
 
 def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:

@@ -40,7 +40,7 @@ def made(kind: str, name: str, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     path = written(change, folder)
     own = loaded(path)
     recipe = {"recipe": path.with_suffix(".yaml")} if change.recipe else {}
-    return own.Task(), own.data(), {"rebuild": lambda: own.data().train, **recipe}
+    return own.Task(), own.data(), recipe
 
 
 def loaded(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Planted bugs and healthy variants, each a small change of a healthy program.
+"""Planted bugs, each a small change of a healthy program.
 
 A table such as `bugs.diff` has an entry for each:
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import forge
 from benchmarks.fault_kinds.outcomes import PLACES, Outcome, Straight, check_folder, failed, finish, new_folder
 from benchmarks.fault_kinds.victim import SIGNALS, UPDATES, WORKERS, Attempt, Run, drawn, spawn
-from forge.testing.trace import read_trace
+from forge.snapshot.evidence import read_traces
 
 DEATHS = ("micro-batch", "write", "instant")
 
@@ -71,13 +71,14 @@ def signalled_run(number: int, straight: Straight) -> Outcome:
 def _signal_and_live_on(dice: random.Random, folder: Path, run: Run, expected: Path, outcome: Outcome) -> None:
     for _ in range(dice.randint(1, 2)):
         attempt = Attempt(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
-        before = len(read_trace(folder / "trace.jsonl"))
+        before = sum(len(record.updates) for record in read_traces(folder))
         code = spawn(attempt, folder, run)
         if code == 0:
             break
         assert attempt.signal is not None
         # before the fit installs its handlers a signal has its default effect, and nothing new is to be saved
-        early = code in (128 + attempt.signal, -attempt.signal) and len(read_trace(folder / "trace.jsonl")) == before
+        made = sum(len(record.updates) for record in read_traces(folder))
+        early = code in (128 + attempt.signal, -attempt.signal) and made == before
         if code != forge.Interrupted.EXIT_CODE and not early:
             failed(outcome, code, folder)
             return

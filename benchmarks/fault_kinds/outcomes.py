@@ -11,8 +11,7 @@ from typing import Any
 import forge
 from benchmarks.fault_kinds.victim import HANG, Attempt, Run, spawn
 from forge.checkpoint import Checkpoints, StoredCheckpoint
-from forge.snapshot.evidence import compare
-from forge.testing.trace import read_trace
+from forge.snapshot.evidence import attempts_apart, read_traces
 
 PLACES = (tempfile.gettempdir(), "/dev/shm")
 KINDS = ("exact", "torn", "lost", "inexact", "crashed", "hang", "missed")
@@ -87,7 +86,7 @@ def finish(attempt: Attempt, folder: Path, run: Run, expected: Path, outcome: Ou
     if code != 0:
         failed(outcome, code, folder, "the last attempt: ")
         return
-    difference = compare(read_trace(expected / "trace.jsonl"), read_trace(folder / "trace.jsonl"))
+    difference = attempts_apart(read_traces(expected)[0], read_traces(folder))
     if difference is not None:
         wrong(outcome, "inexact", str(difference))
         return

@@ -26,7 +26,7 @@ import forge_plugins
 from benchmarks.fault_kinds import preload
 from benchmarks.stranger_optimizers import optimizer_of
 from forge.data import Loader
-from forge.testing.trace import Recorder
+from forge.snapshot.evidence import traced
 
 UPDATES = 18
 WORKERS = ("0 workers", "2 workers", "2 persistent")
@@ -226,7 +226,7 @@ def train_attempt(attempt: Attempt, folder: Path, run: Run) -> None:
             ),
             forge_plugins.JSONL(),
             Notes(),
-            Recorder(folder / "trace.jsonl"),
+            traced(folder),
         ],
     )
     trainer.fit(Victim(run.seed), train, Loader(Samples(20), 8))

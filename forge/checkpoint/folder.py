@@ -1,15 +1,18 @@
-"""The `checkpoints` folder of a run: list it, find the newest valid one, clean up after killed processes."""
+"""A folder of checkpoints: save and restore, list it, find the newest valid one, clean up after killed processes."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from forge.checkpoint import manifest, temp_names
+from forge.checkpoint import manifest, objects, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
+from forge.checkpoint.publish import write_checkpoint
 from forge.checkpoint.readers import ALONE, Readers
 from forge.errors import CheckpointError
 from forge.util.files import sync_directory
@@ -20,10 +23,45 @@ _POINTER = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 class Checkpoints:
-    """The checkpoints of one run. The folder need not exist yet."""
+    """The checkpoints of one run. The folder need not exist yet.
+
+    A loop of your own saves and continues by two calls. `state` has names, and objects with `state_dict` and
+    `load_state_dict`, random generators, or plain values::
+
+        state = {"model": model, "optimizer": optimizer}
+        saved = forge.Checkpoints("checkpoints")
+        for update in range(saved.restore(state), 1000):
+            ...
+            if (update + 1) % 100 == 0:
+                saved.save(update + 1, state, keep=2)
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+
+    def save(self, update: int, state: Mapping[str, Any], keep: int | None = None) -> None:
+        """Save what a loop of your own needs to continue after `update` updates, with the global random numbers.
+
+        It is complete on disk when this returns; only then are all but the newest `keep` removed.
+        """
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep is {keep}; it must be at least 1.")
+        write_checkpoint(self.path(update), objects.tree_of(state))
+        earlier = [number for number in self.updates() if number <= update]
+        self.tidy(update, earlier[-keep:] if keep else self.updates())
+
+    def restore(self, state: dict[str, Any]) -> int:
+        """Put the newest valid checkpoint back into `state`; return its update, 0 where there is none yet.
+
+        Call it when the objects are on their devices. A plain value is replaced in `state`.
+        """
+        self.sweep()
+        found = self.newest_valid()
+        if found is None and self.all():
+            raise CheckpointError(f"None of the checkpoints in {self.folder} is valid. Remove them to start afresh.")
+        if found is not None:
+            objects.put_back(found.load(), state, str(found.path))
+        return 0 if found is None else found.update
 
     def path(self, update: int) -> Path:
         """Return the path of the checkpoint after `update` updates."""
@@ -37,6 +75,10 @@ class Checkpoints:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted((self.folder / name for name in found), key=lambda path: StoredCheckpoint(path).update)
+
+    def updates(self) -> list[int]:
+        """Return the update of every checkpoint, in order, not verified."""
+        return [StoredCheckpoint(path).update for path in self.all()]
 
     def newest_valid(self, readers: Readers = ALONE) -> StoredCheckpoint | None:
         """Return the newest valid checkpoint; warn about each skipped one, with the reason."""
@@ -64,6 +106,19 @@ class Checkpoints:
                 temp_names.remove(doomed)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint {path} could not be removed: {error}.") from error
+
+    def tidy(self, update: int, keep: Collection[int], best: int | None = None) -> None:
+        """Link to a new checkpoint and to the best, then remove those not in `keep`. What fails is logged."""
+        try:
+            self.point("latest", self.path(update))
+            if best is not None:
+                self.point("best", self.path(best))
+            for number in self.updates():
+                if number not in keep:
+                    self.remove(self.path(number))
+        except (OSError, CheckpointError) as error:
+            text = "The checkpoint of update %d is saved, but older ones could not be removed: %s"
+            logger.warning(text, update, error)
 
     def sweep(self) -> None:
         """Finish or undo the unfinished work of dead processes; that of running ones is left alone."""

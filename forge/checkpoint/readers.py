@@ -15,6 +15,8 @@ class HasRank(Protocol):
 
     rank: int
     world: int
+    store: Any
+    "A torch.distributed Store, if there is one."
 
     def gather(self, value: Any) -> list[Any]: ...
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from forge.checkpoint.copying import Pair, copy_bytes
-from forge.checkpoint.publish import publish
-from forge.checkpoint.publish_sharded import publish_sharded
+from forge.checkpoint.publish import publish, write_checkpoint
+from forge.checkpoint.publish_sharded import publish_sharded, write_sharded
 from forge.checkpoint.tensors import as_bytes
 from forge.checkpoint.tree import Split, split
 from forge.checkpoint.writers import SharedSave, Writers
@@ -72,8 +72,8 @@ class BackgroundWriter:
             self._write(*arguments)
             self.check()
 
-    def check(self) -> None:
-        """Raise the error of a finished write, if any; does not wait."""
+    def check(self) -> bool:
+        """Raise the error of a finished write, if any; return whether one is under way, without waiting for it."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._error is not None:
@@ -81,6 +81,7 @@ class BackgroundWriter:
             if isinstance(error, CheckpointError):
                 raise error
             raise CheckpointError(f"A checkpoint failed in the background: {type(error).__name__}: {error}") from error
+        return self._thread is not None
 
     def wait(self) -> None:
         """Wait for the write under way; raise its error."""
@@ -161,3 +162,15 @@ class BackgroundWriter:
             if save is not None:
                 save.abandon(error)
             raise
+
+
+class DirectWriter(BackgroundWriter):
+    """Writes a checkpoint before `submit` returns, from the tensors themselves: nothing is copied."""
+
+    def submit(self, target: Path, tree: dict[str, Any], then: Callable[[], None] | None = None) -> None:
+        if self._writers is not None:
+            write_sharded(target, tree, self._writers, then)
+            return
+        write_checkpoint(target, tree)
+        if then is not None:
+            then()

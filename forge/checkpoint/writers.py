@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, StackError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from forge.checkpoint.readers import HasRank
 
 PATIENCE = 1800.0
 """Seconds that rank 0 waits for the slowest rank after writing its own files."""
@@ -41,6 +43,18 @@ class Writers:
     store: Store
     failure_key: str = "forge/failure"
     "A failed rank sets this key, so that the others stop waiting for it."
+
+    @classmethod
+    def of(cls, env: HasRank) -> Writers | None:
+        """Return the ranks that save together; None for a single process."""
+        if env.world == 1:
+            return None
+        if env.store is None:
+            raise StackError(
+                f"{env.world} ranks save their state together through a torch.distributed Store, but the Env of this "
+                "run's strategy has none. Set its `store`."
+            )
+        return cls(env.rank, env.world, env.store)
 
     @property
     def is_main(self) -> bool:

@@ -155,7 +155,7 @@ def _state(row: Mapping[str, Any]) -> Text:
 def _print_checkpoint(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> None:
     from forge.checkpoint import captured
     from forge.checkpoint.checkpoint import averages
-    from forge.cli.ckpt_diff import flat
+    from forge.twin.record import parts
 
     shown = ("task", "progress", "metrics", "fingerprint", "versions")
     captured.check(tree, str(checkpoint.path), shown)
@@ -171,7 +171,7 @@ def _print_checkpoint(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> 
         "task": f"{task['class']}({_options(task['options'])})",
         "progress": _options(tree["progress"]),
         "metrics": ", ".join(f"{name}={show.number(value)}" for name, value in sorted(tree["metrics"].items())),
-        "fingerprint": _options(dict(flat(tree["fingerprint"]))),
+        "fingerprint": _options(dict(parts(tree["fingerprint"]))),
         "versions": _options(tree["versions"]),
         "averages": ", ".join(f"{name} (export --weights {name})" for name in averages(tree)),
     }
@@ -348,10 +348,10 @@ def _shorter(path: Path) -> Path:
 def _tensors(tree: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
     """Yield every tensor with its path in the tree; tied tensors under their first name."""
     from forge.checkpoint.checkpoint import TensorInfo
-    from forge.cli.ckpt_diff import flat
+    from forge.twin.record import parts
 
     seen: set[str] = set()
-    for name, value in flat(tree):
+    for name, value in parts(tree):
         if isinstance(value, TensorInfo) and value.place not in seen:
             seen.add(value.place)
             yield name, value

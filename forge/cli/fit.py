@@ -87,7 +87,6 @@ def run(args: Namespace) -> int:
         ranks.continue_own_run(trainer)
         if args.trace:
             trainer.trace = sys.stderr.write
-        trainer.again = [sys.executable, "-m", "forge", "verify-resume", *target.same_target(args), "--rehearse"]
         is_default = "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT
         if talks and not args.smoke and is_default:
             show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N changes that.", "dim")

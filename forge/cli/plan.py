@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
         hooks = {hook: [{"plugin": c.plugin, "role": c.role} for c in who] for hook, who in calls.items()}
         plan: dict[str, Any] = {"recipe": recipe.name, "stack": stack.names, "hooks": hooks, "values": values}
         if args.measure:
-            plan["measured"], _ = plan_costs.measure(recipe, args.updates)
+            plan["measured"] = plan_costs.measure(recipe, args.updates)
         print(json.dumps(plan, indent=2))
         return 0
     _print_stack(recipe, stack)
@@ -81,7 +81,7 @@ def run(args: Namespace) -> int:
     _print_values(recipe, values)
     if args.measure:
         implemented = [hook for hook, who in calls.items() if any(call.plugin != CORE for call in who)]
-        plan_costs.show_costs(*plan_costs.measure(recipe, args.updates), implemented)
+        plan_costs.show_costs(plan_costs.measure(recipe, args.updates), implemented)
     return 0
 
 

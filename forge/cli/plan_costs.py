@@ -8,63 +8,51 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
-from forge import registry
 from forge.cli import target
 from forge.config import Recipe
 from forge.errors import ForgeError
 from forge.util import show
 
-if TYPE_CHECKING:
-    from forge.contract.plugin import Callback
-
-STOP, WARNING = "forge.plan.stop", "warning: "
+WARNING = "warning: "
 UPDATES = 30
 RARE_HOOKS = ("forge_log", "forge_evaluate", "forge_save")
 """Hooks that are not called in every update, so a short measurement may miss them."""
 
 
-def measure(recipe: Recipe, updates: int | None) -> tuple[dict[str, Any], str]:
-    """Train some updates in a temporary folder; return the report of the plugin that provides "hook_costs", as plain
-    data and as text."""
+def measure(recipe: Recipe, updates: int | None) -> dict[str, Any]:
+    """Train some updates in a temporary folder; return what they took, as `HookTimes.report` has it."""
+    from forge.contract.plugin import on
+    from forge.spans.goodput import TimeAccount
+    from forge.spans.record import HookTimes
+
     updates = UPDATES if updates is None else updates
     if updates < 2:
         raise ForgeError("--updates must be at least 2: the first update is a warm-up and is not counted.")
-    meters = registry.providers("hook_costs")
-    if not meters:
-        raise ForgeError("--measure needs a plugin that provides hook_costs, and none is installed.")
-    meter = next((name for name in recipe.plugins if name in meters), meters[0])
-    if meter not in recipe.plugins:
-        recipe = replace(recipe, config={**recipe.config, "plugins": {**recipe.plugins, meter: {}}})
+    account = TimeAccount()
+    times = HookTimes(account)
+
+    @on("boundary", mutates=True)
+    def count(trainer: Any, step: Any) -> None:
+        account.update(step)
+        times.update(step.index)
+        if trainer.progress.update >= updates:  # schedules see the run's full planned length
+            trainer.request_stop("measured enough")
+
+    times.leave_out = count
     folder = tempfile.mkdtemp(prefix="forge-plan-")
     try:
         with _muted():
             trainer, task, data = target.build(recipe, folder)
-            trainer.stack.add(_stop_after(updates))
+            trainer.stack.add(count)
+            trainer.instrument = times.instrument
             trainer.fit(task, data.train, data.val)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    used: Any = trainer.stack[meter]
-    for key in ("rows", "once"):
-        used.report[key] = [row for row in used.report[key] if row["plugin"] != STOP]
-    return used.report, used.told()
-
-
-def _stop_after(updates: int) -> Callback:
-    """Return a callback that ends the run; schedules still see its full planned length."""
-    from forge.contract.plugin import on
-
-    @on("step_end", mutates=True)
-    def stop(step: Any) -> None:
-        if step.trainer.progress.update >= updates:
-            step.trainer.request_stop("measured enough")
-
-    stop.name = STOP
-    return stop
+    return times.report()
 
 
 @contextlib.contextmanager
@@ -80,12 +68,14 @@ def _muted() -> Iterator[None]:
                 show.warning(line.removeprefix(WARNING))
 
 
-def show_costs(report: dict[str, Any], told: str, implemented: Sequence[str]) -> None:
-    """Print what the plugin tells of its report; `implemented` are the hooks that the stack implements."""
+def show_costs(report: dict[str, Any], implemented: Sequence[str]) -> None:
+    """Print a report; `implemented` are the hooks that the stack implements."""
+    from forge.spans.told import as_text
+
     console = show.console()
     console.print()
     console.print(show.heading("Costs, measured"))
-    console.print(Text(told), soft_wrap=True)
+    console.print(Text(as_text(report)), soft_wrap=True)
     called = {row["hook"] for row in report["rows"]}
     missed = [hook.removeprefix("forge_") for hook in RARE_HOOKS if hook in implemented and hook not in called]
     if missed:

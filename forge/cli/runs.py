@@ -16,8 +16,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from forge.cli.runs_spans import spans_of
 from forge.errors import ForgeError, did_you_mean
-from forge.runs import compare, goodput, notes, wording
+from forge.runs import compare, notes, wording
 from forge.runs.directions import mode_of, told_once
 from forge.runs.find import RUNS, label, locate, rows_in
 from forge.runs.folder import RunFolder, is_group
@@ -25,6 +26,7 @@ from forge.runs.group import RunGroup
 from forge.runs.spread import Spread
 from forge.runs.summary import group_summary
 from forge.runs.where import chosen
+from forge.spans import goodput
 from forge.util import show
 
 EXAMPLES = """\
@@ -41,6 +43,8 @@ examples:
   forge runs compare RUN_A RUN_B                  differences in recipe, result and environment
   forge runs tag RUN baseline paper               add tags; untag removes them
   forge runs note RUN "the rate was too high"     set a note; without a text, print it
+  forge runs spans RUN                            where its time went, the cost of each plugin, and what limits it
+  forge runs spans RUN --perfetto trace.json      its spans as a picture, all ranks in one
   forge runs --json | jq '.[0].metrics'           for programs
 """
 STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
@@ -54,7 +58,7 @@ def parser() -> ArgumentParser:
     parser = show.new_parser("runs", "List runs with their results, compare some, or give them tags.", EXAMPLES)
     parser.add_argument(
         "words",
-        metavar="FOLDER | compare RUN RUN ... | tag RUN TAG ... | note RUN TEXT",
+        metavar="FOLDER | compare RUN RUN ... | spans RUN | tag RUN TAG ... | note RUN TEXT",
         nargs="*",
         help=f"folder to list (default: {RUNS})",
     )
@@ -64,6 +68,7 @@ def parser() -> ArgumentParser:
         "--where", metavar="CONDITION", action="append", default=[], help="only runs for which it holds; repeatable"
     )
     parser.add_argument("--sort", metavar="METRIC", help="list the best value first, as in --sort val/accuracy")
+    parser.add_argument("--perfetto", metavar="FILE", help="with spans: write a trace for https://ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     return parser
 
@@ -78,10 +83,13 @@ def run(args: Namespace) -> int:
             raise ForgeError("forge runs compare takes two runs or more. Write: forge runs compare RUN RUN")
         case [("tag" | "untag") as word, name, _, *_]:
             return _tag(locate(name), word, args.words[2:])
+        case ["spans", name]:
+            return spans_of(locate(name), args.perfetto, args.json)
         case ["note", name, *text]:
             return _note(locate(name), text)
-        case [("tag" | "untag" | "note") as word, *_]:
-            raise ForgeError(f"Write: forge runs {word} RUN {'TEXT' if word == 'note' else 'TAG ...'}")
+        case [("tag" | "untag" | "note" | "spans") as word, *_]:
+            more = {"note": " TEXT", "spans": ""}.get(word, " TAG ...")
+            raise ForgeError(f"Write: forge runs {word} RUN{more}")
         case [] | [_]:
             return _list(args.words[0] if args.words else RUNS, args)
         case several:
@@ -155,7 +163,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
     metrics = [name for name, _ in counts.most_common(MOST_METRICS)]
     if metric and metric not in metrics:
         metrics.insert(0, metric)
-    spent = {run.path: found for run in runs if (found := goodput.read(run.path)) is not None}
+    spent = {run.path: found for run in runs if (found := goodput.spent(run.spans)) is not None}
     columns: dict[str, Callable[[RunFolder], str | Text]] = {
         "run": label,
         "recipe": lambda run: run.recipe,
@@ -167,7 +175,7 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
         **({"tags": lambda run: ", ".join(run.tags)} if any(run.tags for run in runs) else {}),
-        **({"goodput": lambda run: spent[run.path].short() if run.path in spent else ""} if spent else {}),
+        **({"goodput": lambda run: f"{spent[run.path].share:.0%}" if run.path in spent else ""} if spent else {}),
         **({"resume": lambda run: (run.resume or "").partition(":")[0]} if any(run.resume for run in runs) else {}),
         **{
             name: lambda run, name=name: wording.number(run.final[name]) if name in run.final else ""
@@ -213,7 +221,7 @@ def _best(run: RunFolder) -> str:
 
 
 def run_as_json(run: RunFolder) -> dict[str, Any]:
-    spent = goodput.read(run.path)
+    spent = goodput.spent(run.spans)
     found = {
         "path": str(run.path),
         "name": run.name,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -33,11 +30,9 @@ def folder_for(keep: str | None, verb: str) -> Iterator[Path]:
 
 
 def run_verb(
-    verb: str, args: Namespace, words: Sequence[str], environment: Mapping[str, str], expected: int = 0
+    verb: str, args: Namespace, words: Sequence[str], environment: Mapping[str, str] | None = None, expected: int = 0
 ) -> None:
     """Run the verb on the same target in a process of its own; raise on another exit code than expected."""
-    command = [sys.executable, "-m", "forge", verb, *target.same_target(args), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
-    if done.returncode != expected:
-        output = re.sub("^error: ", "", (done.stderr or done.stdout).strip(), flags=re.MULTILINE)
-        raise ForgeError(f"This run ended with exit code {done.returncode}:\n{output}")
+    from forge.twin.start import command
+
+    command([sys.executable, "-m", "forge", verb, *target.same_target(args), *words], environment, expected)

@@ -211,6 +211,12 @@ def function(target: str) -> Callable[..., Any]:
     return found
 
 
+def task_and_data(args: Namespace) -> tuple[Callable[..., TaskModule] | None, Callable[..., Any] | None]:
+    """Return what --task and --data name; without --data the function `data` beside the task, which a fit takes too."""
+    task, module = task_maker(args.task) if args.task else (None, None)
+    return task, function(args.data) if args.data else getattr(module, "data", None)
+
+
 _imported: dict[Path, ModuleType] = {}
 
 

@@ -249,7 +249,7 @@ def _note(probe: Probe, report: BatchReport) -> str:
 def verdict(report: BatchReport, own: int, rate: float | None) -> list[str]:
     """Summarise the table in sentences."""
     bound = report.too_large
-    end = "a larger one was not tried (--max)" if bound is None else f"{bound.size} does not: {bound.why_not}"
+    end = f"{bound.size} does not: {bound.why_not.rstrip('.')}" if bound else "a larger one was not tried (--max)"
     lines = [f"{report.largest} is the largest batch that works; {end}."]
     best = report.fastest
     if report.recommended < best.size:

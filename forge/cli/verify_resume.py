@@ -14,7 +14,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.snapshot.evidence import Difference, Line
+    from forge.twin.compare import Difference
 
 EXAMPLES = """\
 examples:
@@ -22,15 +22,7 @@ examples:
   forge verify-resume my_task.py:MyTask --kills 5 --updates 200
 """
 
-ADVICE = {
-    "batch": "The data depend on a source that is not seeded per sample: check the dataset and the loader.",
-    "means": "The forward pass uses a value that is neither in the batch, in the weights nor in a seeded generator.",
-    "weights": "The loss was equal, so the update was not: check plugins that change gradients or weights.",
-    "optimizer": "A learning-rate schedule or an optimizer keeps state outside its state_dict.",
-    "rng": "Code draws random numbers a different number of times after a restart (a cache, a first call).",
-    "hidden": "Attributes are not saved: make it a buffer (register_buffer), or save it with get_extra_state. Let a "
-    "dataset and a schedule compute what they need from the index, the epoch or the step.",
-}
+NO_CAUSE = "The forward pass uses a value that is neither in the batch, in the weights nor in a seeded generator."
 
 
 def parser() -> ArgumentParser:
@@ -44,7 +36,6 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kills (default: %(default)s)")
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their traces in this folder")
-    parser.add_argument("--rehearse", help=SUPPRESS)
     parser.add_argument("--life", help=SUPPRESS)
     parser.add_argument("--kill-at", type=int, help=SUPPRESS)
     parser.add_argument("--every", type=int, help=SUPPRESS)
@@ -52,8 +43,6 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    if args.rehearse:
-        return rehearse(args)
     if args.life:
         return run_child(args)
     if args.kills < 1 or args.updates < 2:
@@ -62,20 +51,10 @@ def run(args: Namespace) -> int:
         return verify(args, folder)
 
 
-def rehearse(args: Namespace) -> int:
-    """Continue a run in the folder given, for the process that runs it; the plugin that saves ends this one."""
-    folder = Path(args.rehearse)
-    trainer, task, data = target.build(target.load(args, to_train=True), folder / "run")
-    for plugin in trainer.stack:
-        if hasattr(plugin, "play"):
-            plugin.play(trainer, task, {"train": data.train, "val": data.val}, folder)  # pyright: ignore[reportAttributeAccessIssue]
-    return 1
-
-
 def run_child(args: Namespace) -> int:
     """Run one attempt in this process: continue from the newest checkpoint; it may be killed."""
     from forge import registry
-    from forge.testing.trace import Recorder
+    from forge.snapshot.evidence import traced
 
     folder = Path(args.life)
     recipe = target.load(args, to_train=True)
@@ -88,14 +67,14 @@ def run_child(args: Namespace) -> int:
         trainer.stack.remove(name)
     for name in registry.providers("checkpoints")[:1]:
         trainer.stack.add(registry.load("plugin", name)(every=f"{args.every} updates"))
-    trainer.stack.add(Recorder(folder / "trace.jsonl", args.kill_at))
+    trainer.stack.add(traced(folder, args.kill_at))
     trainer.fit(task, data.train, data.val)
     return 0
 
 
 def verify(args: Namespace, folder: Path) -> int:
-    from forge.snapshot.evidence import compare, without_noise
-    from forge.testing.trace import read_trace
+    from forge.snapshot.evidence import attempts_apart, read_traces
+    from forge.twin.compare import differences
 
     console = show.console()
 
@@ -106,30 +85,29 @@ def verify(args: Namespace, folder: Path) -> int:
     every = max(1, args.updates // 7)
     console.print(f"Uninterrupted run: {args.updates} updates ...", style="dim")
     _run_attempt(args, folder / "straight", every, None)
-    straight = read_trace(folder / "straight" / "trace.jsonl")
-    if not straight:
+    straight = read_traces(folder / "straight")[0]
+    if not straight.marks:
         raise ForgeError("The uninterrupted run made no update, so nothing can be compared. Check the data.")
-    last = straight[-1]["update"]
-    dice = random.Random(args.seed)
-    kills = choose_kills(dice, args.kills, last, every)
+    last = straight.updates[-1]
+    kills = choose_kills(random.Random(args.seed), args.kills, last, every)
     for attempt, kill in enumerate([*kills, None], 1):
         end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
         console.print(f"Killed run, attempt {attempt} of {len(kills) + 1}: {end} ...", style="dim")
         _run_attempt(args, folder / "killed", every, kill)
-    killed = read_trace(folder / "killed" / "trace.jsonl")
-    began = compare(straight, killed[: kills[0]]) if kills else None
-    if began is not None and began.shown:
+    attempts = read_traces(folder / "killed")
+    fresh, begun = attempts[0], straight.where(lambda mark: mark.update in attempts[0].updates)
+    began = attempts_apart(begun, [fresh]) if kills else None
+    if began is not None and not began.aside:
         console.print(f"Two runs differ before any is resumed. First difference {began}.", style="bold red")
         say("The task is not deterministic: forge determinism names the operation.")
         return 1
-    fresh = list(zip(straight, killed[: kills[0]] if kills else (), strict=False))
-    straight, killed = without_noise(straight, fresh), without_noise(killed, fresh)
-    difference = compare(straight, killed) or _missing_update(straight, killed) or _final_weights(folder, last)
+    noise = {each.path for each in differences(fresh.marks, begun.marks)} if kills else set()
+    difference = attempts_apart(straight, attempts, noise) or _weights_apart(folder, last)
     if difference is None:
-        say(equal_text(last, kills, [line["update"] for line in killed]))
+        say(equal_text(last, kills, [update for attempt in attempts for update in attempt.updates]))
         return 0
     say(unequal_text(difference, last), "bold red")
-    say(ADVICE[difference.part])
+    say(advice(difference))
     return 1
 
 
@@ -149,32 +127,41 @@ def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None)
     folder.mkdir(parents=True, exist_ok=True)
     words = ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
     words += ["--kill-at", str(kill_at)] if kill_at is not None else []
-    subprocesses.run_verb("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
+    subprocesses.run_verb("verify-resume", args, words, expected=-signal.SIGKILL if kill_at is not None else 0)
 
 
-def _missing_update(straight: list[Line], killed: list[Line]) -> Difference | None:
-    from forge.snapshot.evidence import Difference
-
-    seen = {line["update"] for line in killed}
-    missing = next((line["update"] for line in straight if line["update"] not in seen), None)
-    return None if missing is None else Difference(missing, "batch", note="the killed run never made it")
-
-
-def _final_weights(folder: Path, last: int) -> Difference | None:
-    from forge.snapshot.evidence import Difference
+def _weights_apart(folder: Path, last: int) -> Difference | None:
+    """Compare the files of weights, which what saves them may have averaged or changed."""
+    from forge.snapshot.evidence import WEIGHTS
+    from forge.twin.compare import Difference, Distance
 
     ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
-    return None if ends[0] == ends[1] else Difference(last, "weights", note="in weights.safetensors")
+    return None if ends[0] == ends[1] else Difference(last, "weights.safetensors", Distance(""), WEIGHTS)
 
 
 def unequal_text(difference: Difference, last: int) -> str:
     """Name a difference, and say so if it has not shown in the results."""
-    if difference.shown:
+    if not difference.aside:
         return f"Not the same. First difference {difference}."
     return (
         f"Not the same: what no checkpoint holds has drifted. First difference {difference}. It has not shown in the "
         f"batches, losses, random numbers, optimizer state or weights of these {last} updates yet."
     )
+
+
+def advice(difference: Difference) -> str:
+    """Return where to look, by the kind of the first value that differs."""
+    from forge.snapshot import evidence
+
+    known = {
+        evidence.BATCH: "The data depend on a source that is not seeded per sample: check the dataset and the loader.",
+        evidence.WEIGHTS: "The loss was equal, so the update was not: check plugins that change gradients or weights.",
+        evidence.OPTIMIZER: "A learning-rate schedule or an optimizer keeps state outside its state_dict.",
+        evidence.NUMBERS: "Code draws random numbers a different number of times after a restart, as a cache.",
+        evidence.UNSAVED: "Attributes are not saved: make it a buffer (register_buffer), or save it with "
+        "get_extra_state. Let a dataset and a schedule compute what they need from the index, the epoch or the step.",
+    }
+    return known.get(difference.kind, NO_CAUSE)
 
 
 def equal_text(last: int, kills: list[int], made: list[int]) -> str:

@@ -116,7 +116,7 @@ def source_of(path: Path, text: RecipeText) -> SourceFile:
 
 
 def settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
-    """Take in the plugins that a recipe writes as `NAME?` where they are installed; leave out the others."""
+    """Take in the plugins that a recipe writes as `NAME?` where they are installed; write null for the others."""
     plugins = values.get("plugins")
     if not isinstance(plugins, dict) or not any(str(name).endswith("?") for name in plugins):
         return
@@ -128,6 +128,8 @@ def settle_optional(values: dict[str, Any], lines: dict[str, int]) -> None:
         elif plain.partition("@")[0] in registry.installed("plugin"):
             settled[plain] = options
             lines[f"plugins.{plain}"] = lines.get(f"plugins.{name}", 0)
+        else:
+            settled[name] = None
     values["plugins"] = settled
 
 

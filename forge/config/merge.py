@@ -24,6 +24,8 @@ class Layers:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origin: dict[str, str] = {}
+        self.absent: set[str] = set()
+        """Plugins that a recipe wrote as `NAME?` and that are not installed: to remove one is no mistake."""
 
     def add(self, layer: Mapping[str, Any], where: Where) -> None:
         """Merge `layer` over the values: mappings merge, anything else replaces, a null plugin is removed."""
@@ -33,7 +35,9 @@ class Layers:
                 self.drop(section)
         removed = [name for name, given in layer.get("plugins", {}).items() if given is None]
         for name in removed:
-            if name not in self.values.get("plugins", {}):
+            if name.endswith("?"):
+                self.absent.add(name.removesuffix("?"))
+            elif name not in {*self.values.get("plugins", {}), *self.absent}:
                 refuse_unknown_plugin(name, f"{where(f'plugins.{name}')}: plugins.{name} cannot be removed")
         for key, value in _all(layer):
             if isinstance(value, Mapping):
@@ -69,7 +73,7 @@ class Layers:
                 stack[name] = {}
                 self.origin[f"plugins.{name}"] = COMMAND_LINE
         for name in remove:
-            if name not in stack:
+            if name not in {*stack, *self.absent}:
                 raise RecipeError(f"Cannot remove {name!r}: it is not in the stack.{did_you_mean(name, stack)}")
             self.drop(f"plugins.{name}")
 
@@ -108,7 +112,7 @@ class Layers:
         parts = key.split(".")
         stack = self.values.get("plugins", {})
         if parts[0] not in SECTIONS:
-            if parts[0].partition("@")[0] not in {*stack, *registry.installed("plugin")}:
+            if parts[0].partition("@")[0] not in {*stack, *self.absent, *registry.installed("plugin")}:
                 raise self._unknown_root(parts[0], local)
             parts = ["plugins", *parts]
         if parts[0] == "plugins" and len(parts) > 2 and parts[1] not in stack:

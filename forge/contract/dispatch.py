@@ -2,7 +2,8 @@
 
 pluggy stays the only registry: it holds specs, validates, orders. Calling through it costs microseconds per hook and
 call, so after registration every hook becomes one plain function with its implementations written out, or None when
-nothing implements it. Frozen and pluggy dispatch give the same results, order and exceptions (a property test says so).
+nothing implements it. Frozen and pluggy dispatch give the same results, order and exceptions (a property test says so),
+but that an event has no result: pluggy lists what its implementations return, and nobody asks for that.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def freeze(caller: HookCaller, instrument: Instrument | None = None) -> Function
     bodies = [impl for impl in order if not impl.wrapper]
     names = _spec_args(caller)
     functions = {impl: instrument(caller.name, impl) if instrument else impl.function for impl in order}
-    if _first_result(caller) and not wrappers and len(bodies) == 1 and tuple(bodies[0].argnames) == names:
+    if not wrappers and len(bodies) == 1 and tuple(bodies[0].argnames) == names:
         return functions[bodies[0]]
     lines = [f"def {caller.name}({', '.join(names)}):"]
     if wrappers:
@@ -83,12 +84,9 @@ def freeze(caller: HookCaller, instrument: Instrument | None = None) -> Function
 
 
 def _body(bodies: list[HookImpl], at: int, first_result: bool) -> list[str]:
-    """Lines that leave the outcome of all plain implementations in `result`."""
+    """Lines that call all plain implementations, and leave the first result of an action in `result`."""
     if not first_result:
-        lines = ["result = []"]
-        for i, impl in enumerate(bodies):
-            lines += [f"got = {_call(f'body{i}', impl)}", "if got is not None:", "    result.append(got)"]
-        return lines
+        return [*(_call(f"body{i}", impl) for i, impl in enumerate(bodies)), "result = None"]
     if not bodies:
         return ["result = None"]
     lines = [f"result = {_call(f'body{at}', bodies[at])}"]
@@ -109,8 +107,7 @@ def _wrapped(wrappers: list[HookImpl], body: list[str]) -> list[str]:
             f"    did_not_yield(around{i})",
             f"entered = {i + 1}",
         ]
-    empty = "[]" if body[0] == "result = []" else "None"
-    lines = [f"result = {empty}", "error = None", "entered = 0", "try:", *_indent([*setup, *body])]
+    lines = ["result = None", "error = None", "entered = 0", "try:", *_indent([*setup, *body])]
     lines += ["except BaseException as raised:", "    error = raised"]
     for i in reversed(range(len(wrappers))):
         lines += [

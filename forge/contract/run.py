@@ -40,7 +40,8 @@ class Run:
 
     WRITABLE: ClassVar[frozenset[str]] = frozenset(
         str.split(
-            "again at_boundary max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means"
+            "at_boundary max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means "
+            "wanted_run_dir"
         )
     )
     """The attributes that code outside the engine may set; all others are read only."""
@@ -73,9 +74,7 @@ class Run:
     allow_inexact: bool
     "Whether a run that cannot be continued exactly is allowed."
     wanted_run_dir: str | Path | Literal[False] | None
-    "The run folder as it was asked for; `run_dir` is the one in use."
-    again: list[str] | None
-    "The command that continues this run in a process of its own, in the folder that is added to it; None in a program."
+    "The run folder as it was asked for; `run_dir` is the one in use. Writable before a run."
     trace: Callable[[str], Any] | None
     "Set to `print` to have pluggy trace every hook call of the next run."
     instrument: Instrument | None
@@ -207,9 +206,7 @@ class Run:
     def switch_hooks(self, plugin: Plugin, *hooks: str, on: bool) -> None:
         """Call these hooks of a plugin no more from here on, or again: what has done its work costs nothing."""
         self.stack.switch(plugin.name, hooks, on)
-        fresh = self.stack.freeze(self.trace, self.instrument)
-        for name in Hooks.__slots__:
-            setattr(self.hooks, name, getattr(fresh, name))
+        self.stack.freeze(self.trace, self.instrument, self.hooks, hooks)
 
     def mark_restored(self, metrics: Mapping[str, float], skipped_windows: Iterable[int]) -> None:
         """Note that the state of a checkpoint is in place."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -94,35 +94,45 @@ class Stack:
         if task is not None:
             check_hooks(task, f"the task {type(task).__name__}")
         self._off.clear()
-        self._manager = self._registered(core, task)
+        self._manager = _Manager()
+        self._manager.register(core, CORE)
+        if task is not None:
+            self._manager.register(task, TASK)
+        for plugin in reversed(self.plugins):  # pluggy calls the last registered first
+            self._manager.register(plugin, plugin.name)
         _refuse_two_owners(self._manager)
         return self._manager
 
-    def _registered(self, core: Any, task: Any | None) -> pluggy.PluginManager:
-        manager = _Manager(self._off)
-        manager.register(core, CORE)
-        if task is not None:
-            manager.register(task, TASK)
-        for plugin in reversed(self.plugins):  # pluggy calls the last registered first
-            manager.register(plugin, plugin.name)
-        return manager
-
     def switch(self, name: str, hooks: Iterable[str], on: bool) -> None:
-        """Leave out hooks of a plugin from the next call of freeze on, or take them in again."""
+        """Leave out hooks of a plugin when they are frozen next, or take them in again."""
         asked = {(name, hook) for hook in hooks}
         self._off = self._off - asked if on else self._off | asked
-        self._manager = self._registered(self._manager.get_plugin(CORE), self._manager.get_plugin(TASK))
 
-    def freeze(self, trace: Callable[[str], Any] | None = None, instrument: Instrument | None = None) -> Hooks:
-        """Freeze every hook of the registered stack; with `trace`, go through pluggy and print each call to it."""
+    def freeze(
+        self,
+        trace: Callable[[str], Any] | None = None,
+        instrument: Instrument | None = None,
+        hooks: Hooks | None = None,
+        names: Iterable[str] = SPECS,
+    ) -> Hooks:
+        """Freeze every hook of the registered stack, or those named again, into the `hooks` given.
+
+        With `trace`, each goes through pluggy, which prints its calls to it.
+        """
         if trace is not None:
             self._manager.trace.root.setwriter(trace)
             self._manager.enable_tracing()
-        hooks = Hooks()
-        for name in SPECS:
-            caller = getattr(self._manager.hook, name)
+        hooks = Hooks() if hooks is None else hooks
+        for name in names:
+            off = [self._manager.get_plugin(plugin) for plugin, hook in self._off if hook == name]
+            caller = self._manager.subset_hook_caller(name, off) if off else getattr(self._manager.hook, name)
             setattr(hooks, name, through_pluggy(caller) if trace is not None else freeze(caller, instrument))
         return hooks
+
+    def _impls(self, hook: str) -> list[pluggy.HookImpl]:
+        """Return who is called, outermost first."""
+        impls = reversed(getattr(self._manager.hook, hook).get_hookimpls())  # pluggy keeps its list last-called first
+        return [impl for impl in impls if (impl.plugin_name, hook) not in self._off]
 
     def lock(self) -> None:
         """From here on the stack cannot change."""
@@ -136,14 +146,12 @@ class Stack:
         """Per hook, who is called, outermost first: what `forge plan` prints."""
         table: dict[str, list[Call]] = {}
         for hook in SPECS:
-            impls = reversed(getattr(self._manager.hook, hook).get_hookimpls())
-            table[hook] = [Call(impl.plugin_name, _role(hook, impl)) for impl in impls]
+            table[hook] = [Call(impl.plugin_name, _role(hook, impl)) for impl in self._impls(hook)]
         return table
 
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
         """Per plugin, in call order, the function that takes the hook's arguments by position; for ONE_BY_ONE hooks."""
-        impls = reversed(getattr(self._manager.hook, hook).get_hookimpls())
-        return [(impl.plugin_name, _by_position(impl, SPECS[hook])) for impl in impls]
+        return [(impl.plugin_name, _by_position(impl, SPECS[hook])) for impl in self._impls(hook)]
 
     def blame(self, error: BaseException) -> tuple[str, str] | None:
         """The (plugin, hook) whose code was running innermost when `error` was raised, read from its traceback."""
@@ -274,16 +282,13 @@ def _check_hook(name: str, method: Any, who: str) -> None:
 
 
 class _Manager(pluggy.PluginManager):
-    def __init__(self, off: Collection[tuple[str, str]] = ()):
+    def __init__(self):
         super().__init__(contract.PROJECT)
         self.add_hookspecs(contract)
-        self._off = off
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         # only hooks are looked at: a task's properties must not run because it was registered
-        if name not in SPECS or (isinstance(plugin, Plugin) and (plugin.name, name) in self._off):
-            return None
-        return super().parse_hookimpl_opts(plugin, name)
+        return super().parse_hookimpl_opts(plugin, name) if name in SPECS else None
 
 
 _NO_PLUGINS = _Manager()

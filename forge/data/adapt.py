@@ -30,7 +30,7 @@ from forge.data.iterable import StreamLoader
 from forge.data.known_streams import leaves_out_samples
 from forge.data.limited import Limited
 from forge.data.loader import Loader
-from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
+from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, checksum, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
 from forge.data.protocols import is_seekable
 from forge.data.sample_rng import OwnSeed
@@ -271,7 +271,7 @@ class Chosen(Order):
         return self.chosen[epoch_order(self.samples, seed, epoch)]
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "chosen": digest(self.chosen)}
+        return {**super().describe(), "chosen": checksum(self.chosen)}
 
 
 class Distributed(Order):

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from forge.data.accumulation_windows import is_stateful
-from forge.data.batch_digest import digest
 from forge.data.known_streams import leaves_out_samples
 from forge.data.sample_rng import OwnSeed, restored_generators, seed_generators
 from forge.data.sample_seeding import OwnGenerators, failed, is_pure, is_pure_collate, what, where
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold
+from forge.util.digest import agrees, lasting
 
 logger = logging.getLogger("forge")
 
@@ -143,10 +143,7 @@ class Streams(Dataset[Any]):
         self._count, last = 0, deque[Any](maxlen=self.batch_size or 1)
         while self._count < state["samples"] and self._fill(1):
             last.append(self._ahead.pop())
-        if not self.lenient and state["last"] not in (
-            digest([*last][-_COMPARED:]),
-            digest([*last]),
-        ):  # of the batch before version 0.9
+        if not self.lenient and not agrees(state["last"], [*last][-_COMPARED:]):
             raise OtherSamples(
                 f"{type(self.dataset).__name__} gives other samples than those that the run was trained on in this "
                 "epoch. Shuffle it with a fixed seed, as in shuffle(seed=0), read the files that it began with, and "
@@ -181,7 +178,7 @@ class Streams(Dataset[Any]):
         enough = self._fill(size) == size or not self.drop_last
         samples, self._ahead = self._ahead if enough else [], []
         if samples and not self.stateful:
-            self._last = digest(samples[-_COMPARED:])
+            self._last = lasting(samples[-_COMPARED:])
         return samples
 
     def _collated(self, samples: list[Any]) -> Any:

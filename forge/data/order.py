@@ -142,7 +142,7 @@ class Weighted(Order):
         return arrivals.argsort(stable=True)[: self.samples]
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "replacement": self.replacement, "weights": digest(self.weights)}
+        return {**super().describe(), "replacement": self.replacement, "weights": checksum(self.weights)}
 
 
 class Bucketed(Order):
@@ -198,7 +198,7 @@ class Bucketed(Order):
         return len(self._sizes(batch_size))
 
     def describe(self) -> dict[str, Any]:
-        options = {"max_tokens": self.max_tokens, "pool": self.pool, "lengths": digest(self.lengths)}
+        options = {"max_tokens": self.max_tokens, "pool": self.pool, "lengths": checksum(self.lengths)}
         return {**super().describe(), **options}
 
     def _sorted(self, indices: torch.Tensor) -> torch.Tensor:
@@ -254,6 +254,6 @@ def _refuse_position(start: int, samples: int, why: str) -> None:
     )
 
 
-def digest(values: torch.Tensor) -> str:
-    """Return a checksum of these values."""
+def checksum(values: torch.Tensor) -> str:
+    """Return the checksum by which a checkpoint knows an order."""
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -33,6 +36,7 @@ from forge.rng import combine_seeds, fold
 from forge.util.generators import find_generators, seed_generator
 from forge.util.tracebacks import as_text, shorten, users_line
 
+clock = time.perf_counter
 _COLLATE = 0xC011A7E
 """Makes a batch's seed differ from that of its first sample."""
 
@@ -131,6 +135,8 @@ class Seeded(Dataset[Any]):
         self.dataset, self.collate, self.batched = dataset, collate, batched
         self.pure = is_pure(dataset) if pure is None else pure
         self.pure_collate = pure is True or is_pure_collate(collate)
+        self.spent: Tensor | None = None
+        "Seconds of reading samples and of joining them into batches, shared with workers; None where nobody asks."
         self._fetch_many = getattr(dataset, "__getitems__", None) if self.pure else None
         self._own = OwnGenerators(dataset=dataset, collate=collate)
 
@@ -144,8 +150,15 @@ class Seeded(Dataset[Any]):
     def _batch(self, draw: Draw) -> Any:
         if not self.pure or not self.pure_collate:
             self._own.begin((draw.seed, draw.epoch))
+        began = clock()
         samples = self._pure_samples(draw.indices) if self.pure else self._seeded_samples(draw)
-        return samples if isinstance(samples, Failure) else self._collated(samples, draw)
+        if isinstance(samples, Failure):
+            return samples
+        read = clock()
+        batch = self._collated(samples, draw)
+        if self.spent is not None:
+            self.spent += torch.tensor([read - began, clock() - read])
+        return batch
 
     def _pure_samples(self, indices: Sequence[int]) -> Any:
         if self._fetch_many is not None:

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.accumulation_windows import batch_size
-from forge.data.batch_digest import digest
 from forge.data.known_streams import dataset_of, divided_by, how_to_divide
 from forge.env import Env, map_items
 from forge.errors import DataError
+from forge.util.digest import digest
 
 CURE = (
     "Sort what is listed, as sorted(os.listdir(folder)), sorted(glob(...)) or sorted(a_set), and seed what is shuffled "

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from forge.data.accumulation_windows import length_of
-from forge.data.order import digest
+from forge.data.order import checksum
 from forge.errors import DataError, TaskError
 from forge.snapshot.fingerprint import differences
 
@@ -71,7 +71,7 @@ def _order(loader: Any) -> dict[str, Any]:
     order: dict[str, Any] = dict(loader.fingerprint()) if hasattr(loader, "fingerprint") else {}
     dataset, depth = getattr(loader, "dataset", None), 0
     while isinstance(dataset, Subset):
-        order[f"subset {depth}"] = digest(torch.as_tensor(list(dataset.indices), dtype=torch.int64))
+        order[f"subset {depth}"] = checksum(torch.as_tensor(list(dataset.indices), dtype=torch.int64))
         dataset, depth = dataset.dataset, depth + 1
     return order
 

@@ -3,9 +3,9 @@
 Loaders that can be indexed read only the samples of their rank, so that another order of files on another rank would
 show nowhere: some samples would be used twice, and others never. Other loaders are compared as they are read.
 
-What is compared are marks. A mark is exact for numbers, texts and whole numbers in tensors. Floating-point tensors are
-compared by a projection, so that the last bits of a decoded or resized image, which differ between kinds of processors,
-make no difference. Texts are compared without what all of them begin with: the folder may differ between hosts.
+Texts and whole numbers must be equal. Floating-point numbers may differ in their last bits, as those of a decoded or
+resized image do between kinds of processors. Texts are compared without what all of them begin with: the folder may
+differ between hosts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,16 @@ from torch.nn.parameter import is_lazy
 
 from forge.contract.run import Run
 from forge.data.accumulation_windows import length_of
-from forge.data.batch_digest import digest
 from forge.data.own_generators import data_roots
 from forge.data.sharding import CURE
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold
+from forge.twin.compare import differences, first_difference, marks_of
+from forge.twin.record import Mark, Record
+from forge.util.digest import digest
 from forge.util.generators import find_generators, generator_state, seed_generator, set_generator_state
 
 logger = logging.getLogger("forge")
-
-Marks = dict[str, Any]
-"""What was seen of a sample or a batch, by path."""
 
 MOST = 64
 """Samples of a loader that are compared at most; a small data set is compared whole."""
@@ -56,20 +56,22 @@ def refuse_different_samples(trainer: Run) -> None:
     for stage, named in trainer.loaders.items():
         for name, loader in named.items():
             indexed |= _indexed(stage if name is None else f"{stage}/{name}", loader)
-    own = {name: peeked(loader) for name, loader in indexed.items()}
+    read = {name: peeked(loader) for name, loader in indexed.items()}
+    all_read = env.gather({name: len(samples) for name, samples in read.items()})
+    own = {name: _marks(each[: min(other.get(name, 0) for other in all_read)]) for name, each in read.items()}
     first = env.broadcast(own)
-    found = {name: difference(first.get(name, ()), each) for name, each in own.items()}
+    found = {n: first_difference(Record.of(each), Record.of(first.get(n, ())), CLOSE) for n, each in own.items()}
     for rank, theirs in enumerate(env.gather(found)):
-        for name, place in theirs.items():
-            if place is not None:
+        for name, difference in theirs.items():
+            if difference is not None:
                 loader = indexed[name]
-                index = places(_samples(loader))[place[0]]
+                index = places(_samples(loader))[difference.update]
                 if hasattr(loader, "sample_indices"):
                     index = loader.sample_indices(0, index, index + 1)[0]
                 raise DataError(
                     f"The {name} data of rank {rank} are not those of rank 0: the sample with index {index} is another "
-                    f"one (its part {place[1]}). Every rank needs the same data in the same order; forge takes each "
-                    f"rank's share of it. {CURE}."
+                    f"one (its part {difference.path!r}). Every rank needs the same data in the same order; forge "
+                    f"takes each rank's share of it. {CURE}."
                 )
 
 
@@ -102,68 +104,46 @@ def _samples(loader: Any) -> int:
     return loader.fingerprint().get("samples") or length_of(loader.dataset) or 0
 
 
-def marks(value: Any, path: str = "") -> Marks:
-    """Return the marks of every part of a sample or batch."""
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.tolist()
-    if isinstance(value, (Mapping, list, tuple)) and len(value) <= MAX_PARTS:
-        found: Marks = {f"{path}(length)": len(value)}
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            found |= marks(part, f"{path}[{key!r}]")
-        return found
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str) and len(value) <= MAX_TEXT:
-        return {path: value}
-    try:
-        return {path: _projected(value) or (digest(value),)}
-    except Exception:  # a layout or type that has no plain memory: a check must not stop a run that works
-        return {path: (type(value).__name__,)}
-
-
-def _projected(value: Any) -> tuple[str, float, float] | None:
-    """Return the shape of a floating-point tensor or array, its sum under fixed random weights, and its norm."""
-    value = torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return None
-    flat = value.detach().cpu().double().nan_to_num().reshape(-1)
-    weights = torch.randn(flat.numel(), generator=torch.Generator().manual_seed(flat.numel()), dtype=torch.float64)
-    return f"{value.dtype} {tuple(value.shape)}", float(flat @ weights), float(flat.norm())
-
-
-def difference(theirs: Sequence[Marks], ours: Sequence[Marks]) -> tuple[int, str] | None:
-    """Return the first place that both have seen and that differs, and the path of a part of it."""
-    pairs = list(zip(theirs, ours, strict=False))
-    shared = [(place, path) for place, (a, b) in enumerate(pairs) for path in a if path in b]
-    texts: dict[str, list[tuple[str, str]]] = {}
-    for place, path in shared:
-        a, b = (side[path] for side in pairs[place])
-        if isinstance(a, str) and isinstance(b, str):
-            texts.setdefault(_field(path), []).append((a, b))
-    roots = {path: [_root(side) for side in zip(*each, strict=True)] for path, each in texts.items()}
-    for place, path in shared:
-        a, b = (side[path] for side in pairs[place])
-        if isinstance(a, str) and isinstance(b, str):
-            a, b = (text[cut:] for text, cut in zip((a, b), roots[_field(path)], strict=True))
-        if a != b and not _close(a, b):
-            return place, path
-    return None
-
-
-def _root(texts: Sequence[str]) -> int:
-    """Return how long the beginning is that several texts share."""
-    return len(os.path.commonprefix(texts)) if len(texts) > 1 else 0  # noqa: RUF071  names share letters, not folders
+def _marks(samples: Sequence[Sequence[Mark]]) -> list[Mark]:
+    """Return the marks of some samples, each at its place; texts without what all of one field begin with."""
+    texts: dict[str, list[str]] = {}
+    for parts in samples:
+        for part in parts:
+            if isinstance(part.value, str):
+                texts.setdefault(_field(part.path), []).append(part.value)
+    # names share letters, not folders
+    roots = {field: len(os.path.commonprefix(each)) if len(each) > 1 else 0 for field, each in texts.items()}  # noqa: RUF071
+    record = Record()
+    for place, parts in enumerate(samples):
+        for part in parts:
+            value = part.value[roots[_field(part.path)] :] if isinstance(part.value, str) else part.value
+            record.mark(part.path, value, place, aside=True)
+    return record.marks
 
 
 def _field(path: str) -> str:
     """Return the path of the list in which a value is, as a batch has one text per sample; else its own."""
-    return re.sub(r"\[\d+\]$", "", path)
+    return re.sub(r"\.?\d+$", "", path)
 
 
-def _close(a: Any, b: Any) -> bool:
-    if not (isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 3 and a[0] == b[0]):
-        return False
-    return abs(a[1] - b[1]) <= CLOSE * max(a[2], b[2])
+def _plain(value: Any) -> Any:
+    """Return a sample as nested texts, numbers and tensors; what is long, and what else there is, by its digest."""
+    if isinstance(value, np.ndarray):
+        value = (
+            value.tolist() if value.dtype.hasobject else torch.from_numpy(value) if value.dtype.kind == "f" else value
+        )
+    if isinstance(value, (Mapping, list, tuple)) and len(value) <= MAX_PARTS:
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return {key: _plain(part) for key, part in parts}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_plain = isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= MAX_TEXT)
+    if is_plain or (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    try:
+        return digest(value).encode()
+    except Exception:  # a layout or type that has no plain memory: a check must not stop a run that works
+        return type(value).__name__
 
 
 def places(samples: int) -> list[int]:
@@ -174,22 +154,25 @@ def places(samples: int) -> list[int]:
     return list(dict.fromkeys([0, samples - 1, *drawn]))[:MOST]
 
 
-def peeked(loader: Any) -> list[Marks]:
-    """Return the marks of some samples of a loader with `peek`, in the order of `places`.
+def peeked(loader: Any) -> list[list[Mark]]:
+    """Return the parts of some samples of a loader with `peek`, in the order of `places`.
 
     Each is read twice under the same random numbers; a part that differs then has no order to compare. What the data
     draw from is left as it was. An error of the data's is left to the run, which says more about it.
     """
-    found: list[Marks] = []
+    found: list[list[Mark]] = []
     began = time.monotonic()
     own = [(generator, generator_state(generator)) for generator in find_generators(data_roots(loader)).values()]
     try:
-        wanted = places(_samples(loader))
-        while wanted and (len(found) < FEW or time.monotonic() - began < SECONDS):
-            now, wanted = wanted[: max(FEW, len(found))], wanted[max(FEW, len(found)) :]
+        wanted = iter(places(_samples(loader)))
+        while len(found) < FEW or time.monotonic() - began < SECONDS:
+            now = [*islice(wanted, max(FEW, len(found)))]
+            if not now:
+                break
             read = _seeded(loader.peek([place for place in now for _ in range(2)]), [generator for generator, _ in own])
             for once, again in zip(read, read, strict=True):
-                found.append({path: mark for path, mark in once.items() if again.get(path) == mark})
+                unsteady = {each.path for each in differences(again, once)}
+                found.append([part for part in once if part.path not in unsteady])
     except Exception as error:
         logger.debug("Samples could not be compared between ranks: %s", error)
     finally:
@@ -198,11 +181,11 @@ def peeked(loader: Any) -> list[Marks]:
     return found
 
 
-def _seeded(values: Iterator[Any], own: list[Any]) -> Iterator[Marks]:
+def _seeded(values: Iterator[Any], own: list[Any]) -> Iterator[list[Mark]]:
     while True:
         for number, generator in enumerate(own):
             seed_generator(generator, fold(0, number))
         try:
-            yield marks(next(values))
+            yield marks_of(_plain(next(values)))
         except StopIteration:
             return

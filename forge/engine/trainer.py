@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from forge.checkpoint import check_savable, wait_until_written
 from forge.config.arguments import Plugins, answers_foreign_arguments, resolve
 from forge.config.recipe import Given, Recipe
 from forge.config.trainer_defaults import GivenSettings, signature
-from forge.contract.plugin import Plugin
 from forge.contract.requests import SIGNAL
 from forge.contract.run import Run
 from forge.contract.stack import Stack
@@ -108,7 +107,7 @@ class Trainer(Run):
         self.resume = "auto" if settings.resume is True else settings.resume or None
         self.validate_every = Interval(settings.validate_every) if settings.validate_every else None
         self.wanted_run_dir, self.mesh = settings.run_dir, dict(settings.mesh or {})
-        self.trace = self.instrument = self.again = None
+        self.trace = self.instrument = None
         self.reset()
         if self.seed is not None:
             keep_numbers()
@@ -155,15 +154,6 @@ class Trainer(Run):
                 raise signals.interruption(self._is_saved())
         reason = self.stop_reason or self.limit_reached or ""
         return FitResult(self.progress.update, self.progress.epoch, numbers_of(self.metrics), reason, self.run_dir)
-
-    def fit_again(self, task: TaskModule, loaders: dict[str, Any], plugins: Sequence[Plugin], run_dir: Path) -> None:
-        """Fit with these plugins alone, to continue `run_dir`, whatever this Trainer was doing.
-
-        For a process that rehearses a run: a copy of the one that runs it, or a new one.
-        """
-        self.stack.reset(plugins)
-        self.verb, self.resume, self.wanted_run_dir = None, "auto", run_dir
-        self.fit(task, loaders["train"], loaders["val"])
 
     @answers_foreign_arguments
     def validate(self, task: TaskModule, val: Any = None, *, weights: str | Path | None = None) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from forge.report import images
 from forge.report.charts import MOST_CHARTS, Panel, panels
 from forge.report.markdown import as_html
 from forge.report.svg import COLORS, DASHES, STYLE
-from forge.runs import compare, goodput, wording
+from forge.runs import compare, wording
 from forge.runs.attempts import attempts_of, omitted, shown
 from forge.runs.directions import told_once
 from forge.runs.folder import RunFolder, as_dict
 from forge.runs.group import RunGroup
 from forge.runs.summary import group_rows
+from forge.spans import goodput
 from forge.util.text import format_bytes, short_path
 from forge.version import __version__
 
@@ -100,7 +101,7 @@ def describe(run: RunFolder, label: str) -> dict[str, Any]:
         "card": card_rows(run, is_only_attempt=len(every) < 2),
         "stack": [[plugin.get("name"), _options(plugin.get("options"))] for plugin in run.stack],
         "costs": cost_rows(run),
-        "time": [] if (spent := goodput.read(run.path)) is None else spent.rows(),
+        "time": [] if (spent := goodput.spent(run.spans)) is None else spent.rows(),
         "checkpoints": [[c.name, ", ".join(c.marks), format_bytes(c.bytes)] for c in run.checkpoints],
         "recipe": run.recipe_text,
     }
@@ -129,13 +130,13 @@ def outcome(run: RunFolder) -> str:
 
 def tiles(run: RunFolder) -> dict[str, str]:
     """Return the figures at the top of the page, by label."""
-    best = list(compare.bests(run).items())[:2]
+    best, spent = list(compare.bests(run).items())[:2], goodput.spent(run.spans)
     return {
         **{f"best {name}": wording.number(value) for name, (_, value) in best},
         "updates": f"{run.updates:,}",
         "epochs": f"{run.epochs:,}",
         "time": wording.duration(run.seconds),
-        "of the time in updates (goodput)": "" if (spent := goodput.read(run.path)) is None else spent.short(),
+        "of the time in updates (goodput)": "" if spent is None else f"{spent.share:.0%}",
         "samples per second, overall": f"{run.rate:,.0f}" if run.rate else "",
         "parameters": wording.count(as_dict(run.card.get("task")).get("parameters")),
         "device": str(run.card.get("device") or ""),

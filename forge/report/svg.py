@@ -288,31 +288,6 @@ class Chart:
         return _is_finite(point) and (point[1] > 0 or not self.log_y)
 
 
-def bar_chart(bars: Sequence[tuple[str, float | None, str, int]], title: str, most: float, styled: bool = False) -> str:
-    """Draw horizontal bars: of each the name, the length up to `most`, a text beside it and the number of its colour.
-    One without a length is a heading."""
-    height = 44 + 30 * len(bars)
-    drawn = [bar for bar in bars if bar[1] is not None]
-    left = 30 + LETTER * max((min(len(name), 30) for name, *_ in drawn), default=0)
-    room = 612 - left - LETTER * max((len(told) for _, _, told, _ in drawn), default=0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="forge-chart" role="img" aria-label="{_text(title)}" '
-        f'viewBox="0 0 640 {height}" width="640" height="{height}">',
-        *[f"<style>{STYLE}</style>"] * styled,
-        f'<text class="title" x="14" y="24">{_text(title)}</text>',
-    ]
-    for i, (name, length, told, color) in enumerate(bars):
-        y = 40 + 30 * i
-        if length is None:
-            parts.append(f'<text class="tick" x="14" y="{y + 15}">{_text(name)}</text>')
-            continue
-        width = max(0.0, min(1.0, length / most)) * room
-        parts.append(f'<text x="{left - 10:.1f}" y="{y + 15}" text-anchor="end">{_text(_short(name, 30))}</text>')
-        parts.append(f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="20" rx="3" fill="var(--c{color})"/>')
-        parts.append(f'<text class="tick" x="{left + width + 8:.1f}" y="{y + 15}">{_text(told)}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 def write_svg(path: str | Path, drawn: str) -> Path:
     """Write a drawing, in a file whose name ends in .svg, and return its path."""
     path = Path(path).with_suffix(".svg")

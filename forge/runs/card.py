@@ -21,10 +21,11 @@ from forge.contract.plugin import snake_case
 from forge.contract.run import AnyRecipe, Run
 from forge.errors import Interrupted
 from forge.options import plain
-from forge.runs import attempts, goodput, wording
+from forge.runs import attempts, wording
 from forge.runs.folder import FORMAT, JOB, RunFolder, current_metrics
 from forge.runs.job import job_of, name_of
 from forge.snapshot.frozen_modules import described
+from forge.spans import goodput
 from forge.util.files import atomic_write, make_folder
 from forge.version import __version__
 
@@ -100,7 +101,7 @@ def amend_card(folder: Path, resume: str) -> None:
 
 def _history(run: RunFolder) -> str:
     """Return the sections of the card about attempts and where their time went."""
-    spent = goodput.read(run.path)
+    spent = goodput.spent(run.spans)
     return attempts.as_markdown(attempts.attempts_of(run)) + ("" if spent is None else f"\n{spent.markdown()}")
 
 

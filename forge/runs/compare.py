@@ -12,7 +12,7 @@ from forge.runs.folder import RunFolder, as_dict, recipe_section
 from forge.runs.group import RunGroup, merged, spreads
 
 Rows = dict[str, list[Any]]
-KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")
+KEPT = ("rates/samples_per_s", "rates/tokens_per_s", "rates/peak_gb")
 """Metrics of plugins that count as results."""
 
 

@@ -100,8 +100,9 @@ class RunFolder:
         return [record for record in found if isinstance(record, dict)]
 
     @cached_property
-    def ledger(self) -> dict[str, Any]:
-        return read_object(self.path / "ledger.json")
+    def spans(self) -> dict[str, Any]:
+        """Where its time went: see forge/spans."""
+        return read_object(self.path / "spans.json")
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -151,7 +152,7 @@ class RunFolder:
     @property
     def costs(self) -> list[dict[str, Any]]:
         """The rows of what plugins cost, one per hook."""
-        return [row for row in _list(self.ledger.get("rows")) if isinstance(row, dict)]
+        return [row for row in _list(as_dict(self.spans.get("hooks")).get("rows")) if isinstance(row, dict)]
 
     @property
     def resume(self) -> str | None:

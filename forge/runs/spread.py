@@ -44,14 +44,14 @@ class Spread(float):
         return float(self) - half, float(self) + half
 
 
-def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Return t such that |T| < t with this probability, for Student's T with some degrees of freedom."""
+def student_t(degrees: int) -> float:
+    """Return t such that |T| < t with a probability of CONFIDENCE, for Student's T with some degrees of freedom."""
     low, high = 0.0, 1.0
-    while _within(high, degrees) < confidence:
+    while _within(high, degrees) < CONFIDENCE:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, degrees) < CONFIDENCE else (low, middle)
     return high
 
 

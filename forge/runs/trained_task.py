@@ -133,11 +133,8 @@ def folder_of(path: Path) -> Path | None:
     return path if path.is_dir() and not NAME.fullmatch(path.resolve().name) else None
 
 
-def data_of(folder: Path, data: Callable[..., Any] | None = None) -> Splits:
-    """Build the data of a run: those its recipe names, if they are installed, or those of `data`."""
-    if data is not None:
-        splits = data()
-        return splits if isinstance(splits, Splits) else Splits(val=splits)
+def data_of(folder: Path) -> Splits:
+    """Build the data of a run that its recipe names, if they are installed."""
     recipe = _recipe(folder)
     if recipe is None or "name" not in recipe.config.get("data", {}):
         raise ForgeError(

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from forge.runs.spread import Spread
+from forge.util import text
 
 
 def number(value: Any) -> str:
@@ -74,13 +75,7 @@ def signed(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """ "4.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if minutes < 60:
-        return f"{minutes} min {whole % 60:02} s"
-    return f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{days} d {hours % 24:02} h"
+    return f"{seconds:.1f} s" if seconds < 60 else text.duration(seconds)
 
 
 def moment(seconds: float) -> str:

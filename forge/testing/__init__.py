@@ -16,7 +16,12 @@ rule and the fix. For tests of the plugin's own purpose, pytest has the fixtures
         assert [update for update, _ in run.series("weight_norm")] == [2, 4]
 
     def test_a_rate_of_zero_changes_nothing(forge_run):
-        assert_same_weights(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
+        assert_same(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
+
+Whether two programs are the same, and where they part, is asked with `twin`, also in loops without a Trainer::
+
+    record.watch(model, optimizer)   # in each of the two, which get a Record
+    print(twin(one, other))          # at update 3, in the gradients (0.weight): by about 0.02 of its norm
 
 All names load on first use, so that pytest, which loads the fixtures at its start, does not import torch.
 """
@@ -29,39 +34,50 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.testing.conformance import PluginReport, check_plugin
     from forge.testing.events import EventTrace
+    from forge.testing.fit_record import RecordFit
     from forge.testing.loaders import check_loader
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
-    from forge.testing.weights import assert_same_weights, first_difference
+    from forge.twin.compare import Difference, assert_same, first_difference
+    from forge.twin.record import Record
+    from forge.twin.start import twin
 
 _HOME = {
+    "Difference": "forge.twin.compare",
     "EventTrace": "forge.testing.events",
     "PluginReport": "forge.testing.conformance",
+    "Record": "forge.twin.record",
+    "RecordFit": "forge.testing.fit_record",
     "TinyGAN": "forge.testing.tiny",
     "TinyRun": "forge.testing.runs",
     "TinyTask": "forge.testing.tiny",
-    "assert_same_weights": "forge.testing.weights",
+    "assert_same": "forge.twin.compare",
     "check_loader": "forge.testing.loaders",
     "check_plugin": "forge.testing.conformance",
-    "first_difference": "forge.testing.weights",
+    "first_difference": "forge.twin.compare",
     "fit_tiny": "forge.testing.tiny",
     "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
+    "twin": "forge.twin.start",
 }
 
 __all__ = [
+    "Difference",
     "EventTrace",
     "PluginReport",
+    "Record",
+    "RecordFit",
     "TinyGAN",
     "TinyRun",
     "TinyTask",
-    "assert_same_weights",
+    "assert_same",
     "check_loader",
     "check_plugin",
     "first_difference",
     "fit_tiny",
     "run_tiny",
     "tiny_batches",
+    "twin",
 ]
 
 

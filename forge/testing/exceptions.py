@@ -17,7 +17,7 @@ from forge.testing.leaks import check_task
 from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject, wraps
 from forge.testing.tiny import Batch, TinyTask
-from forge.testing.weights import first_difference
+from forge.twin.compare import first_difference
 
 ALWAYS = ("forge_setup_env", "forge_step_end", "forge_log")
 """Hooks in which another plugin fails: before the start, in an update and around it; hooks that are wrapped too."""
@@ -72,7 +72,7 @@ def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin
         again, _ = subject.fit(plugin, max_updates=SHORT)
     difference = first_difference(again, expected)
     assert difference is None, (
-        f"{subject.name!r} carries state of a run that failed, by {what}, into the next: {difference} "
+        f"{subject.name!r} carries state of a run that failed, by {what}, into the next: {difference}. "
         "Reset it in forge_start."
     )
 

@@ -16,7 +16,7 @@ from forge.data.protocols import Indexed, is_live, is_seekable
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import RNGState
-from forge.snapshot.evidence import digest
+from forge.util.digest import digest
 
 State = tuple[dict[str, Any], RNGState] | None
 

@@ -5,30 +5,25 @@ They are the installed plugins that declare an `example`, options with which eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from forge import registry
 from forge.config.build import make_plugin
 from forge.contract.plugin import Plugin
 from forge.contract.stack import ONE_BY_ONE, SPECS, Stack
-from forge.contract.task import TaskModule
 from forge.engine.default_actions import Core
-from forge.engine.trainer import FitResult
 from forge.errors import ForgeError, StackError
-from forge.testing.metric_difference import metric_difference
 from forge.testing.subject import Subject
-from forge.testing.weights import first_difference
-
-Ended = tuple[TaskModule, FitResult]
+from forge.testing.watch import apart, watched
+from forge.twin.compare import Difference
+from forge.twin.record import Record
 
 
 def check_order(subject: Subject) -> None:
     """Fit with the plugin outside and inside all neighbours; if the results differ, find the neighbour."""
     names = list(_possible(subject))
     outside, inside = (_ended(subject, names, where) for where in (True, False))
-    failed = isinstance(outside, Exception) or isinstance(inside, Exception)
-    if failed or _difference(subject, names, outside, inside):
+    if isinstance(outside, Exception) or isinstance(inside, Exception) or _apart(subject, names, outside, inside):
         for name in names:
             _check_pair(subject, name)
 
@@ -48,18 +43,20 @@ def _check_pair(subject: Subject, name: str) -> None:
         f"{subject.name!r} depends on its place in the stack: a fit fails only if it is {place} of {name!r}: "
         f"{_as_text(errors[0])}{_shared_hooks(subject, name)} {fix}"
     )
-    difference = _difference(subject, [name], outside, inside)
-    assert difference is None, (
+    assert isinstance(outside, Record)
+    assert isinstance(inside, Record)
+    found = _apart(subject, [name], outside, inside)
+    assert found is None, (
         f"{subject.name!r} depends on its place in the stack: {subject.situation.name} ends differently if it is "
-        f"inside of {name!r} than outside of it: {difference}{_shared_hooks(subject, name)} {fix}"
+        f"inside of {name!r} than outside of it: {found}.{_shared_hooks(subject, name)} {fix}"
     )
 
 
-def _ended(subject: Subject, names: list[str], outside: bool) -> Ended | Exception:
-    """Fit with the plugin first or last; return the result, or the error."""
+def _ended(subject: Subject, names: list[str], outside: bool) -> Record | Exception:
+    """Fit with the plugin first or last; return the record, or the error."""
     plugin, others = subject.make(), [_neighbour(name) for name in names]
     try:
-        return subject.fit(*([plugin, *others] if outside else [*others, plugin]))
+        return watched(subject, *([plugin, *others] if outside else [*others, plugin]))
     except Exception as error:
         return error
 
@@ -68,18 +65,9 @@ def _as_text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}."
 
 
-def _difference(subject: Subject, names: list[str], outside: Any, inside: Any) -> str | None:
-    """Describe how two fits differ, or return None."""
-    (one, result), (other, second) = outside, inside
-    difference = first_difference(other, one)
-    if difference is not None:
-        return difference
-
-    def without() -> Mapping[str, Any]:
-        return subject.fit(*map(_neighbour, names))[1].metrics
-
-    # the plugin's own metrics are not compared: they may depend on its place
-    return metric_difference(second.metrics, result.metrics, without(), without)
+def _apart(subject: Subject, names: list[str], outside: Record, inside: Record) -> Difference | None:
+    """Return where two fits part; the plugin's own metrics are not compared: they may depend on its place."""
+    return apart(inside, outside, lambda: watched(subject, *map(_neighbour, names)))
 
 
 def _possible(subject: Subject) -> Iterator[str]:

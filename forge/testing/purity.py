@@ -9,14 +9,12 @@ original.
 
 from __future__ import annotations
 
-import hashlib
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import chdir
-from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,48 +28,29 @@ from forge.engine.trainer import Trainer
 from forge.testing.process_flags import changed_flags, read_flags
 from forge.testing.subject import Subject
 from forge.testing.tiny import CLASSES, FEATURES, TinyTask
+from forge.twin.compare import first_difference
+from forge.twin.record import Record
 
 UPDATES, BATCH, SAMPLES = 8, 16, 80
 """The run: into the second epoch, with a validation between them."""
-RUN = "run"
-MODULE_HOOKS = {
-    "forward_pre_hook": "hook",
-    "forward_hook": "hook",
-    "full_backward_pre_hook": "hook",
-    "full_backward_hook": "hook",
-    "state_dict_pre_hook": "state_dict",
-    "state_dict_post_hook": "state_dict",
-    "load_state_dict_pre_hook": "state_dict",
-    "load_state_dict_post_hook": "state_dict",
-}
-"""What `register_…` of a module takes, and the kind of what it sees."""
-OPTIMIZER_HOOKS = {
-    "step_pre_hook": "hook",
-    "step_post_hook": "hook",
-    "state_dict_pre_hook": "state_dict",
-    "state_dict_post_hook": "state_dict",
-    "load_state_dict_pre_hook": "state_dict",
-    "load_state_dict_post_hook": "state_dict",
-}
+RUN, FILES = "run", "the files"
 BLIND_TO = {"state_dict": "state_dict", "reads_ahead": "sample", "evaluates": "evaluation"}
 """An effect, and the kind of what is seen of it."""
 
-Event = tuple[str, str]
-"""The kind of what was seen, and what."""
-
 
 class Sightings:
-    """What the user's code has seen."""
+    """What the user's code has seen: marks of a record, each with the kind of what was seen."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.record = Record(keep=True)
+        self.record.update = 0
         self._flags = read_flags()
 
     def __deepcopy__(self, memo: Any) -> Sightings:
         return Sightings()  # what the code of a copy sees is its own
 
     def add(self, kind: str, what: str) -> None:
-        self.events.append((kind, what))
+        self.record.mark(kind, what)
 
     def look_at_process(self) -> None:
         """Add what the process shares and has changed since the beginning."""
@@ -86,6 +65,13 @@ class Sightings:
             self.add("evaluation" if evaluates else kind, what)
 
         return hook
+
+
+def hooks_of(owner: type) -> dict[str, str]:
+    """Return the hooks that one can register with a module or an optimizer, and the kind of what each sees."""
+    names = [name.removeprefix("register_") for name in dir(owner) if re.fullmatch("register_.+_hook", name)]
+    names = [name for name in names if name != "backward_hook"]  # full_backward_hook is it today
+    return {name: "state_dict" if "state_dict" in name else "hook" for name in names}
 
 
 class SpiedFunction(torch.autograd.Function):
@@ -120,7 +106,7 @@ class SpyingTask(TinyTask):
         self.own_torch = torch.Generator().manual_seed(1)
         self.own_numpy, self.own_python = np.random.default_rng(1), random.Random(1)
         for path in ("", "net", "net.1", "net.4"):
-            for name, kind in MODULE_HOOKS.items():
+            for name, kind in hooks_of(nn.Module).items():
                 if path.startswith("net.") or "backward" not in name:  # gradients reach these alone
                     hook = seen.hook(kind, f"a {name} of {path or 'the task'}")
                     getattr(self.get_submodule(path), f"register_{name}")(hook)
@@ -137,6 +123,7 @@ class SpyingTask(TinyTask):
         return y
 
     def training_step(self, batch: Any) -> Any:
+        self.seen.record.update = (self.seen.record.update or 0) + 1
         self.seen.add("call", "training_step")
         self.seen.look_at_process()
         drawn = (random.random(), np.random.rand(), torch.rand(()).item())
@@ -151,7 +138,7 @@ class SpyingTask(TinyTask):
     def configure_optimizers(self) -> Any:
         optimizer = SpyingOptimizer(self.parameters(), lr=0.1, momentum=0.9)
         optimizer.seen = self.seen
-        for name, kind in OPTIMIZER_HOOKS.items():
+        for name, kind in hooks_of(torch.optim.Optimizer).items():
             getattr(optimizer, f"register_{name}")(self.seen.hook(kind, f"a {name} of the optimizer"))
         return optimizer
 
@@ -173,17 +160,9 @@ class SpyingData(Dataset[Any]):
         return self.inputs[index], self.labels[index]
 
 
-@dataclass(frozen=True, slots=True)
-class UserView:
-    """What a run showed."""
-
-    events: list[Event]
-    files: dict[str, str]
-    "Files of the working directory, with their content; those of the run folder by name alone."
-
-
-def view(plugins: Iterable[Plugin]) -> UserView:
-    """Run a small fit with these plugins, and return what the user's code saw."""
+def view(plugins: Iterable[Plugin]) -> Record:
+    """Run a small fit with these plugins, and return what the user's code saw, and the files of the working directory:
+    with their content, those of the run folder by name alone."""
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         here = Path(temporary)
         (here / "notes.txt").write_text("the user's")
@@ -194,37 +173,31 @@ def view(plugins: Iterable[Plugin]) -> UserView:
         train, val = (SpyingData(task.seen, kind, seed) for seed, kind in enumerate(("sample", "evaluation")))
         trainer.fit(task, DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH))
         task.seen.look_at_process()
-        return UserView(task.seen.events, dict(_file(path, here) for path in sorted(here.rglob("*")) if path.is_file()))
+        for path in sorted(here.rglob("*")):
+            if path.is_file():
+                name = str(path.relative_to(here))
+                content = b"" if name.startswith(RUN) else path.read_bytes()
+                task.seen.record.mark(name, content, kind=FILES)
+        return task.seen.record
 
 
-def _file(path: Path, here: Path) -> tuple[str, str]:
-    name = str(path.relative_to(here))
-    in_run = name.startswith(RUN)
-    return name, "" if in_run else hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def difference(bare: UserView, seen: UserView, effects: Iterable[str]) -> str:
+def difference(bare: Record, seen: Record, effects: Iterable[str]) -> str:
     """Say what is seen first that the bare loop does not show, apart from these effects; "" if nothing is."""
     blind = {BLIND_TO[effect] for effect in effects if effect in BLIND_TO}
-    ours, theirs = ([event for event in each.events if event[0] not in blind] for each in (seen, bare))
-    for place, (our, their) in enumerate(zip_longest(ours, theirs)):
-        if our != their:
-            update = sum(event == ("call", "training_step") for event in ours[: place + 1])
-            return f"at update {update} it sees {_told(our)}, where the bare loop shows {_told(their)}.{_cure(our)}"
-    changed = [name for name in sorted({*bare.files, *seen.files}) if bare.files.get(name) != seen.files.get(name)]
-    changed = [name for name in changed if "files" not in effects or not name.startswith(RUN)]
-    if changed:
-        cure = _effect("files") if changed[0].startswith(RUN) else "Write below trainer.run_dir."
-        return f"{changed[0]} is written, changed or missing. {cure}"
-    return ""
+    may_write = "files" in effects
+    ours, theirs = (
+        each.where(lambda m: m.path not in blind and not (may_write and m.kind == FILES and m.path.startswith(RUN)))
+        for each in (seen, bare)
+    )
+    found = first_difference(ours, theirs)
+    return "" if found is None else f"{found}.{_file_cure(found.path) if found.kind else _cure(found.path)}"
 
 
-def _told(event: Event | None) -> str:
-    return "the end" if event is None else f"{event[1]}{' in an evaluation' if event[0] == 'evaluation' else ''}"
+def _file_cure(name: str) -> str:
+    return f" {_effect('files')}" if name.startswith(RUN) else " Write below trainer.run_dir."
 
 
-def _cure(event: Event | None) -> str:
-    kind = event[0] if event is not None else ""
+def _cure(kind: str) -> str:
     effect = next((effect for effect, seen in BLIND_TO.items() if seen == kind), "")
     if effect:
         return f" {_effect(effect)}"

@@ -1,26 +1,24 @@
-"""Check of state: `forge_state_dict`, a resumed fit, and a second fit with the same object."""
+"""Check of state: `forge_state_dict`, a resumed fit, and a second fit with the same object; of an observer, a fit
+without it."""
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from forge.checkpoint import Checkpoints, write_checkpoint
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
-from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
-from forge.testing.metric_difference import metric_difference
-from forge.testing.observer import check_observer
-from forge.testing.runs import LogProbe
 from forge.testing.subject import Situation, Subject
-from forge.testing.weights import first_difference
+from forge.testing.watch import CURES, apart, watched
+from forge.twin.compare import first_difference
+from forge.twin.record import Record
 
 CUT = 4
 """The update at which a fit is resumed: in the middle of an epoch."""
@@ -29,79 +27,68 @@ CUT = 4
 def check_runs(subject: Subject) -> None:
     """In every situation check a fit, an observer's side effects, a second fit by the same object, a resumed fit."""
     for situation in subject.situations:
-        plugin, log = subject.make(), LogProbe()
+        plugin = subject.make()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             with subject.surviving(situation.name):
-                straight, result = subject.fit(plugin, SaveOnce(), log, situation=situation, folder=folder)
+                straight = watched(subject, plugin, SaveOnce(), situation=situation, folder=folder)
             if plugin.observer:
-                check_observer(subject, situation, plugin, (straight, result))
+                _check_observer(subject, situation, straight)
             _check_again(subject, situation, plugin, straight)
-            _check_resumed(subject, situation, straight, log, folder)
+            _check_resumed(subject, situation, straight, folder)
 
 
-def _check_again(subject: Subject, situation: Situation, plugin: Plugin, first: TaskModule) -> None:
+def _check_observer(subject: Subject, situation: Situation, straight: Record) -> None:
+    """Compare a fit that the plugin observed with one without it."""
+
+    def alone() -> Record:
+        return watched(subject, situation=situation)
+
+    found = apart(straight, alone(), alone)
+    assert found is None, (
+        f"{subject.name!r} declares observer = True, but {situation.name} goes differently with it: {found}."
+        f"{CURES.get(found.kind, '')}"
+    )
+
+
+def _check_again(subject: Subject, situation: Situation, plugin: Plugin, straight: Record) -> None:
+    def fresh() -> Record:
+        return watched(subject, subject.make(), situation=situation)
+
     with subject.surviving(f"{situation.name} with an object that has served another"):
-        again, _ = subject.fit(plugin, situation=situation)
-    difference = first_difference(again, first)
-    if difference is None:
+        again = watched(subject, plugin, situation=situation)
+    found = apart(again, straight, fresh)
+    if found is None or found.aside:
         return
-    fresh, _ = subject.fit(subject.make(), situation=situation)
-    unrepeatable = first_difference(fresh, first)
+    unrepeatable = apart(fresh(), straight, fresh)
     assert unrepeatable is None, (
-        f"{subject.name!r} makes {situation.name} end differently each time, also with a new object: {unrepeatable} It "
-        "depends on the time, or on random numbers that the run's seed does not set. Draw from torch's or Python's "
+        f"{subject.name!r} makes {situation.name} end differently each time, also with a new object: {unrepeatable}. "
+        "It depends on the time, or on random numbers that the run's seed does not set. Draw from torch's or Python's "
         "global generator, or from one that forge_start seeds by trainer.seed and forge_state_dict saves."
     )
     raise AssertionError(
         f"{subject.name!r} carries state from one run into the next, so {situation.name} ends differently the second "
-        f"time: {difference} Make the state of a run in forge_start, not in __init__."
+        f"time: {found}. Make the state of a run in forge_start, not in __init__."
     )
 
 
-def _check_resumed(subject: Subject, situation: Situation, straight: TaskModule, log: LogProbe, folder: Path) -> None:
+def _check_resumed(subject: Subject, situation: Situation, straight: Record, folder: Path) -> None:
     saved = Checkpoints(folder / "checkpoints")
     for other in saved.all():  # of the plugin itself
         saved.remove(other)
     saved.folder.mkdir(exist_ok=True)
     (folder / SaveOnce.FOLDER / saved.path(CUT).name).rename(saved.path(CUT))
     with subject.surviving(f"{situation.name} that is resumed at update {CUT}"):
-        second = LogProbe()
-        resumed, _ = subject.fit(subject.make(), SaveOnce(), second, situation=situation, folder=folder)
-    where = f"{situation.name.capitalize()} with {subject.name!r} that is resumed at update {CUT}"
-    advice = "Return its state from forge_state_dict, and restore it in forge_load_state_dict."
-    difference = first_difference(resumed, straight)
-    assert difference is None, f"{where} ends differently: {difference} {advice}"
-    if not subject.make().observer:  # a plugin that acts may count its actions from zero in every attempt
+        resumed = watched(subject, subject.make(), SaveOnce(), situation=situation, folder=folder)
+    rest = straight.where(lambda mark: (mark.update or 0) > CUT)
+    found = apart(resumed, rest, lambda: watched(subject, subject.make(), SaveOnce(), situation=situation))
+    if found is None or (found.aside and not subject.make().observer):  # what acts may count its actions from zero
         return
-    ours, theirs = _numbers(second), _numbers(log, but=_constant(log))
-    both = {key: value for key, value in theirs.items() if key in ours}
-    difference = metric_difference(ours, theirs, both, lambda: _logged_again(subject, situation))
-    assert difference is None, f"{where} logs other metrics: {difference} {advice}"
-
-
-def _numbers(log: LogProbe, but: Container[str] = ()) -> dict[str, float]:
-    """Return every logged number by its name and update."""
-    return {
-        f"{name} at update {update}": value
-        for update, metrics in log.metrics.items()
-        for name, value in metrics.items()
-        if isinstance(value, (int, float)) and name not in but
-    }
-
-
-def _constant(log: LogProbe) -> set[str]:
-    """Return metrics that never change: one measured at the start of a run may differ after a resume."""
-    logged = [(name, value) for metrics in log.metrics.values() for name, value in metrics.items()]
-    numbers = [(name, value) for name, value in logged if isinstance(value, (int, float))]
-    values = {name: [value for other, value in numbers if other == name] for name, _ in numbers}
-    return {name for name, each in values.items() if len(each) > 1 and len(set(each)) == 1}
-
-
-def _logged_again(subject: Subject, situation: Situation) -> dict[str, float]:
-    log = LogProbe()
-    subject.fit(subject.make(), SaveOnce(), log, situation=situation)
-    return _numbers(log)
+    raise AssertionError(
+        f"{situation.name.capitalize()} with {subject.name!r} that is resumed at update {CUT} "
+        f"{'logs other metrics' if found.aside else 'ends differently'}: {found}. Return its state from "
+        "forge_state_dict, and restore it in forge_load_state_dict."
+    )
 
 
 class SaveOnce(Plugin):
@@ -148,10 +135,9 @@ def check_state(subject: Subject) -> None:
     probe = StateProbe(taker, copy.deepcopy(giver.state))
     with subject.surviving("restoring its state"):
         subject.fit(taker, probe)
-    difference = _state_difference(probe.taken, giver.state, "state")
-    assert not difference, (
-        f"{subject.name!r} does not restore its state: after forge_load_state_dict its forge_state_dict has "
-        f"{difference}."
+    found = first_difference({"state": probe.taken}, {"state": giver.state})
+    assert found is None, (
+        f"{subject.name!r} does not restore its state: after forge_load_state_dict they differ {found}."
     )
 
 
@@ -197,19 +183,3 @@ def _check_plain(value: Any, path: str) -> None:
         raise AssertionError(
             f"{path} is a {type(value).__name__}; a state consists of None, numbers, strings, tensors, lists and dicts."
         )
-
-
-def _state_difference(actual: Any, expected: Any, path: str) -> str:
-    """Describe the first difference of two states, or return ""."""
-    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
-        difference = first_difference({path: actual}, {path: expected})
-        return difference.removesuffix(".") if difference else ""
-    if isinstance(actual, Mapping) and isinstance(expected, Mapping) and actual.keys() == expected.keys():
-        found = (_state_difference(actual[key], expected[key], f"{path}[{key!r}]") for key in expected)
-        return next(filter(None, found), "")
-    if isinstance(actual, (list, tuple)) and isinstance(expected, (list, tuple)) and len(actual) == len(expected):
-        pairs = enumerate(zip(actual, expected, strict=True))
-        return next(filter(None, (_state_difference(a, b, f"{path}[{i}]") for i, (a, b) in pairs)), "")
-    if type(actual) is type(expected) and not isinstance(actual, torch.Tensor) and actual == expected:
-        return ""
-    return f"{path} = {actual!r} instead of {expected!r}"

@@ -16,9 +16,12 @@ import signal
 import stat
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from forge.util.fork_garbage import collections_paused, leave_inherited
 
@@ -34,10 +37,48 @@ def can_fork() -> bool:
     return sys.platform == "linux" and Path("/proc/self/maps").exists()
 
 
+class Copy:
+    """A copy of this process as it is now, which calls `work` with its end of a connection, and ends."""
+
+    def __init__(self, work: Callable[[Connection], None]):
+        self.connection, theirs = Pipe()
+        self.process = fork_apart((theirs.fileno(),))
+        if self.process == 0:
+            try:
+                theirs.send("apart")
+                work(theirs)
+            finally:
+                os._exit(0)  # a copy must never return to the user's program
+        theirs.close()
+        with suppress(EOFError):
+            self.connection.recv()  # until then a file that is read here moves on there too
+
+    def tell(self, what: Any) -> None:
+        """Send it something, if it is still there."""
+        with suppress(OSError):
+            self.connection.send(what)
+
+    def hear(self, patience: float | None = None) -> Any:
+        """Return what it says next; raise TimeoutError after so many seconds, EOFError once it has ended."""
+        if not self.connection.poll(patience):
+            raise TimeoutError
+        try:
+            return self.connection.recv()
+        except OSError as error:  # within a message
+            raise EOFError from error
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+
+
 def fork_apart(keep: Collection[int]) -> int:
     """Fork; return 0 in the copy, which shares nothing but the file descriptors `keep`, and prints nothing.
 
-    The copy has a low priority, ends with this process, and does not hear the terminal's signals.
+    The copy has a low priority, ends with this process, and does not hear the terminal's signals. Where memory is
+    short, it is what goes.
     """
     pause_openmp()
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning), collections_paused():
@@ -48,6 +89,8 @@ def fork_apart(keep: Collection[int]) -> int:
         end_with_parent()
         os.setpgid(0, 0)
         os.nice(10)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, 0)

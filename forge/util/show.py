@@ -48,12 +48,13 @@ class _Help(RawDescriptionHelpFormatter):
 
 
 class _VerbParser(ArgumentParser):
-    """Says in one line what a verb wants, without its optional arguments."""
+    """Says in one line which arguments a verb misses, and what they are."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required"):
-            wanted = [action for action in self._actions if not action.option_strings and action.nargs != "*"]
-            wants = "; ".join(f"{action.metavar or action.dest}, {action.help}" for action in wanted)
+        if message.startswith("the following arguments are required: "):
+            missing = message.partition(": ")[2].split(", ")
+            names = [("/".join(a.option_strings) or a.metavar or a.dest, a) for a in self._actions if a.nargs != "*"]
+            wants = "; ".join(f"{name}, {action.help}" for name, action in names if name in missing)
             message = f"it wants {wants}. `{self.prog} --help` shows all options"
         self.exit(2, f"{self.prog}: {message}.\n".replace("..", "."))
 

@@ -57,3 +57,15 @@ def format_bytes(count: float) -> str:
         value /= 1024
     # from 999.5 on, three significant digits would need an exponent
     return f"{value:.0f} {unit}" if unit == UNITS[0] or abs(value) >= 999.5 else f"{value:.3g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Format as "12 µs", "3.42 ms", "1.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"."""
+    if seconds < 59.95:
+        unit, scale = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.9995 * each[1]), ("µs", 1e-6))
+        return f"{seconds / scale:.3g} {unit}"
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if minutes < 60:
+        return f"{minutes} min {whole % 60:02} s"
+    return f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{days} d {hours % 24:02} h"

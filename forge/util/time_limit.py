@@ -19,8 +19,8 @@ class TrialTooLong(Exception):
 
 
 @contextmanager
-def time_limit(seconds: float, error: type[BaseException] = TrialTooLong) -> Iterator[None]:
-    """Raise `error` in what runs longer. Without a free alarm, or outside of the main thread, nothing is limited.
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TrialTooLong in what runs longer. Without a free alarm, or outside of the main thread, nothing is limited.
 
     The error can come only between two steps of the interpreter: a long call into C++ ends first.
     """
@@ -34,7 +34,7 @@ def time_limit(seconds: float, error: type[BaseException] = TrialTooLong) -> Ite
 
     def stop(number: int, frame: object) -> None:
         compiler.disabled = True  # it would print the whole traceback of a compilation that was cut short
-        raise error(TrialTooLong.WORDS)
+        raise TrialTooLong(TrialTooLong.WORDS)
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), AGAIN)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from forge import registry
+from forge.config.recipe import as_recipe
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.requests import SIGNAL
@@ -34,8 +35,6 @@ from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import motion
 from forge_doctor.findings import LEVELS, Finding
-from forge_doctor.learning import NO_TIME, learn
-from forge_doctor.learning import UPDATES as ONE_BATCH
 from forge_doctor.patient import (
     NotApplicable,
     OutOfTime,
@@ -49,11 +48,9 @@ from forge_doctor.patient import (
 )
 from forge_doctor.probe_order import AFTER, BEFORE, LAST, offered
 from forge_doctor.probes import serving, start
-from forge_doctor.readiness import planned, readiness
 from forge_doctor.report import DoctorReport
 from forge_doctor.stored import kept
-from forge_doctor.unsaved import fingerprint_hidden, is_a_librarys
-from forge_doctor.worst import worst_samples
+from forge_doctor.unsaved import fingerprint_hidden, is_a_librarys, matters
 
 UPDATES = 12
 """Updates of the short run."""
@@ -63,8 +60,7 @@ BATCHES = 4
 """Batches of train that the graph is looked at on."""
 READ_SHARE, BEFORE_SHARE, RUN_SHARE, AFTER_SHARE, LAST_SHARE = 0.1, 0.6, 0.4, 0.4, 0.5
 """Shares of the time that is left: for reading samples, the first probes, the short run, those after it, the last."""
-ONE_BATCH_SHARE = 0.25
-"""The share of all the time that is kept for learning one batch, the first test of every guide."""
+NO_TIME = "there was no time for it"
 PROBE_SHARES = 0.1, 0.5
 """The share of this that a probe gets at first, and where it needs more."""
 STEPS = 1500
@@ -83,9 +79,7 @@ def doctor(
     val: Any = None,
     *,
     plugins: Plugins = (),
-    budget: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
-    rebuild: Callable[[], Any] | None = None,
     deadline: Deadline | None = None,
     report: DoctorReport | None = None,
     **trainer: Any,
@@ -93,36 +87,28 @@ def doctor(
     """Examine a task and its data, and return a report; the task, the data and all generators stay as they are.
 
     `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
-    without a length it is 10 epochs. `budget` is the number of updates on one batch, at most (200); 0 omits them.
-    `deadline`, `forge_doctor.Deadline(seconds)`, ends the examination in time: what is left out is listed. `tell` is
-    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded. `report`
-    is filled, if one is given, so that it holds what was found until a signal.
+    without a length it is 10 epochs. `deadline`, `forge_doctor.Deadline(seconds)`, ends the examination in time: what
+    is left out is listed. `tell` is called with the name of each part. `report` is filled, if one is given, so that it
+    holds what was found until a signal.
     """
     report, deadline = report or DoctorReport(), deadline or Deadline()
     for loader in live_loaders(each({"train": train, "val": val})):
         loader.attach(task)
-    plan = planned(trainer)
+    recipe = trainer.get("recipe")
+    plan = {**(as_recipe(recipe).trainer if recipe is not None else {}), **trainer}
     settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
     if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
-    device = torch.device("cpu")
-    with no_trace(device), kept(*each({"train": train, "val": val}).values()):
-        within = deadline if budget == 0 else deadline.part(1 - ONE_BATCH_SHARE)
-        examination = Examination(report, train, val, tell, rebuild, within)
+    with no_trace(torch.device("cpu")), kept(*each({"train": train, "val": val}).values()):
+        examination = Examination(report, train, val, tell, deadline)
         examination.original = task
         examination.validate_every = plan.get("validate_every")
         try:
-            _run(examination, copied_task(task), plugins, settings, plan.get("seed"))
+            _run(examination, copied_task(task), plugins, settings)
             patient = examination.patient
             if patient is not None and not report.skipped.get("the run"):
                 patient.make = functools.partial(copied_task, task)
-                examination.probe(LAST, within.part(LAST_SHARE))
-            if patient is None or report.skipped.get("the run"):
-                report.skipped["learning one batch"] = "training ended with an error"
-            elif budget == 0:
-                report.skipped["learning one batch"] = "no updates on it were asked for"
-            else:
-                learn(patient, patient.make, plugins, settings, budget or ONE_BATCH, report, deadline, tell)
+                examination.probe(LAST, deadline.part(LAST_SHARE))
         finally:
             _sort(report, task.expected)
             report.seconds = deadline.spent
@@ -131,12 +117,12 @@ def doctor(
     return report
 
 
-def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
+def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any) -> None:
     """A short run of the user's own stack, with the examination in it."""
     report = examination.report
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        _fit(examination, task, plugins, settings, seed)
+        _fit(examination, task, plugins, settings)
     known = {finding.name for finding in report.findings} | NOT_REPEATED
     for item in said:
         name, text = getattr(item.message, "finding", ""), str(item.message)
@@ -146,12 +132,11 @@ def _run(examination: Examination, task: TaskModule, plugins: Plugins, settings:
             report.findings.append(replace(found, level="warning") if found.level == "error" else found)
 
 
-def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any, seed: int | None) -> None:
+def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings: Any) -> None:
     report, (train, val) = examination.report, examination.given
     try:
         trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
         examination.plugins = list(trainer.stack)
-        report.readiness = readiness(trainer.stack, val is not None, seed)
         for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
             trainer.stack.remove(plugin.name)
         trainer.stack.add(examination)
@@ -169,9 +154,7 @@ def _fit(examination: Examination, task: TaskModule, plugins: Plugins, settings:
 class Examination(Plugin):
     """Runs the probes inside a short run, which has the device, the optimizers and the plan."""
 
-    def __init__(
-        self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any, deadline: Deadline | None = None
-    ):
+    def __init__(self, report: DoctorReport, train: Any, val: Any, tell: Any, deadline: Deadline | None = None):
         super().__init__()
         self.deadline = deadline or Deadline()
         self.name = "forge_doctor.examination"
@@ -180,7 +163,7 @@ class Examination(Plugin):
             for label, entry in offered().items()
         }
         self.last_probes, self.updates = AFTER, UPDATES
-        self.report, self.tell, self.rebuild = report, tell, rebuild
+        self.report, self.tell = report, tell
         self.given = by_name(train, "train"), by_name(val, "val")  # as the Trainer serves them
         if isinstance(self.given[1], dict) and len(self.given[1]) > 1:
             others = f"val {', '.join(list(self.given[1])[1:])}"
@@ -201,7 +184,6 @@ class Examination(Plugin):
         with suppress(Exception):  # before anything is read: reading itself may change the data
             self.report.findings.extend(serving.changed(each(dict(zip(("train", "val"), self.given, strict=True)))))
         self.patient = admitted(trainer, *self.given, self.deadline)
-        self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
         self.patient.original, self.patient.validate_every = self.original, self.validate_every
         with no_trace(trainer.env.device):
@@ -216,7 +198,6 @@ class Examination(Plugin):
         self._weights = copied(self.patient.task)
         self.patient.track = motion.Track()
         self.patient.track.note(trainer.task)
-        self.patient.buffers_before = {path: b.detach().clone() for path, b in trainer.task.named_buffers()}
 
     def probe(
         self,
@@ -312,16 +293,18 @@ class Examination(Plugin):
             return
         with no_trace(trainer.env.device):
             self.probe(self.last_probes, self.deadline.part(AFTER_SHARE))
-            with suppress(Exception):  # a step that takes no single samples
-                self.report.worst = worst_samples(patient)
         self.report.findings.extend(self._holdings.found(patient.task))
         now = fingerprint_hidden(trainer)
         paths = {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
         changed = [path for path in sorted(paths) if path.startswith("task") and not is_a_librarys(trainer, path)]
-        if changed:
-            begins = "changes during training and is in no checkpoint: a resumed run begins with its first value."
-            text = f"{', '.join(changed[:4])} {begins}"
-            self.report.findings.append(Finding("state_not_saved", text, changed[0], {"attributes": changed[:8]}))
+        with no_trace(trainer.env.device):
+            patient.begin(Deadline())
+            if changed and matters(patient):
+                text = (
+                    f"{', '.join(changed[:4])} changes during training and is in no checkpoint: a resumed run begins "
+                    "with its first value, and a step says something else with it."
+                )
+                self.report.findings.append(Finding("state_not_saved", text, changed[0], {"attributes": changed[:8]}))
 
 
 class TimedPatient(Patient):

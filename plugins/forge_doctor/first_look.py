@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +23,14 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.first_batch import is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
-from forge.snapshot.copies import without_hooks
 from forge.torch_internals import profiler_enabled, pytree
-from forge_doctor import beside, in_fit
-from forge_doctor.experiments import equivariance, influence, lossy, motion, reachable, reading, stages, values
+from forge_doctor import in_fit
+from forge_doctor.experiments import motion, values
 from forge_doctor.findings import Finding
-from forge_doctor.outside import step_reaches_outside
-from forge_doctor.patient import Patient, copied, like, loss_of, no_trace, rows, tensors
+from forge_doctor.kept_graphs import KeptGraphs
+from forge_doctor.patient import Patient, copied, loss_of, rows, tensors
 from forge_doctor.probes import aliases, class_labels, data, graph, losses, measures, serving, start
-from forge_doctor.stalled import StallWatch
-from forge_doctor.watch import StepWatch
+from forge_doctor.watch import ActivationWatch, StepWatch, first_input, gradient_sizes
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -43,15 +41,14 @@ logger = logging.getLogger("forge")
 LOOKS = 4
 """Micro-batches of each optimizer that are looked at."""
 SMALL = 3_000_000
-"""Numbers in a task's weights, and in a batch, up to which modules run again on a copy."""
+"""Numbers in a task's weights, and in a batch, up to which they are kept, and their values read."""
 FEWEST = 12
 """Samples of a batch by which modules and data are judged."""
 LAZY = "layers get their sizes from this batch"
 SAMPLES = 2000
 """Samples of a dataset in memory that are looked at."""
-MOST_NOTES = 3
-"""Notes that a run in a script shows at its end."""
-
+ENOUGH, FALLEN = 100, 0.02
+"""Updates after which a loss should have fallen, and by which share."""
 
 FIRST_STEP = (
     *(losses.inputs, losses.weights, start.layers, start.optimizer),
@@ -61,29 +58,11 @@ FIRST_STEP = (
     in_fit.class_targets,
 )
 """Probes of the first step and of the plan."""
-STEP_AGAIN = (
-    *(
-        lossy.steps,
-        equivariance.samples,
-        equivariance.cropped,
-        influence.weights,
-        influence.unread,
-        influence.inputs,
-        reading.leads,
-        reading.errors,
-    ),
-    *(reading.endless, reachable.bounds, equivariance.answers_seen, influence.slices, values.in_step, values.layout),
-)
-"""Experiments that run the step again, on a copy."""
-VALIDATION_AGAIN = (*(stages.drawn, lossy.steps, reachable.metrics, equivariance.samples, stages.best_at_first),)
-"""Experiments that run the validation step again, on a copy."""
-SECONDS = 1.0
-"""Of the processor, that experiments of the first update, and of the first validation, may take."""
 FIRST_UPDATES = (
-    *(start.equal_rows, start.activations, losses.reduction, motion.rates, motion.losses),
+    *(start.equal_rows, start.activations, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.splits),
     *(class_labels.labels, serving.noise, motion.gradients),
-    *(values.unseen, values.giveaway),
+    *(values.unseen, values.layout),
 )
 """Probes after a few updates, and of the samples up to there."""
 
@@ -93,37 +72,25 @@ class Unseen(Exception):
 
 
 class Observed(Patient):
-    """A patient whose first step is that of its fit. `twin`: a copy of a small task, on which steps may run."""
+    """A patient whose steps are those of its fit: none runs for it, and no sample is read."""
 
     reads = False
-    twin: TaskModule | None = None
     in_memory: bool
     "Whether the samples are those of tensors in memory, rather than of the first batches."
     epoch: int = 0
     "The epoch of the first step, of which the samples are."
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.twin is None:
-            raise Unseen
-        return super().run(*args, **kwargs)
+        raise Unseen
 
     def clone(self) -> TaskModule:
-        """Return a copy without the hooks of others: they would count its runs."""
-        if self.twin is None:
-            raise Unseen
-        twin = copy.deepcopy(self.twin)
-        twin.trainer = self.trainer
-        return twin
+        raise Unseen
 
-    def take_twin(self) -> None:
-        """Copy the task as it is now, where its step reaches nothing outside."""
-        if not step_reaches_outside(self.task, "training_step", "validation_step", "evaluation_end"):
-            with suppress(Exception):  # it holds a graph, or what cannot be copied
-                self.twin = like(without_hooks(self.task), self.task)
+    fresh = clone
 
-    def drop_twin(self) -> None:
-        self.twin = None
-        self.held.clear()
+    def note(self, **facts: Any) -> None:
+        """Take what the fit's own steps showed for what an examination would run steps for."""
+        vars(self).update(facts)
 
 
 @dataclass
@@ -135,36 +102,26 @@ class Look:
     loss: Tensor
     watch: StepWatch
     traces: graph.Traces | None
+    activity: list[tuple[str, str, Tensor]]
+    first_input: tuple[str, Tensor] | None
 
 
 class FirstLook(Plugin):
     """Look at the first updates of a fit, and warn of mistakes that raise no error.
 
-    The calls, the graph, the batch and the weights of the fit's own steps are looked at, and judged once an update is
-    over. The steps of a small task run a few more times, on a copy without anybody's hooks, with every generator
-    restored. After the first updates, and the first batch of the first validation, nothing is
-    left of it but a thread: it says once where a single process is that has long made no progress, in a step or in its
-    data. `forge doctor` looks at more, and takes longer::
+    What the fit's own steps compute is looked at: the calls of torch's functions, the graph of the loss, the batch, the
+    gradients and the weights. No step runs for it, nothing of yours is called or copied, and no process, thread or file
+    is made. After the first updates and the first validation it is called at logs alone, on a CPU: a mark in the graph
+    of one step of each interval tells whether graphs are kept. Where the loss of a run has not fallen at its end, one
+    line says so. `forge doctor` makes experiments as well, and names more::
 
         forge fit quickstart -p first_look
-        forge fit quickstart -p first_look first_look.stalled=600
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config:
-        stalled: float = 60.0
-        "Seconds without an update, far more than any took, after which the main thread's stack is shown. 0: never."
-        beside: bool = True
-        "Whether the doctor examines a copy of this process while the run goes on, and the run tells what it finds."
-
-    config: Config
     observer = True
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._stall: StallWatch | None = None
-        self._beside: beside.Beside | None = None
-        self._notes: list[Finding] = []
+    def __init__(self) -> None:
+        super().__init__()
         self._begin()
 
     def _begin(self) -> None:
@@ -174,6 +131,7 @@ class FirstLook(Plugin):
         self._counts: dict[str | None, int] = {}
         self._patient: Observed | None = None
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._gradients: list[tuple[str, float]] = []
         self._reads = False
         self._served: list[Tensor] = []
         "The first tensor of each batch whose samples were kept; they are small, and on the host."
@@ -181,49 +139,33 @@ class FirstLook(Plugin):
         self._looks = self._evaluates = False
         self._finite: in_fit.FiniteWatch | None = None
         self._holdings, self._updates = in_fit.Holdings(), 0
-
-    @hookimpl
-    def forge_configure(self, trainer: Run) -> None:
-        """Have the doctor examine a copy of this process, before anything of this run is made."""
-        self._end_examination()
-        if trainer.verb == "fit" and self.config.beside:
-            reason = beside.why_not(trainer)
-            if not reason:
-                self._beside = beside.Beside(trainer, functools.partial(self._told, trainer))
-            logger.debug("The doctor does not look on: %s.", reason)
-
-    def _told(self, trainer: Run, finding: Finding) -> None:
-        """Log what was found beside the run; in a thread, where a filter of the main one could swallow a warning."""
-        if finding.level == "note":
-            logger.info("Worth a look: %s", as_warning(finding))
-            self._notes += [] if logger.isEnabledFor(logging.INFO) else [finding]
-        elif finding.name not in trainer.said:
-            trainer.said.add(finding.name)
-            logger.warning("%s", as_warning(finding), extra={"finding": finding.name})
-
-    def _end_examination(self) -> None:
-        if self._beside is not None:
-            self._beside.end()
-            self._beside = None
-        for note in self._notes[:MOST_NOTES]:  # in a script nobody has asked for the log
-            print(f"Worth a look: {as_warning(note)}", file=sys.stderr)
-        self._notes.clear()
+        self._kept, self._marked_at = KeptGraphs(), 0
+        self._began: float | None = None
+        "The mean loss of the first steps."
 
     @hookimpl
     def forge_start(self, trainer: Run) -> None:
         self._begin()
         self._looks = self._evaluates = trainer.verb == "fit"
         if not self._looks:
-            trainer.switch_hooks(self, "forge_forward", "forge_step_end", "forge_evaluate", on=False)
-        elif self.config.stalled > 0 and trainer.env.world == 1:
-            self._stall = StallWatch(trainer, self.config.stalled)
+            off = ("forge_forward", "forge_optimizer_step", "forge_step_end", "forge_evaluate")
+            trainer.switch_hooks(self, *off, on=False)
+        elif not is_on_host(trainer):
+            trainer.switch_hooks(self, "forge_optimizer_step", on=False)
 
     @hookimpl
-    def forge_end(self) -> None:
-        self._end_examination()
-        if self._stall is not None:
-            self._stall.stop()
-            self._stall = None
+    def forge_end(self, trainer: Run) -> None:
+        """Say where a loss has not fallen, and what looks for causes."""
+        ended = trainer.metrics.get("train/loss")
+        began, self._began = self._began, None
+        if began is None or not isinstance(ended, float) or trainer.progress.update < ENOUGH:
+            return
+        if not ended < began - FALLEN * abs(began):
+            logger.warning(
+                "The training loss was %.4g in the first updates, and is %.4g after %d. If it should have fallen, "
+                "`forge doctor` looks for the cause by experiments.",
+                *(began, ended, trainer.progress.update),
+            )
 
     def due(self, step: Step) -> bool:
         return self._looks
@@ -234,28 +176,56 @@ class FirstLook(Plugin):
         if step.stage != "train":
             return (yield from self._evaluated(step, batch))
         if step.name in self.done or not step.recording or self._is_left_out(step):
-            return (yield)
+            output = yield
+            self._mark(step, output)
+            return output
         trainer, task = step.trainer, step.trainer.task
         is_first = self._patient is None and not self.waiting
         with saying(trainer.said):
             graphs = self._graphs = self._graphs or graph.Graphs(task)
             small = is_small(trainer, batch)
             traces = graph.Traces(task, batch, cheaply=True) if is_first else None
-            watch = StepWatch(batch_size(batch))
+            watch, activity = StepWatch(batch_size(batch)), ActivationWatch()
             with ExitStack() as looks:
                 looks.enter_context(graphs.watching())
                 if is_first:
                     looks.enter_context(watch)
+                given = looks.enter_context(first_input(task)) if small and is_first else []
+                looks.enter_context(activity)
                 output = yield
-            loss = loss_of(output)
+            loss = loss_of(output) if has_loss(output) else None
             if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
                 attempt(lambda: graphs.add(loss, batch))
+                if is_first:
+                    attempt(lambda: self._kept.put(loss))
                 if traces is not None and not attempt(traces.look_again):
                     traces = None
-                self.waiting.append(Look(step.name, batch, loss, watch, traces))
+                first = next(iter(given), None)
+                self.waiting.append(Look(step.name, batch, loss, watch, traces, activity.found, first))
                 if not small:  # its scores may be the largest tensors of the step
                     self.judge(step)
             return output
+
+    def _mark(self, step: Step, output: Any) -> None:
+        """Mark the graph of the first step after a log, and look at no other."""
+        if self._looks or not step.recording:
+            return
+        if self._patient is not None and has_loss(output):
+            attempt(lambda: self._kept.put(loss_of(output)))
+            self._marked_at = step.index
+        step.trainer.switch_hooks(self, "forge_forward", on=False)
+
+    @hookimpl
+    def forge_log(self, trainer: Run) -> None:
+        """See whether graphs of past intervals live, and have the next step marked."""
+        if self._patient is None or self._looks or not is_on_host(trainer):
+            return
+        if trainer.progress.update - self._marked_at < trainer.log_every:  # of a validation, or of the user's
+            return
+        with saying(trainer.said):
+            self._tell(trainer, [self._kept.found])
+        if trainer.progress.update < (trainer.planned_updates or math.inf):
+            trainer.switch_hooks(self, "forge_forward", on=True)
 
     def _is_left_out(self, step: Step) -> bool:
         """Count a micro-batch, and return whether it is not looked at."""
@@ -267,13 +237,21 @@ class FirstLook(Plugin):
             logger.debug("The first look at the steps is left out: %s.", reason)
         return bool(reason)
 
+    @hookimpl(wrapper=True)
+    def forge_optimizer_step(self, step: Step) -> Generator[None, Any, Any]:
+        """Note the gradients of the first update."""
+        if self.waiting and is_small(step.trainer, self.waiting[0].batch):
+            attempt(lambda: self._gradients.extend(gradient_sizes(step.trainer.task)))
+            step.trainer.switch_hooks(self, "forge_optimizer_step", on=False)
+        return (yield)
+
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
         if self.waiting:
             self.judge(step)
         if self._looks and not self.waiting and self.done >= set(step.trainer.optimizers):
             self._looks = False
-            step.trainer.switch_hooks(self, "forge_forward", on=False)
+            step.trainer.switch_hooks(self, "forge_forward", "forge_optimizer_step", on=False)
         self._count(step)
 
     def _count(self, step: Step) -> None:
@@ -284,7 +262,7 @@ class FirstLook(Plugin):
             attempt(lambda: self._holdings.look(task))
             if self._updates == in_fit.LOOKS[-1]:
                 with saying(step.trainer.said):
-                    self._tell(step.trainer, [lambda: self._holdings.found(task)], draws=False)
+                    self._tell(step.trainer, [lambda: self._holdings.found(task)])
         if self._updates >= in_fit.LOOKS[-1] and not self._looks:
             step.trainer.switch_hooks(self, "forge_step_end", on=False)
 
@@ -298,7 +276,7 @@ class FirstLook(Plugin):
             result = yield
             if self._finite is not None and self._finite.flags:
                 with saying(trainer.said):
-                    self._tell(trainer, [functools.partial(self._finite.found, stage)], draws=False)
+                    self._tell(trainer, [functools.partial(self._finite.found, stage)])
             return result
         finally:
             self._evaluates, self._finite = False, None
@@ -318,34 +296,25 @@ class FirstLook(Plugin):
                     self._patient = self._judged(step, look, small)
                 elif small and on_host:  # nothing after the first update waits for an accelerator
                     self._patient.losses.append(float(look.loss.detach()))
+                if look.name == self._patient.names[0]:
+                    self._patient.activity.append(look.activity)
                 self._keep(look, self._patient, small and on_host and is_telling(look.batch), step.epoch)
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
-                self._tell(step.trainer, self._at_last(self._patient, on_host and self._reads), draws=on_host)
+                self._tell(step.trainer, self._at_last(self._patient, on_host and self._reads))
+                self._began = mean(self._patient.losses) if self._patient.names == [None] else None
 
     def _judged(self, step: Step, look: Look, small: bool) -> Observed:
         """Judge the first step, and return what the next looks add to."""
-        with no_trace(step.trainer.env.device):
-            patient = observed(step.trainer, look)
-            patient.epoch = step.epoch
+        patient = observed(step.trainer, look)
+        patient.epoch = step.epoch
         own: list[Any] = [look.traces.found] if look.traces is not None else []
         self._tell(step.trainer, [*own, *(functools.partial(probe, patient) for probe in FIRST_STEP)])
-        if small and is_on_host(step.trainer) and is_telling(look.batch):
-            self._tell(step.trainer, self._experiments(patient, STEP_AGAIN))
         look.watch.settle()
         if not small:
             patient.batches.clear()
             look.watch.losses.clear()
         return patient
-
-    def _experiments(self, patient: Observed, experiments: Any) -> Iterator[Any]:
-        """Experiments on a copy of the task, one after another while there is time."""
-        patient.take_twin()
-        began = time.process_time()
-        for experiment in experiments:
-            if patient.twin is not None and time.process_time() - began < SECONDS:
-                yield functools.partial(experiment, patient)
-        patient.drop_twin()
 
     def _keep(self, look: Look, patient: Observed, reads: bool, epoch: int) -> None:
         """Keep of a look what the last judgement needs."""
@@ -373,10 +342,6 @@ class FirstLook(Plugin):
             seen = [traces.found] if attempt(traces.look_again) else []
             modes = functools.partial(graph.on_in_validation, awake)
             self._tell(step.trainer, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
-            if is_small(trainer, batch) and is_on_host(trainer) and is_telling(batch):
-                kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
-                patient = Observed(task, trainer, None, None, [kept], [kept])
-                self._tell(step.trainer, self._experiments(patient, VALIDATION_AGAIN))
         return output
 
     def _add_finite(self, batch: Any, output: Any) -> None:
@@ -409,16 +374,15 @@ class FirstLook(Plugin):
             yield graphs.unregistered
             yield lambda: graphs.unreached(graph.trained(patient))
         if reads:
-            patient.take_twin()
+            patient.note(gradient_sizes=self._gradients)
             for probe in FIRST_UPDATES:
                 yield functools.partial(probe, patient)
             self._weights = (-1, {})
-            patient.drop_twin()
 
-    def _tell(self, trainer: Run, probes: Any, draws: bool = True) -> None:
-        """Run probes, and warn of what they find. A probe must not fail. `draws`: they may draw random numbers."""
+    def _tell(self, trainer: Run, probes: Any) -> None:
+        """Run probes, and warn of what they find. A probe must not fail."""
         found = list[Finding]()
-        with no_trace(trainer.env.device) if draws else nullcontext():
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
             for probe in probes:
                 try:
                     found.extend(probe())
@@ -429,6 +393,11 @@ class FirstLook(Plugin):
         for finding in found:
             if finding.level != "note":
                 warn_of(type(trainer.task).training_step, as_warning(finding), finding.name)
+
+
+def has_loss(output: Any) -> bool:
+    """Whether a step returned a loss; the check of what it returned says so where it did not."""
+    return not isinstance(output, Mapping) or "loss" in output
 
 
 def attempt(look: Callable[[], Any]) -> bool:
@@ -488,9 +457,9 @@ def observed(trainer: Run, look: Look) -> Observed:
     kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, look.batch)
     patient = Observed(trainer.task, trainer, train, trainer.given_loaders.get("val"), [kept], [])
     patient.plugins = list(trainer.stack)
-    patient.headroom = start.headroom(trainer)
+    patient.headroom = start.headroom(trainer, reads=False)
     patient.losses.append(float(look.loss.detach()))
-    vars(patient)["watched"] = look.watch
+    patient.note(watched=look.watch, first_input=look.first_input, activity=[])
     patient.samples = samples(train)
     patient.in_memory = bool(patient.samples)
     patient.val_samples = samples(patient.val) if patient.in_memory else []

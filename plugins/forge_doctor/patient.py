@@ -22,7 +22,7 @@ from forge.errors import TaskError
 from forge.rng import RNGState, reseed
 from forge.torch_internals import pytree
 from forge_doctor.deadline import Deadline
-from forge_doctor.watch import StepWatch
+from forge_doctor.watch import ActivationWatch, StepWatch, first_input, gradient_sizes
 
 SEED = 20
 """With which each step of a probe begins, so that two of them draw the same numbers."""
@@ -61,8 +61,6 @@ class Patient:
     samples: list[tuple[Tensor, ...]] = field(default_factory=list)
     "Training samples one by one, on the CPU, in the order in which they are served; at most 3,000."
     val_samples: list[tuple[Tensor, ...]] = field(default_factory=list)
-    rebuild: Any = None
-    "A function that makes another loader of train; None if there is no such function."
     original: TaskModule | None = None
     "The user's own task, where `task` is a copy: copies lose shared memory and attributes of parameters."
     validate_every: str | None = None
@@ -83,8 +81,6 @@ class Patient:
     "Of the planned run, those included that the examination leaves out."
     make: Any = None
     "A function that makes another copy of the user's own task."
-    buffers_before: dict[str, Tensor] = field(default_factory=dict)
-    "The buffers of the untrained task."
     directions: dict[str, str] = field(default_factory=dict)
     "Which way metrics go as answers get better, by experiment: max or min."
     track: Any = None
@@ -221,6 +217,30 @@ class Patient:
             for name in self.names:
                 self.run(self.clone(), self.batches[0], name=name)
         return watch
+
+    @cached_property
+    def first_input(self) -> tuple[str, Tensor] | None:
+        """The first layer with a matrix that the first step calls, and what it is given."""
+        task = self.clone()
+        with torch.no_grad(), first_input(task) as seen:
+            self.loss(task, self.batches[0])
+        return next(iter(seen), None)
+
+    @cached_property
+    def activity(self) -> list[list[tuple[str, str, Tensor]]]:
+        """What an `ActivationWatch` notes in the first steps."""
+        task, rounds = self.clone(), list[list[tuple[str, str, Tensor]]]()
+        for batch in self.batches[:3]:
+            with torch.no_grad(), ActivationWatch() as watch:
+                self.run(task, batch)
+            rounds.append(watch.found)
+        return rounds
+
+    @cached_property
+    def gradient_sizes(self) -> list[tuple[str, float]]:
+        """The size of each matrix's gradient against its own, in a step."""
+        self.loss(task := self.clone(), self.batches[0]).backward()
+        return gradient_sizes(task)
 
     @cached_property
     def labels(self) -> Tensor | None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import io
-import itertools
-import math
 import textwrap
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from forge.util import show
-from forge_doctor.areas import by_area
 from forge_doctor.findings import Finding
 
 if TYPE_CHECKING:
-    from forge_doctor.report import Curve, DoctorReport
+    from forge_doctor.report import DoctorReport
 
-BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 50
-"""Columns of a curve."""
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
 
@@ -48,13 +40,6 @@ def print_page(
     if report.silenced:
         names = ", ".join(sorted({finding.name for finding in report.silenced}))
         console.print(Text(f"Expected by the task, and so not counted: {names}."))
-    for sample in report.worst:
-        text = f"sample {sample['sample']} of the first batch has a loss of {sample['loss']:.4g}, the median is "
-        console.print(Text(f"{text}{sample['median']:.4g}:", style="bold"))
-        console.print(Text(f"{sample['shown']}\n", style="dim"))
-    if report.one_batch is not None:
-        _print_curve(report.one_batch, console)
-    _print_readiness(report, console)
     _print_good(report, console, every)
     if not every:
         console.print(Text(hint, style="dim"))
@@ -65,63 +50,10 @@ def print_page(
         console.print(Text(f"Not examined, {why}: {', '.join(left_out)}", style="dim"))
 
 
-def _print_curve(curve: Curve, console: Console) -> None:
-    """The losses of one batch as a row of bars, from the lowest to the highest; `chance` marks that level."""
-    console.print(Text("One batch, trained on again and again", style="bold"))
-    bars = drawn(curve.losses, curve.floor)
-    console.print(Text.assemble("  ", (bars, "cyan"), f"  {curve.start:.4g} to {curve.reached:.4g}"))
-    if curve.chance is not None:
-        bar = drawn([curve.start, curve.chance, *curve.losses], curve.floor, width=None)[1]
-        console.print(Text.assemble("  ", (bar * len(bars), "dim"), f"  chance, {curve.chance:.4g}"))
-    console.print(_indented(curve.verdict, console), soft_wrap=True)
-    console.print()
-
-
-def drawn(losses: list[float], floor: float | None, width: int | None = WIDTH) -> str:
-    """Losses as bars of eight heights; of many, the mean of each part."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if not finite:
-        return ""
-    low = min(finite) if floor is None else min(floor, *finite)
-    high = max(finite)
-    count = min(width or len(finite), len(finite))
-    edges = [round(i * len(finite) / count) for i in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    return "".join(BARS[round((mean - low) / max(high - low, 1e-12) * (len(BARS) - 1))] for mean in means)
-
-
 def _print_good(report: DoctorReport, console: Console, every: bool) -> None:
-    """A line for each area: as many names as it holds, or all of them on several lines."""
-    count = len(report.good)
-    console.print(Text(f"\nFound good: {count} checks in {report.seconds:.0f} s", style="bold"))
-    areas = by_area(report.good)
-    indent = max(map(len, areas), default=0) + 4
-    width = max(40, console.width - indent)
-    for area, names in areas.items():
-        lines = textwrap.wrap(", ".join(names), width) if every else [_shortened(names, width)]
-        console.print(Text.assemble(f"  {area}".ljust(indent), (f"\n{' ' * indent}".join(lines), "dim")))
-
-
-def _shortened(names: list[str], width: int) -> str:
-    """As many names as fit on a line, and the number of the others."""
-    for shown in range(len(names), 1, -1):
-        rest = len(names) - shown
-        line = ", ".join(names[:shown]) + (f" and {rest} more" if rest else "")
-        if len(line) <= width:
-            return line
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _print_readiness(report: DoctorReport, console: Console) -> None:
-    if not report.readiness:
-        return
-    console.print(Text("Ready for a long run?", style="bold"))
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for item in report.readiness:
-        grid.add_row(
-            Text("yes", "green") if item.is_on else Text("no", "yellow"), Text(f"{item.what}: {item.evidence}")
-        )
-    console.print(Padding.indent(grid, 2))
+    console.print(Text(f"\nFound good: {len(report.good)} checks in {report.seconds:.0f} s", style="bold"))
+    if every:
+        console.print(_indented(", ".join(report.good), console, "dim"), soft_wrap=True)
 
 
 def _print_finding(finding: Finding, console: Console) -> None:

@@ -62,7 +62,7 @@ def checks(target: Sequence[str], tell: Callable[[str], object]) -> Iterator[Che
 
 
 def examined(words: list[str]) -> Iterator[Check]:
-    """Yield what a quick examination finds, and what the plan has of what a long run needs."""
+    """Yield what a quick examination finds."""
     what, ended = "mistakes that raise no error", forge([*words, "--json"])
     try:
         said = json.loads(ended.out)
@@ -74,10 +74,6 @@ def examined(words: list[str]) -> Iterator[Check]:
         yield Check(what, finding["level"], f"{finding['name']}: {finding['message']}", command(words))
     if not loud:
         yield Check(what, "good", f"none found in {said['seconds']:.0f} s", command(words))
-    for item in said["readiness"]:
-        is_on = item["is_on"]
-        told = item["evidence"] if is_on else f"{item['evidence']}. {item['why']}"
-        yield Check(item["what"], "good" if is_on else item["missing"], told)
 
 
 def planned(out: str) -> str:

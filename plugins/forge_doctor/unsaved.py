@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from forge.contract.run import Run
 from forge.snapshot.evidence import unsaved
 from forge.util.walk import is_librarys
+from forge_doctor.patient import Patient, copied_task, like, numbers
 
 
 def fingerprint_hidden(trainer: Run) -> dict[str, str]:
@@ -18,6 +20,22 @@ def fingerprint_hidden(trainer: Run) -> dict[str, str]:
     left_out = tuple(saved_attributes(trainer.task))
     found = ((path, value) for path, value in unsaved(trainer) if path.startswith("task.") and " (" not in path)
     return {path: value for path, value in found if not path.startswith(left_out)}
+
+
+def matters(patient: Patient) -> bool:
+    """Whether a step says something else where the task has its first attributes, as in a run that is resumed."""
+    if patient.original is None:
+        return True
+    used, resumed = patient.clone(), like(copied_task(patient.original).to(patient.device), patient.task)
+    resumed.load_state_dict(used.state_dict())
+    resumed.trainer = patient.trainer
+    for stage, batches in patient.stages:
+        for name in patient.names if stage == "train" else [None]:
+            given = [copy.deepcopy(batches[0]) for _ in range(2)]
+            said = [numbers(patient.run(task, x, stage, name)) for task, x in zip((used, resumed), given, strict=True)]
+            if any(said[0][key] != said[1].get(key) for key in said[0] if said[0][key] == said[0][key]):
+                return True
+    return False
 
 
 def saved_attributes(task: nn.Module) -> Iterator[str]:

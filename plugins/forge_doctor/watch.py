@@ -1,16 +1,17 @@
-"""Watch the calls of torch's functions in a step: losses with their inputs, and operations that mix up dimensions."""
+"""Watch a step as it runs: losses with their inputs, mixed-up dimensions, activations, the first input."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from forge.diagnose.checks.user_line import users_frame
@@ -24,6 +25,7 @@ NAMES = (
     *("soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss", "multi_margin_loss"),
     *("multilabel_soft_margin_loss", "triplet_margin_loss", "ctc_loss"),
 )
+MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LOSSES = {getattr(F, name): name for name in NAMES}
 REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 PAIRWISE = {"sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "div"}
@@ -91,6 +93,63 @@ class CallWatch(TorchFunctionMode):
             return None
         finally:
             self._inside = False
+
+
+class ActivationWatch(CallWatch):
+    """Notes which units of each activation are 0 for all samples, or which share of its outputs is at its ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, Tensor]] = []
+        "The activation, its line, and what was noted, in the order of the calls."
+
+    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
+        kind = name.rstrip("_")
+        if kind not in ("relu", "sigmoid", "tanh") or not isinstance(result, Tensor):
+            return
+        if result.ndim > 1 and result.numel() > 64:
+            self.found.append((kind, where(), _at_rest(kind, result.detach())))
+
+
+def _at_rest(kind: str, output: Tensor) -> Tensor:
+    """Which units, channels of pictures or places of the last dimension, are 0; of other kinds the share at an end."""
+    if kind == "relu":
+        return (output <= 0).movedim(1 if output.ndim == 4 else -1, -1).flatten(0, -2).all(0)
+    ends = output.abs() > 0.99 if kind == "tanh" else (output < 0.01) | (output > 0.99)
+    return ends.float().mean()
+
+
+@contextmanager
+def first_input(task: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Note the first layer with a matrix that runs, and what it is given."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def note(path: str) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
+            if not seen and args and isinstance(args[0], Tensor):
+                seen.append((path, args[0].detach()))
+
+        return before
+
+    layers = [(path, module) for path, module in task.named_modules() if isinstance(module, MATRICES)]
+    handles = [module.register_forward_pre_hook(note(path)) for path, module in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradient_sizes(task: nn.Module) -> list[tuple[str, float]]:
+    """The size of each matrix's gradient against its own, by layer."""
+    found: list[tuple[str, float]] = []
+    for path, module in task.named_modules():
+        weight = getattr(module, "weight", None) if isinstance(module, MATRICES) else None
+        if isinstance(weight, Tensor) and weight.grad is not None and weight.requires_grad:
+            size = float(weight.detach().double().norm())
+            if size > 0:
+                found.append((path, float(weight.grad.double().norm()) / size))
+    return found
 
 
 class StepWatch(CallWatch):

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from forge_plugins.freeze import Freeze as Freeze
     from forge_plugins.fsdp import FSDP as FSDP
     from forge_plugins.fused_optimizer import FusedOptimizer as FusedOptimizer
-    from forge_plugins.goodput import Goodput as Goodput
     from forge_plugins.guard import Guard as Guard
     from forge_plugins.jsonl import JSONL as JSONL
-    from forge_plugins.ledger import Ledger as Ledger
     from forge_plugins.limit import Limit as Limit
     from forge_plugins.mlflow import Mlflow as Mlflow
     from forge_plugins.monitor import Monitor as Monitor
@@ -43,10 +41,10 @@ if TYPE_CHECKING:
     from forge_plugins.remat import Remat as Remat
     from forge_plugins.sam import SAM as SAM
     from forge_plugins.schedule import Schedule as Schedule
+    from forge_plugins.spans import Spans as Spans
     from forge_plugins.system import System as System
     from forge_plugins.tensor_parallel import TensorParallel as TensorParallel
     from forge_plugins.tensorboard import Tensorboard as Tensorboard
-    from forge_plugins.throughput import Throughput as Throughput
     from forge_plugins.validate_first import ValidateFirst as ValidateFirst
     from forge_plugins.wandb import Wandb as Wandb
 

@@ -76,7 +76,11 @@ class AMP(forge.Plugin):
 
     config: Config
     provides = ("autocast",)
-    cures = {"memory": "-p {name}, for activations in half precision", "dtypes": "-p {name}"}
+    cures = {
+        "memory": "-p {name}, for activations in half precision",
+        "compute": "-p {name}, for products in half precision",
+        "dtypes": "-p {name}",
+    }
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

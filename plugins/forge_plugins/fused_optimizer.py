@@ -40,6 +40,7 @@ class FusedOptimizer(forge.Plugin):
     """
 
     provides = ("fused_step",)
+    cures = {"host": "-p {name}, which updates all parameters in one call"}
     capturable = True
 
     def __init__(self) -> None:

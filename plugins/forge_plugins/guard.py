@@ -123,8 +123,13 @@ class Guard(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
-        if trainer.verb != "fit":
-            return
+        if trainer.verb == "fit":
+            self._prepare(trainer)
+        if self._flag is None:
+            trainer.switch_hooks(self, "forge_step_end", "forge_boundary", "forge_evaluate", on=False)
+
+    def _prepare(self, trainer: forge.Run) -> None:
+        """Decide how the updates of a fit are checked."""
         self._only_loss = gradients_are_scaled(trainer)
         self._buffers = moving_buffers(trainer.task)
         self._sharded = any(map(is_distributed, trainer.task.parameters()))
@@ -226,7 +231,7 @@ class Guard(forge.Plugin):
                 return total
             if self._sharded:
                 return total + sum(local(gradient).sum().item() for gradient in gradients(step))
-            for group in step.optimizer.param_groups:
+            for group in step.trainer.optimizers.entries[step.name].optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     if gradient is not None:

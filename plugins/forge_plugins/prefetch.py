@@ -32,6 +32,7 @@ class Prefetch(forge.Plugin):
 
     config: Config
     provides = ("prefetch",)
+    cures = {"transfer": "-p {name}, which copies the next batches while the device computes"}
     observer = True
     effects = ("reads_ahead",)
 

@@ -39,12 +39,6 @@ NAMES = {
         "What looks at a layer's output fails inside torch.func.",
         or_else=lambda: lambda tensor: False,
     ),
-    "saved_tensors_hooks": Internal(
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "step aside where a model forbids hooks on saved tensors",
-        "`throughput` cannot measure such a model's activations.",
-        or_else=lambda: lambda ignore: None,
-    ),
     "cuda_sleep": Internal(
         "torch.cuda._sleep",
         "measure how long a GPU works on an update",

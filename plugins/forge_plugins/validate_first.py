@@ -77,6 +77,8 @@ class ValidateFirst(forge.Plugin):
             self._due = self._due and trainer.validate_every is not None and "val" in trainer.loaders
         elif self._due and "val" not in trainer.loaders:
             raise StackError("validate_first is set, but this fit has no val loader. Pass one, or leave it out.")
+        if not self._due:
+            trainer.switch_hooks(self, "forge_train_step", on=False)
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
@@ -87,6 +89,7 @@ class ValidateFirst(forge.Plugin):
                 trainer.log_metrics(0, trainer.hooks.forge_evaluate(trainer, "val"))
             elif step.index == 0 and not any(map(is_lazy, trainer.task.parameters())):
                 self._try(trainer, self.config.batches or 1)
+            trainer.switch_hooks(self, "forge_train_step", on=False)
         return (yield)
 
     def _try(self, trainer: forge.Run, batches: int) -> None:

@@ -16,9 +16,9 @@ from forge import registry
 from forge.errors import ForgeError
 from forge.runs.trained_task import Source
 from forge_ship.engine import Engine, ExportError
-from forge_ship.export import ModuleEngine, Prepared, export, prepare
+from forge_ship.export import Prepared, export, prepare
 from forge_ship.interface import Deployed, with_batch
-from forge_ship.open_engine import open_file
+from forge_ship.open_engine import ModuleEngine, open_file
 
 DEFAULT = ("eager", "compile", "pt2", "aoti", "onnx")
 WARMUP, TURNS = 5, 10

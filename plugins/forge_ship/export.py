@@ -8,12 +8,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from forge import registry
 from forge.checkpoint.weights import describe_task
@@ -23,7 +21,7 @@ from forge.runs.trained_task import Source, data_of, find
 from forge.util.files import make_folder
 from forge_ship import card, verify
 from forge_ship import quantize as quantisation
-from forge_ship.engine import Engine, ExportError, Port
+from forge_ship.engine import ExportError, Port
 from forge_ship.export_formats import formats, module_of
 from forge_ship.export_formats.plan import Plan, quiet, traced
 from forge_ship.interface import Deployed, Interface, dynamic_axes, observe, ports_of, with_batch
@@ -159,7 +157,9 @@ def export(
     if prepared.interface.left_out:
         notes.append(f"left out, because they are no tensors: {', '.join(prepared.interface.left_out)}")
     notes += [
-        f"{each.name} is 0 everywhere: its comparison proves little" for each in verdict.outputs if not each.scale
+        f"{each.name} is 0 everywhere: its comparison proves little"
+        for each in verdict.outputs
+        if not any(call.outputs[each.name].any() for call in prepared.interface.calls)
     ]
     notes += filter(None, [verdict.metric_note, verdict.structure_note, prepared.note])
     return Export(file, made, notes)
@@ -301,26 +301,23 @@ def _verify(
     max_drop: float | None,
     libraries: Sequence[str],
 ) -> verify.ExportVerdict:
-    """Run the file in a fresh process; compare outputs and metrics."""
-    model_file = written if not hasattr(format, "model_in") else format.model_in(written)
-    runs_as = getattr(format, "RUNS_AS", to)
+    """Run the file in a fresh process, and compare outputs and metrics; of weights alone, the weights."""
     inputs, outputs = prepared.ports()
-    with Remote(runs_as, model_file, inputs, outputs, prepared.device, libraries) as remote:
-        weights_only = getattr(format, "WEIGHTS_ONLY", False)
-        engine: Engine = _weights_engine(remote, prepared) if weights_only else remote
+    with Remote(to, written, inputs, outputs, prepared.device, libraries) as remote:
+        if getattr(format, "WEIGHTS_ONLY", False):
+            return verify.compare_weights(remote.weights, prepared.source.task, format.TOLERANCE)
         verdict = verify.compare_outputs(
-            engine,
+            remote,
             plan.model,
             prepared.interface,
             prepared.axes,
             _tolerance(format.TOLERANCE, prepared.device, quantize),
             prepared.device,
             plan.limits,
-            # weights are compared bit for bit: a validation may take other kernels, as torch's attention does
-            recorded=quantize is None and not weights_only,
+            is_recorded=quantize is None,
         )
         task, interface = prepared.source.task, prepared.interface
-        verify.compare_metrics(verdict, task, interface, engine, prepared.loader, prepared.device, prepared.batches)
+        verify.compare_metrics(verdict, task, interface, remote, prepared.loader, prepared.device, prepared.batches)
         if getattr(format, "STRUCTURED", False):
             verdict.structure_note = verify.compare_structure(
                 remote.returned, interface.returns, interface.output_names
@@ -338,29 +335,11 @@ def _tolerance(tolerance: float, device: str, quantize: str | None) -> float:
     return max(tolerance, least)
 
 
-def _weights_engine(remote: Remote, prepared: Prepared) -> Engine:
-    """An engine of the task's code, with the weights that a fresh process has read."""
-    fresh = Deployed(verify.with_weights(prepared.source.task, remote.tensors()), prepared.interface).eval()
-    return ModuleEngine(fresh, *prepared.ports(), prepared.device)
-
-
-class ModuleEngine:
-    """A module as an engine, in this process."""
-
-    def __init__(self, module: Callable[..., Any], inputs: Sequence[Port], outputs: Sequence[Port], device: str):
-        self.inputs, self.outputs, self._module, self._device = inputs, outputs, module, device
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = verify.run(self._module, inputs, self._device)
-        return {port.name: tensor.cpu() for port, tensor in zip(self.outputs, found, strict=True)}
-
-
 def _quantised(plan: Plan, kind: str, to: str, prepared: Prepared) -> tuple[Plan, str]:
     """Return a plan of the quantised model, and a note on where its ranges come from."""
     if getattr(module_of(to), "WEIGHTS_ONLY", False):
         raise ExportError(f"--quantize needs a format with a program, such as pt2 or onnx; {to} holds weights alone.")
-    runs_as = getattr(module_of(to), "RUNS_AS", to)
-    reason = quantisation.refusal(kind, plan.model, prepared.device, runs_as)
+    reason = quantisation.refusal(kind, plan.model, prepared.device, to)
     if reason is not None:
         raise ExportError(reason)
     traced(plan)  # finds what torch refuses, and the limits of dynamic axes
@@ -417,7 +396,7 @@ def _card(
         "libraries": libraries,
         "limits": {name: list(limits) for name, limits in plan.limits.items()},
         "files": {str(path.relative_to(folder)): card.hashed(path) for path in files},
-        "verification": verdict.as_dict() if verdict is not None else None,
+        "verification": asdict(verdict) if verdict is not None else None,
         "versions": card.versions(libraries),
     }
 

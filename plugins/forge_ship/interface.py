@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forge.contract.task import TaskModule, defines
 from forge.engine.trainer import Trainer
 from forge.errors import TaskError
+from forge.twin.compare import first_difference
 from forge_ship.engine import Engine, ExportError, Port
 from forge_ship.structure import Rebuild, flat, outputs_of, plain, structure_of, take_apart, take_call_apart
 
@@ -244,8 +245,7 @@ def without_labels(predict_step: Callable[..., Any], batch: Any, outputs: Any) -
     except Exception:
         return batch
     before = outputs_of(outputs)[0]
-    is_same = again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in before)
-    return bare if is_same else batch
+    return bare if first_difference(again, before) is None else batch
 
 
 @contextmanager

@@ -15,14 +15,26 @@ from forge.errors import ForgeError
 from forge.runs.trained_task import find
 from forge_ship import card
 from forge_ship.engine import Engine, ExportError, Port, check_inputs
-from forge_ship.export import ModuleEngine, loader_of, prepare
+from forge_ship.export import loader_of, prepare
 from forge_ship.export_formats import module_of
 from forge_ship.interface import Deployed
 from forge_ship.operators import import_libraries
 from forge_ship.structure import flat
+from forge_ship.verify import run
 
 BATCHES = 2
 """Validation batches that tell what a run's task takes."""
+
+
+class ModuleEngine:
+    """A module as an engine, in this process."""
+
+    def __init__(self, module: Callable[..., Any], inputs: Sequence[Port], outputs: Sequence[Port], device: str):
+        self.inputs, self.outputs, self._module, self._device = inputs, outputs, module, device
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = run(self._module, inputs, self._device)
+        return {port.name: tensor.cpu() for port, tensor in zip(self.outputs, found, strict=True)}
 
 
 class FileEngine:
@@ -74,14 +86,11 @@ def open_file(file: Path, device: str = "cpu") -> FileEngine:
     if getattr(module, "WEIGHTS_ONLY", False):
         raise ExportError(f"{file} holds weights alone, no program. Export to pt2 or onnx, or name the run folder.")
     read.check_hash()
-    model = module.model_in(file) if hasattr(module, "model_in") else file
     names = [port.name for port in read.inputs]
-    runs_as = getattr(module, "RUNS_AS", read.format)
-    opens = module_of(runs_as).open_file
     try:
         import_libraries(read.libraries)
-        with registry.blamed("format", runs_as, f"open {file.name}"):
-            run = opens(model, names, device)
+        with registry.blamed("format", read.format, f"open {file.name}"):
+            run = module.open_file(file, names, device)
     except Exception as error:
         why = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         raise ExportError(f"{file} cannot be loaded: {why}") from error

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.runs.directions import mode_of
+from forge.twin.compare import Distance, differences, first_difference, marks_of
 from forge_ship.engine import Engine, ExportError, shape_text
 from forge_ship.interface import Interface, computed_by, validate, with_batch
 from forge_ship.structure import flat
@@ -35,14 +35,11 @@ class OutputDifference:
     """How far an output of the export is from that of the task, over all batches."""
 
     name: str
-    dtype: str
+    tolerance: float
     largest: float = 0.0
     "The largest absolute difference; for integers the share of entries that differ."
     relative: float = 0.0
     "The largest difference relative to the largest entry of its batch."
-    tolerance: float = 0.0
-    scale: float = 0.0
-    "The largest entry of the task's output."
 
 
 @dataclass
@@ -58,9 +55,8 @@ class ExportVerdict:
     "The reason where the metric of the export was not measured."
     structure_note: str = ""
     "What the program returns, where it is not the task's structure."
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    weights: int = 0
+    "Tensors of a file of weights alone, each of which is the task's."
 
 
 def compare_outputs(
@@ -71,28 +67,40 @@ def compare_outputs(
     tolerance: float,
     device: str,
     limits: Mapping[str, tuple[int, int]],
-    recorded: bool = True,
+    is_recorded: bool = True,
 ) -> ExportVerdict:
     """Compare an export with `model` on the batches that the validation had and on batches of other sizes.
 
-    Where `recorded`, the outputs for the former are those that the validation itself saw.
+    Where `is_recorded`, the outputs for the former are those that the validation itself saw.
     """
-    verdict = ExportVerdict()
-    differences: dict[str, OutputDifference] = {}
+    verdict, sizes = ExportVerdict(), set()
+    known = {name: _allowed(name, output, tolerance) for name, output in interface.calls[0].outputs.items()}
     for inputs, outputs in _cases(interface, axes, limits):
-        expected = (
-            outputs
-            if outputs and recorded
-            else dict(zip(interface.output_names, run(model, inputs, device), strict=True))
-        )
-        found = _found(engine, inputs)
-        _compare(expected, found, tolerance, differences)
+        expected = outputs if outputs and is_recorded else dict(zip(known, run(model, inputs, device), strict=True))
+        for found in differences(marks_of(_found(engine, inputs)), marks_of(expected)):
+            _widen(known[found.path], found.distance)
         verdict.batches += 1
         rows = next(iter(inputs.values()))
-        verdict.sizes.append(rows.shape[0] if rows.dim() else 1)
-    verdict.sizes = sorted(set(verdict.sizes))
-    verdict.outputs = list(differences.values())
+        sizes.add(rows.shape[0] if rows.dim() else 1)
+    verdict.sizes, verdict.outputs = sorted(sizes), list(known.values())
     return verdict
+
+
+def _allowed(name: str, output: Tensor, tolerance: float) -> OutputDifference:
+    is_half = output.dtype in (torch.bfloat16, torch.float16)
+    return OutputDifference(name, max(tolerance, HALF) if is_half else tolerance)
+
+
+def _widen(seen: OutputDifference, distance: Distance) -> None:
+    """Note how far an output is; refuse it if that is too far."""
+    absolute = distance.relative if distance.absolute is None else distance.absolute
+    seen.largest, seen.relative = max(seen.largest, absolute), max(seen.relative, distance.relative)
+    if not distance.relative <= seen.tolerance:
+        of_it = f", {distance.relative:.3g} of the largest; {seen.tolerance:g} is allowed"
+        raise ExportMismatch(
+            f"The output {seen.name!r} of the export differs from the task's: {distance.text}"
+            f"{of_it if math.isfinite(distance.relative) else ''}."
+        )
 
 
 def _found(engine: Engine, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,49 +141,18 @@ def compare_structure(returned: Any, expected: Any, outputs: Sequence[str]) -> s
     return f"the format cannot hold what the task returns: its program returns a tuple of {', '.join(outputs)}"
 
 
-def _compare(
-    expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-    tolerance: float,
-    differences: dict[str, OutputDifference],
-) -> None:
-    for name, wanted in expected.items():
-        got, wanted = found[name].detach().cpu(), wanted.detach().cpu()
-        if got.shape != wanted.shape:
-            raise ExportMismatch(
-                f"The output {name!r} of the export has the shape {shape_text(got.shape)}; the task's has "
-                f"{shape_text(wanted.shape)}."
-            )
-        if got.dtype != wanted.dtype:
-            raise ExportMismatch(f"The output {name!r} of the export is {got.dtype}; the task's is {wanted.dtype}.")
-        seen = differences.setdefault(name, OutputDifference(name, str(wanted.dtype).removeprefix("torch.")))
-        seen.tolerance = max(tolerance, HALF) if wanted.dtype in (torch.bfloat16, torch.float16) else tolerance
-        _widen(seen, wanted, got)
-        if not seen.relative <= seen.tolerance:
-            raise ExportMismatch(
-                f"The output {name!r} of the export differs from the task's: by {seen.largest:.3g} at most, "
-                f"{seen.relative:.3g} relative to its largest entry; {seen.tolerance:g} is allowed."
-            )
-
-
-def _widen(seen: OutputDifference, wanted: Tensor, got: Tensor) -> None:
-    if not wanted.is_floating_point() and not wanted.is_complex():
-        share = (wanted != got).double().mean().item() if wanted.numel() else 0.0
-        seen.largest, seen.relative = max(seen.largest, share), max(seen.relative, share)
-        seen.scale = max(
-            seen.scale, float(wanted.abs().max()) if wanted.numel() and wanted.dtype != torch.bool else 1.0
-        )
-        return
-    wide = torch.complex128 if wanted.is_complex() else torch.float64
-    a, b = wanted.to(wide), got.to(wide)
-    finite = torch.isfinite(a)
-    if not torch.equal(finite, torch.isfinite(b)) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        seen.largest = seen.relative = math.inf
-        return
-    largest = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
-    scale = a[finite].abs().max().item() if finite.any() else 1.0
-    seen.largest, seen.scale = max(seen.largest, largest), max(seen.scale, scale)
-    seen.relative = max(seen.relative, largest / scale if scale else (0.0 if largest == 0 else math.inf))
+def compare_weights(found: Mapping[str, Tensor], task: TaskModule, tolerance: float) -> ExportVerdict:
+    """Compare the tensors of a file with the task's, by a tolerance of 0 bit for bit; of those that share memory one is
+    enough."""
+    own = {name: value for name, value in task.state_dict().items() if isinstance(value, Tensor)}
+    there = {own[name].data_ptr() for name in own.keys() & found.keys()}
+    expected = {name: value for name, value in own.items() if name in found or value.data_ptr() not in there}
+    # a library may read another type than was written
+    read = {name: value.to(own[name].dtype) if name in own else value for name, value in found.items()}
+    apart = first_difference(read, expected, tolerance)
+    if apart is not None:
+        raise ExportMismatch(f"The weights of the export differ from the task's {apart}.")
+    return ExportVerdict(weights=len(found))
 
 
 # -- the metric -------------------------------------------------------------------------------------------------------
@@ -227,21 +204,3 @@ def refuse_drop(verdict: ExportVerdict, most: float) -> None:
             raise ExportMismatch(
                 f"{name} goes from {before:.6g} to {after:.6g}: a loss of {drop:.3g}, and --max-drop is {most:g}."
             )
-
-
-def with_weights(task: TaskModule, tensors: Mapping[str, Tensor]) -> TaskModule:
-    """Return a copy of a task whose weights come from a file alone."""
-    fresh = copy.deepcopy(task)
-    with torch.no_grad():
-        for value in fresh.state_dict().values():  # not buffers that are never saved
-            if isinstance(value, Tensor):
-                value.zero_()
-    missing, unexpected = fresh.load_state_dict(dict(tensors), strict=False)
-    tied = {name for name, value in task.state_dict().items() if isinstance(value, Tensor)} - set(missing)
-    kept = {task.state_dict()[name].data_ptr() for name in tied}
-    lost = [n for n in missing if not n.endswith("_extra_state") and task.state_dict()[n].data_ptr() not in kept]
-    if lost or unexpected:
-        raise ExportMismatch(
-            f"The file lacks {', '.join(lost) or 'nothing'} and has {', '.join(unexpected) or 'nothing'} besides."
-        )
-    return fresh.eval()

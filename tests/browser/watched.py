@@ -22,7 +22,7 @@ from tests.support.patience import PATIENCE
 
 LOOKING = Path(__file__).with_name("looking.py")
 FORGE, TENSORBOARD = (Path(sys.executable).with_name(name) for name in ("forge", "tensorboard"))
-PLUGINS = ("ledger", "throughput", "monitor", "profiler")
+PLUGINS = ("monitor", "profiler")
 MILLISECONDS = int(1000 * PATIENCE)
 """Milliseconds for a page to show what it has to show."""
 

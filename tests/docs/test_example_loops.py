@@ -26,7 +26,7 @@ import forge
 from forge import cli
 from forge.data import epoch_order
 from forge.runs.folder import RunFolder
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import EMA, Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
 from tests.support import forked
@@ -293,7 +293,7 @@ def test_an_example_trains_what_a_plain_loop_trains(name: str, folder: Path) -> 
     torch.manual_seed(SEED)
     LOOPS[name](by_hand, given)
     fitted(name, str(folder))
-    assert_same_weights(fitted.task, by_hand)  # pyright: ignore[reportFunctionMemberAccess]
+    assert_same(fitted.task, by_hand)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @pytest.mark.parametrize("place", some(range(10), quick=1))
@@ -308,7 +308,7 @@ def test_an_example_that_is_killed_ends_in_the_same_bits(name: str, place: int, 
     done = forked.call(partial(fitted, name, str(folder), run))
     assert done.returncode == 0, done.stderr
     ended = [torch.load(folder / which / "ended.pt", weights_only=True) for which in ("straight", "killed")]
-    assert_same_weights(*ended)
+    assert_same(*ended)
 
 
 def test_folds_are_a_plain_loop_over_parts_of_the_data(empty_folder: Path) -> None:
@@ -340,7 +340,7 @@ def test_folds_are_a_plain_loop_over_parts_of_the_data(empty_folder: Path) -> No
         with torch.no_grad():
             right = task.eval()(images[val]).argmax(1) == labels[val]
         run = forge.load(empty_folder / f"fold-{fold}", made["Digits"])
-        assert_same_weights(run, task)
+        assert_same(run, task)
         assert RunFolder(empty_folder / f"fold-{fold}").final["val/accuracy"] == pytest.approx(
             float(right.float().mean())
         )
@@ -364,7 +364,7 @@ def test_ppo_on_its_page_is_the_recipes() -> None:
         trainer = forge.Trainer(plugins=[Clip(0.5)], max_epochs=4, seed=1, device="cpu", run_dir=False)
         ended.append((task, trainer.fit(task, train)))
     (page, result), (recipe, same) = ended
-    assert_same_weights(page, recipe)
+    assert_same(page, recipe)
     assert result.metrics["train/return"] == same.metrics["train/return"] > 5
 
 

@@ -182,7 +182,6 @@ def test_settings_and_messages_know_no_name() -> None:
     assert fit_tiny([], max_epochs=9, smoke=True)[1].updates == 2
     assert registry.cures("memory") == ["-p x_amp, for activations in half precision"]
     assert registry.cures("best") == ["x_checkpoint.best={monitor: val/loss, mode: min}"]
-    assert registry.providers("hook_costs") == ["x_ledger"]
 
 
 @pytest.mark.usefixtures("renamed")

@@ -19,7 +19,7 @@ import forge
 from forge.checkpoint import Checkpoints, StoredCheckpoint
 from forge.checkpoint.weights import read_weights
 from forge.errors import CheckpointError, RecipeError
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_cluster.storage import object_storage
 from forge_cluster.storage.mirror import Mirror
 from forge_cluster.storage.object_storage import redacted
@@ -149,7 +149,7 @@ def test_an_abandoned_course_no_longer_counts(tmp_path: Path) -> None:
 def test_an_empty_machine_resumes_in_the_same_bits(tmp_path: Path, straight: Classifier) -> None:
     train(tmp_path / "one/first", updates=3)
     resumed = train(tmp_path / "two/first")
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert json.loads((tmp_path / "two/first/card.json").read_text())["resumed_from"] == 3
     assert there()[-2:] == [5, 6]
 
@@ -160,7 +160,7 @@ def test_without_a_run_folder_the_run_is_fetched_into_one(
     monkeypatch.chdir(tmp_path)
     train(tmp_path / "elsewhere", updates=3)
     resumed = train(None)  # pyright: ignore[reportArgumentType]
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     (folder,) = (tmp_path / "runs/dropping").iterdir()
     assert json.loads((folder / "card.json").read_text())["resumed_from"] == 3
 
@@ -171,7 +171,7 @@ def test_what_is_newer_here_is_not_fetched(tmp_path: Path, straight: Classifier)
     train(tmp_path / "run", updates=4, on_failure="warn")
     FlakyFileSystem.plan = None
     FlakyFileSystem.calls.clear()
-    assert_same_weights(train(tmp_path / "run"), straight)
+    assert_same(train(tmp_path / "run"), straight)
     assert not [path for operation, path in FlakyFileSystem.calls if operation == "get_file"]
     assert there()[-2:] == [5, 6]
 
@@ -188,7 +188,7 @@ def test_a_damaged_one_is_skipped_for_the_one_before(
     file.write(bytes(data))
     with caplog.at_level(logging.WARNING, "forge"):
         resumed = train(tmp_path / "two")
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert "update-00000004/model.safetensors is damaged" in caplog.text
     assert json.loads((tmp_path / "two/card.json").read_text())["resumed_from"] == 3
 
@@ -224,7 +224,7 @@ def test_the_best_come_along(tmp_path: Path) -> None:
 def test_single_failures_are_tried_again(tmp_path: Path, straight: Classifier) -> None:
     FlakyFileSystem.plan = failing(*range(0, 400, 2))
     FlakyFileSystem.tears = True
-    assert_same_weights(train(tmp_path / "run"), straight)
+    assert_same(train(tmp_path / "run"), straight)
     assert there()[-2:] == [5, 6]
 
 
@@ -292,7 +292,7 @@ def test_a_kill_at_any_call_resumes_in_the_same_bits(
     FlakyFileSystem.plan = None
     complete = there()
     resumed = train(folder / "two")
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     card = json.loads((folder / "two/card.json").read_text())
     assert card["resumed_from"] == (complete[-1] if complete else None)
     assert there()[-1] == UPDATES

@@ -320,7 +320,7 @@ def validated_stranger() -> None:
 def test_a_validation_alone_is_compared_too() -> None:
     for error in ranks(2).errors(validated_stranger):
         assert DIFFERS in error
-        assert "(val: loss is" in error
+        assert "(val: in loss: " in error
 
 
 def of_length(length: int, options: dict[str, Any]) -> None:

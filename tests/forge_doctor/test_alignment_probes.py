@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_doctor.experiments import reachable, reading
+from forge_doctor.experiments import reachable
 from tests.support.patients import Healthy, found, loader
 
 
@@ -49,20 +49,11 @@ def data(make: Any, count: int = 64) -> Any:
     return loader(x, y), loader(x.flip(0), y.flip(0), shuffle=False)
 
 
-def real_numbers() -> Any:
-    return data(lambda x: x[:, 0] + x[:, 1])
-
-
 def vectors() -> Any:
     return data(lambda x: x[:, :3].contiguous())
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
-
-
-class Away(Healthy):
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return -F.cross_entropy(scores, y)
 
 
 class Apart(Numbers):
@@ -79,48 +70,11 @@ class Together(Apart):
 
 @pytest.mark.parametrize(
     ("task", "given"),
-    [(Away, None), (Apart, vectors)],
-    ids=lambda x: x.__name__ if x else "",
-)
-def test_a_loss_that_leads_away(task: type[Healthy], given: Any) -> None:
-    assert "loss_misaligned" in found(task(), reading.leads, reading.errors, data=given() if given else None)
-
-
-@pytest.mark.parametrize(
-    ("task", "given"),
     [(Healthy, None), (Together, vectors)],
     ids=lambda x: x.__name__ if x else "",
 )
 def test_a_loss_that_leads_to_its_target(task: type[Healthy], given: Any) -> None:
-    assert found(task(), reading.leads, reachable.metrics, data=given() if given else None) == {}
-
-
-class Risk(Numbers):
-    """Cox's partial likelihood: a sample's loss depends on the times of the others."""
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        order = y.argsort(descending=True)
-        return (torch.logcumsumexp(scores[order], 0) - scores[order]).mean()
-
-
-def test_what_depends_on_the_times_of_others_goes_apart_rightly() -> None:
-    assert found(Risk(), reading.leads, data=data(lambda x: x[:, 0])) == {}
-
-
-class Policy(Numbers):
-    """Actions with an advantage are made likelier or less likely."""
-
-    outputs = 4
-
-    def training_step(self, batch: Any) -> Any:
-        x, action, advantage = batch
-        return (F.cross_entropy(self(x), action, reduction="none") * advantage).mean()
-
-
-def test_a_policy_has_no_target() -> None:
-    x, action = torch.randn(64, 8), torch.arange(64) % 4
-    rows = loader(x, action, -torch.rand(64))
-    assert found(Policy(), reading.leads, data=(rows, None)) == {}
+    assert found(task(), reachable.metrics, data=given() if given else None) == {}
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
@@ -144,24 +98,3 @@ def test_a_metric_that_right_answers_do_not_bring_to_one() -> None:
 
 
 # -- spreads, quantiles and penalties ---------------------------------------------------------------------------------
-
-
-class TwoHeads(Numbers):
-    outputs = 2
-
-    def forward(self, x: Tensor) -> Any:
-        mean, spread = self.net(x).unbind(1)
-        return mean, F.softplus(spread)
-
-    def loss(self, scores: Any, y: Tensor) -> Tensor:
-        return -torch.distributions.Normal(*scores).log_prob(y).mean()
-
-
-class LikelihoodAsLoss(TwoHeads):
-    def loss(self, scores: Any, y: Tensor) -> Tensor:
-        return -super().loss(scores, y)
-
-
-def test_a_likelihood_that_is_minimised() -> None:
-    assert "loss_misaligned" in found(LikelihoodAsLoss(), reading.errors, data=real_numbers())
-    assert found(TwoHeads(), reading.errors, data=real_numbers()) == {}

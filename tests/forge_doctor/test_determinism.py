@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forge.cli import main, subprocesses, target
+from forge.twin.compare import Difference, Distance
 from forge_doctor.commands import determinism
-from forge_doctor.witness import TensorDifference
 from tests.conftest import Run
 from tests.support.profiles import some
 
@@ -208,9 +208,7 @@ def test_a_mistake_is_told_before_anything_runs(capsys: Any, monkeypatch: pytest
 
 
 def causes(kind: str, apart: float, device: str = "cuda", deterministic: bool = False) -> list[str]:
-    return determinism.causes(
-        TensorDifference(1, kind, "x", [1.0, 1.0], [1.0, 1.0 + apart], 0, []), device, deterministic
-    )
+    return determinism.causes(Difference(1, "x", Distance("", apart), kind), device, deterministic)
 
 
 def test_a_tiny_difference_is_most_likely_a_kernel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
 from forge_doctor import first_look
-from forge_doctor.first_look import LOOKS, samples
-from tests.support.patients import Healthy, loader, numbers, said
+from forge_doctor.first_look import LOOKS, FirstLook, samples
+from tests.support.patients import Healthy, loader, numbers, said, splits
 
 
-def made(kind: type[forge.TaskModule]) -> Any:
+def made(kind: Callable[[], forge.TaskModule]) -> Any:
     torch.manual_seed(3)
     return kind()
 
@@ -37,11 +38,6 @@ class Unused(Healthy):
         self.spare = nn.Linear(8, 8)
 
 
-class OverTheBatch(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x - x.mean(0))
-
-
 class OverTheBatchInEvaluation(Healthy):
     def validation_step(self, batch: Any) -> Any:
         return {"accuracy": (self(batch[0]).argmax(0)[:1] == batch[1][:1]).float().mean()}
@@ -56,7 +52,6 @@ PLANTED: dict[type[forge.TaskModule], str] = {
     Relu: "relu_before_loss",
     Fast: "learning_rate_high",
     Unused: "unused_parameters",
-    OverTheBatch: "batch_dependence",
     OverTheBatchInEvaluation: "wrong_dimension",
     Misspelt: "method_name",
 }
@@ -74,7 +69,7 @@ def test_a_healthy_task_is_left_in_peace() -> None:
 @pytest.mark.parametrize("kind", [Relu, Unused], ids=lambda kind: kind.__name__)
 def test_what_is_expected_is_not_said(kind: type[forge.TaskModule]) -> None:
     task = made(kind)
-    type(task).expected = {PLANTED[kind], "loss_floor"}  # which a ReLU before the loss leads to
+    type(task).expected = {PLANTED[kind]}
     try:
         assert said(task) == []
     finally:
@@ -146,6 +141,82 @@ def test_no_step_runs_for_it_and_the_bits_stay() -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+class Dead(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.net[0].bias, -100.0)  # pyright: ignore[reportArgumentType]
+
+
+class Deep(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(12) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
+        for layer in layers[::2]:
+            nn.init.normal_(layer.weight, std=0.02)  # pyright: ignore[reportArgumentType]
+        self.net = nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+def test_what_layers_are_given_and_give_is_seen_in_the_fits_own_steps() -> None:
+    x, y = numbers()
+    assert "dead_units" in said(made(Dead))
+    assert "unscaled_inputs" in said(made(Healthy), loader(100 * x, y))
+    assert "vanishing_gradient" in said(made(Deep))
+
+
+class Ticking:
+    """A schedule's function, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 1.0
+
+
+class Scheduled(Healthy):
+    def __init__(self, factor: Any) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.factor is None:
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.01)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+
+
+def test_a_schedule_is_rehearsed_where_that_calls_nothing_of_the_users() -> None:
+    assert "schedule_spent" in said(made(lambda: Scheduled(None)))
+    calls = Ticking(), Ticking()
+    said(made(lambda: Scheduled(calls[0])))
+    task = made(lambda: Scheduled(calls[1]))
+    task.check_first_batch = False
+    said(task)
+    assert calls[0].calls == calls[1].calls > 1
+
+
+def test_the_rehearsal_of_a_schedule_makes_torch_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    train, _ = splits()
+    forge.Trainer(plugins=[FirstLook()], max_epochs=1, run_dir=False, device="cpu").fit(Scheduled(None), train)
+    assert not [str(item.message) for item in recwarn if "optimizer.step()" in str(item.message)]
+
+
+class Still(Healthy):
+    """Learns nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Still, Healthy])
+def test_the_end_of_a_run_that_did_not_learn_names_the_verb(
+    kind: type[Healthy], caplog: pytest.LogCaptureFixture
+) -> None:
+    said(made(kind), max_epochs=12)
+    assert ("`forge doctor`" in caplog.text) == (kind is Still)
+
+
 def test_hooks_and_graphs_are_gone_after_it() -> None:
     task = made(Healthy)
     said(task, max_updates=LOOKS + 1)
@@ -192,12 +263,9 @@ class Wide(Relu):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 1600), nn.ReLU(), nn.Linear(1600, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x - x.mean(0))
-
 
 @pytest.mark.slow
-def test_of_a_large_task_nothing_runs_again() -> None:
+def test_a_large_task_is_looked_at() -> None:
     assert said(made(Wide), max_updates=LOOKS + 1) == ["relu_before_loss"]
 
 

@@ -16,9 +16,9 @@ from tests.support.patients import Healthy, found, splits
 from tests.support.profiles import some
 
 
-def names(task: forge.TaskModule, budget: int = 0, data: Any = None, **options: Any) -> set[str]:
+def names(task: forge.TaskModule, data: Any = None, **options: Any) -> set[str]:
     train, val = data or splits()
-    return {finding.name for finding in forge.doctor(task, train, val, budget=budget, **options).findings}
+    return {finding.name for finding in forge.doctor(task, train, val, **options).findings}
 
 
 class Leaps(Healthy):
@@ -65,6 +65,14 @@ class Counts(Healthy):
         return super().training_step(batch) * (1 + 1 / self.seen)
 
 
+class CountsForItself(Counts):
+    """Its step says the same with the first value."""
+
+    def training_step(self, batch: Any) -> Any:
+        self.seen += 1
+        return Healthy.training_step(self, batch)
+
+
 class CountsInABuffer(Healthy):
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +87,7 @@ class CountsInABuffer(Healthy):
 def test_state_that_no_checkpoint_has() -> None:
     assert "state_not_saved" in names(Counts())
     assert "state_not_saved" not in names(CountsInABuffer())
+    assert "state_not_saved" not in names(CountsForItself())
 
 
 class Deep(Healthy):

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 import forge
 from forge import options, registry
 from forge.config.trainer_defaults import Settings
 from forge.testing import TinyTask
 from forge_lightning.hints import INSTEAD, TRAINER, VERBS
+from tests.forge.diagnose.test_explain import notes_of
+from tests.support.tasks import Classifier, fit
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {field.name for field in dataclasses.fields(Settings)} | {"recipe", "plugins"}
@@ -68,3 +71,28 @@ def test_answers_name_pages_and_options_that_exist() -> None:
 @pytest.mark.parametrize("name", sorted(INSTEAD))
 def test_each_attribute_of_a_lightning_module_is_no_ones_here(name: str) -> None:
     assert not hasattr(TinyTask, name)
+
+
+def test_self_log_is_answered_with_what_to_write() -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            self.log("loss", loss)  # pyright: ignore[reportCallIssue]
+            return loss
+
+    task = Logs()
+    assert not hasattr(task, "log")
+    assert getattr(task, "log", None) is None
+    where, instead = notes_of(lambda: fit(task))
+    assert where.startswith("forge: raised in Logs.training_step")
+    assert instead.startswith('forge: A TaskModule has no self.log: return {"loss": loss, "name": value} from the step')
+
+
+def test_save_hyperparameters_is_answered_where_the_task_is_made() -> None:
+    class Saves(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()  # pyright: ignore[reportCallIssue]
+
+    (instead,) = notes_of(Saves)
+    assert "A TaskModule has no self.save_hyperparameters: leave it out: `self.init_args`" in instead

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 import forge
 from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
 from forge_plugins.amp import best_dtype
 from tests.support.amp_kit import HIGH, Scales, made, trained
@@ -145,7 +145,7 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(
     seen = Scales(amp)
     fit_tiny([amp, *others, seen] if amp_first else [*others, amp, seen], task=ours, train=data)
     assert seen.seen == train_by_hand(theirs, dtype, data, window=window, clip=clip)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 class Turns(TinyGAN):
@@ -168,7 +168,7 @@ def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any, w
     ours, theirs = kind(), kind()
     scales = trained(ours, made(dtype), Accumulate(window), max_epochs=3)
     assert scales == train_gan_by_hand(theirs, dtype, tiny_batches(), epochs=3, window=window)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_only_the_optimizer_whose_gradients_overflow_is_skipped() -> None:
@@ -211,7 +211,7 @@ def test_another_plugins_skip_leaves_the_scaler_right(hook: str, amp_first: bool
     scales = Scales(amp)
     fit_tiny([amp, skip, scales] if amp_first else [skip, amp, scales], task=ours)
     assert scales.seen == train_by_hand(theirs, "fp16", tiny_batches(), skip=skipped)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_an_overflow_is_a_skipped_update_for_everybody() -> None:
@@ -366,7 +366,7 @@ def test_an_overflow_is_no_business_of_guard_and_anomaly(policy: str, amp_first:
     fit_tiny([amp, *others, scales] if amp_first else [*others, amp, scales], task=watched, run_dir=tmp_path)
     assert 2.0**19 in expected
     assert scales.seen == expected
-    assert_same_weights(watched, plain)
+    assert_same(watched, plain)
     assert anomaly.findings == []
 
 
@@ -377,7 +377,7 @@ def test_guard_stops_at_a_bad_loss_with_the_weights_as_before(amp_first: bool) -
     with pytest.raises(NonFiniteError, match=r"Update 3 \(epoch 0\): the loss and the gradients of net"):
         fit_tiny(stack if amp_first else stack[::-1], task=task, train=with_nan(3))
     fit_tiny([AMP("fp16", init_scale=128.0)], task=before, train=with_nan(), max_updates=3)
-    assert_same_weights(dict(task.named_parameters()), dict(before.named_parameters()))
+    assert_same(dict(task.named_parameters()), dict(before.named_parameters()))
 
 
 @pytest.mark.parametrize("amp_first", [True, False])
@@ -387,7 +387,7 @@ def test_guard_skips_a_bad_window_and_leaves_no_trace_of_it(amp_first: bool) -> 
     fit_tiny(stack if amp_first else stack[::-1], task=skipped, train=with_nan(3), max_epochs=1)
     data = [batch for index, batch in enumerate(with_nan()) if index != 3]
     fit_tiny([AMP("fp16", init_scale=128.0)], task=expected, train=data, max_epochs=1)
-    assert_same_weights(skipped, expected)  # a scale of 64 instead of 128 moves no bit
+    assert_same(skipped, expected)  # a scale of 64 instead of 128 moves no bit
 
 
 @pytest.mark.parametrize("amp_first", [True, False])
@@ -399,7 +399,7 @@ def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> 
     fit_tiny(stack, task=rewound, train=with_nan(5, count=8), max_epochs=1, run_dir=tmp_path)
     data = [batch for index, batch in enumerate(with_nan(count=8)) if index != 5]
     straight = trained(expected, made("fp16"), train=data, max_epochs=1)
-    assert_same_weights(rewound, expected)
+    assert_same(rewound, expected)
     # up to update 5 and its bad loss, then again from update 4 on; the window that is left out changes nothing
     assert scales.seen[6:] == [straight[4], straight[4], *straight[5:]]
     newest = Checkpoints(tmp_path / "checkpoints").newest_valid()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import forge
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Checkpoint, Clip, Guard
 from tests.forge_plugins.test_amp import (
     LoudDiscriminator,
@@ -56,7 +56,7 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(
     scales = trained(ours, made(dtype), *others, device="cuda", max_epochs=3)
     by_hand = train_by_hand(theirs, dtype, tiny_batches(), 3, window=window, clip=clip, device="cuda")
     assert scales == by_hand
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
     if dtype == "fp16":
         assert scales[0] == 2.0**19  # it did overflow
 
@@ -67,7 +67,7 @@ def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any) -
     ours, theirs = kind(), kind()
     scales = trained(ours, made(dtype), device="cuda", max_epochs=3)
     assert scales == train_gan_by_hand(theirs, dtype, tiny_batches(), 3, device="cuda")
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -84,7 +84,7 @@ def test_a_resumed_run_has_the_bits_of_the_straight_one(dtype: str, kind: Any, t
     straight, scales = run(9, "straight")
     run(4, "cut")
     resumed, rest = run(9, "cut", "auto")
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert rest == scales[4:]
 
 
@@ -154,5 +154,5 @@ def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> 
     )
     data = [batch for index, batch in enumerate(with_nan(count=8)) if index != 5]
     straight = trained(expected, made("fp16"), train=data, max_epochs=1, device="cuda")
-    assert_same_weights(rewound, expected)
+    assert_same(rewound, expected)
     assert scales.seen[6:] == [straight[4], straight[4], *straight[5:]]

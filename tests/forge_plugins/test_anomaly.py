@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import NonFiniteError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Clip, Guard
 from tests.support.profiles import some
 
@@ -253,7 +253,7 @@ def test_the_weights_are_as_before_the_bad_update() -> None:
     found(task, with_bad(math.nan))
     expected, _ = fit([], with_bad(math.nan), max_epochs=None, max_updates=2)
     parameters = dict(task.named_parameters())
-    assert_same_weights(parameters, {n: v for n, v in expected.state_dict().items() if n in parameters})
+    assert_same(parameters, {n: v for n, v in expected.state_dict().items() if n in parameters})
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -287,6 +287,6 @@ def test_an_analysis_changes_nothing(order: int, kind: Any, window: int) -> None
     anomaly = Anomaly()
     looked_at, result = fit([*[Guard("skip"), anomaly][::order], *beside()], with_bad(math.nan), kind())
     assert anomaly.findings
-    assert_same_weights(looked_at, plain)
+    assert_same(looked_at, plain)
     assert result.metrics == expected.metrics
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in looked_at.modules())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import EMA, FSDP, SWA, Accumulate, Checkpoint
 from tests.forge.snapshot.test_resume import resumes
 from tests.support.ddp_kit import Plain, train
@@ -87,7 +87,7 @@ def by_hand(evaluates: bool, epochs: int = 2, window: int = 1) -> TinyTask:
 def test_a_task_trains_as_with_a_target_network_by_hand(kind: type[TinyTask], window: int) -> None:
     plugins = [EMA(DECAY), *([Accumulate(window)] if window > 1 else [])]
     task, _ = fit_tiny(plugins, task=kind(), train=tiny_batches((8, 8, 8, 8)))
-    assert_same_weights(task, by_hand(kind is InEval, window=window))
+    assert_same(task, by_hand(kind is InEval, window=window))
 
 
 @pytest.mark.parametrize("kind", some([MeanTeacher, InEval, Later], quick=1))
@@ -201,7 +201,7 @@ class Shared(MeanTeacher):
 
 def test_a_part_by_its_second_name_has_the_average_too() -> None:
     task, _ = fit_tiny([EMA(DECAY)], task=Shared(), train=tiny_batches((8, 8, 8, 8)))
-    assert_same_weights(dict(task.net.named_parameters()), dict(by_hand(evaluates=False).net.named_parameters()))
+    assert_same(dict(task.net.named_parameters()), dict(by_hand(evaluates=False).net.named_parameters()))
 
 
 # -- sharded ----------------------------------------------------------------------------------------------------------
@@ -269,4 +269,4 @@ def test_shards_that_are_resumed_end_in_the_same_bits(tmp_path: Path) -> None:
     straight = ranks(2)(sharded, {}, str(tmp_path / "straight"))[0]
     ranks(2)(sharded, {}, str(tmp_path / "cut"), 3)
     for rank in ranks(2)(sharded, {}, str(tmp_path / "cut")):
-        assert_same_weights(rank["weights"], straight["weights"])
+        assert_same(rank["weights"], straight["weights"])

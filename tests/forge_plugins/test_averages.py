@@ -18,7 +18,7 @@ from forge.checkpoint import Checkpoints, load_weights
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.weights import read_weights
 from forge.errors import RecipeError, StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, first_difference, fit_tiny, tiny_batches
 from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Guard
 from tests.support import averages_kit, reference
 from tests.support.averages import (
@@ -44,7 +44,7 @@ def test_the_average_is_torchs_own_bit_for_bit(kind: Kind, window: int) -> None:
     plugin = kind.make(start=2)
     task, _ = fit_tiny([plugin, Accumulate(window)])
     expected = by_hand(kind.by_torch, lambda update: update > 2, window=window)
-    assert_same_weights(parameters(applied(plugin, task)), parameters(expected.module))
+    assert_same(parameters(applied(plugin, task)), parameters(expected.module))
 
 
 def test_a_skipped_update_is_no_update(kind: Kind) -> None:
@@ -59,7 +59,7 @@ def test_a_skipped_update_is_no_update(kind: Kind) -> None:
         if update not in (0, 3, 4):
             optimizer.step()
             mean.update_parameters(model)
-    assert_same_weights(parameters(applied(plugin, skipped)), parameters(mean.module))
+    assert_same(parameters(applied(plugin, skipped)), parameters(mean.module))
     fit_tiny([seen], task=TinyTask(dropout=0.0))
     assert first_difference(parameters(applied(seen, skipped)), parameters(mean.module))
 
@@ -76,8 +76,8 @@ def test_with_two_optimizers_all_parameters_are_averaged(kind: Kind) -> None:
         reference.train_gan(hand, optimizers, [batch], 1)
         if update >= 5:
             mean.update_parameters(hand)
-    assert_same_weights(gan, hand)
-    assert_same_weights(applied(plugin, gan), mean.module)
+    assert_same(gan, hand)
+    assert_same(applied(plugin, gan), mean.module)
 
 
 def test_weights_that_get_other_memory_are_averaged(kind: Kind) -> None:
@@ -88,7 +88,7 @@ def test_weights_that_get_other_memory_are_averaged(kind: Kind) -> None:
 
     plugin = kind.make()
     task, _ = fit_tiny([rebind, plugin])
-    assert_same_weights(parameters(applied(plugin, task)), parameters(by_hand(kind.by_torch).module))
+    assert_same(parameters(applied(plugin, task)), parameters(by_hand(kind.by_torch).module))
 
 
 def test_half_precision_is_averaged_in_float32(kind: Kind, tmp_path: Path) -> None:
@@ -104,11 +104,11 @@ def test_half_precision_is_averaged_in_float32(kind: Kind, tmp_path: Path) -> No
         mean.load_state_dict(model.state_dict())
         average.update_parameters(mean)
     saved = SavedState.find(tmp_path).load()["plugins"][kind.name]["weights"]
-    assert_same_weights(saved, parameters(average.module))
+    assert_same(saved, parameters(average.module))
     low = {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()}
-    assert_same_weights(applied(plugin, task), low)
-    assert_same_weights(load_file(tmp_path / "weights.safetensors"), low)
-    assert_same_weights(read_weights(tmp_path / "checkpoints" / "latest", kind.name).tensors, low)
+    assert_same(applied(plugin, task), low)
+    assert_same(load_file(tmp_path / "weights.safetensors"), low)
+    assert_same(read_weights(tmp_path / "checkpoints" / "latest", kind.name).tensors, low)
 
 
 def test_lazy_modules_are_averaged_once_they_have_a_shape(kind: Kind) -> None:
@@ -165,9 +165,9 @@ def test_a_thawed_parameter_is_averaged_as_if_it_always_was(
             model.net[0].requires_grad_(True)
 
     train(model, after)
-    assert_same_weights(task, model)
+    assert_same(task, model)
     ours, theirs = parameters(applied(plugin, task)), parameters(mean.module)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_frozen_parameters_take_no_place_in_checkpoints(kind: Kind, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_frozen_parameters_take_no_place_in_checkpoints(kind: Kind, tmp_path: Pa
     assert not [name for name in saved if name.startswith("net.0.")]
     assert {"net.1.bias", "net.1.weight", "net.4.bias", "net.4.weight"} <= saved.keys()
     exported = TinyTask.from_checkpoint(tmp_path / "checkpoints" / "latest", weights=kind.name)
-    assert_same_weights(parameters(exported), parameters(applied(plugin, task)))
+    assert_same(parameters(exported), parameters(applied(plugin, task)))
     assert torch.equal(exported.state_dict()["net.0.weight"], task.state_dict()["net.0.weight"])
 
 
@@ -189,7 +189,7 @@ def test_validation_is_of_the_average_in_its_place(kind: Kind) -> None:
     places = [p.data_ptr() for p in task.parameters()]
     fit_tiny([kind.make()], task=task)
     expected = parameters(by_hand(kind.by_torch).module)
-    assert_same_weights({name: task.seen[-1][name] for name in expected}, expected)
+    assert_same({name: task.seen[-1][name] for name in expected}, expected)
     assert task.places == [places] * 2
 
 
@@ -203,7 +203,7 @@ def test_an_error_in_the_evaluation_leaves_the_trained_weights(kind: Kind, error
     with pytest.raises(error):
         fit_tiny([kind.make()], task=task)
     fit_tiny([], task=plain, max_updates=5)
-    assert_same_weights(task, plain)
+    assert_same(task, plain)
 
 
 # -- out of the run ---------------------------------------------------------------------------------------------------
@@ -213,16 +213,16 @@ def test_the_average_is_exported_and_trained_weights_saved(kind: Kind, tmp_path:
     plugin = kind.make()
     task, _ = fit_tiny([plugin, Checkpoint(keep=5)], run_dir=tmp_path)
     averaged = applied(plugin, task)
-    assert_same_weights(load_file(tmp_path / "weights.safetensors"), averaged)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path), averaged)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights=kind.name), averaged)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
+    assert_same(load_file(tmp_path / "weights.safetensors"), averaged)
+    assert_same(TinyTask.from_checkpoint(tmp_path), averaged)
+    assert_same(TinyTask.from_checkpoint(tmp_path, weights=kind.name), averaged)
+    assert_same(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
     latest = tmp_path / "checkpoints" / "latest"
-    assert_same_weights(TinyTask.from_checkpoint(latest), task)
-    assert_same_weights(TinyTask.from_checkpoint(latest, weights=kind.name), averaged)
+    assert_same(TinyTask.from_checkpoint(latest), task)
+    assert_same(TinyTask.from_checkpoint(latest, weights=kind.name), averaged)
     loaded = TinyTask(seed=9)
     load_weights(loaded, Checkpoints(tmp_path / "checkpoints").path(10), weights=kind.name)
-    assert_same_weights(loaded, averaged)
+    assert_same(loaded, averaged)
     with safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert f'"average": "{kind.name}"' in file.metadata()["forge"]
 
@@ -243,7 +243,7 @@ def test_tied_weights_stay_tied_in_what_is_exported(kind: Kind, tmp_path: Path) 
     averaged = applied(plugin, task)
     for source in (tmp_path, tmp_path / "checkpoints" / "latest"):
         loaded = Tied.from_checkpoint(source, weights=kind.name)
-        assert_same_weights(loaded, averaged)
+        assert_same(loaded, averaged)
         assert loaded.second.weight is loaded.first.weight
 
 
@@ -252,9 +252,7 @@ def test_apply_to_gives_the_average_to_any_task_that_fits(kind: Kind) -> None:
     task, _ = fit_tiny([plugin])
     wide, other = TinyTask(seed=7).double(), nn.Linear(2, 2)
     plugin.apply_to(wide)
-    assert_same_weights(
-        parameters(wide), {name: tensor.double() for name, tensor in parameters(applied(plugin, task)).items()}
-    )
+    assert_same(parameters(wide), {name: tensor.double() for name, tensor in parameters(applied(plugin, task)).items()})
     with pytest.raises(forge.TaskError, match=r"Linear has no net\.0\.weight of the fitted shape"):
         plugin.apply_to(other)
 
@@ -287,11 +285,11 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(
     for cut in ("2", "4", "7"):
         fit(cut, int(cut))
         resumed_model, resumed_average, resumed = fit(cut, 10)
-        assert_same_weights(resumed_model, model)
-        assert_same_weights(resumed_average.pop("weights"), weights)
+        assert_same(resumed_model, model)
+        assert_same(resumed_average.pop("weights"), weights)
         assert resumed_average == average
         assert resumed.metrics == straight.metrics
-        assert_same_weights(*(load_file(tmp_path / name / "weights.safetensors") for name in (cut, "straight")))
+        assert_same(*(load_file(tmp_path / name / "weights.safetensors") for name in (cut, "straight")))
     assert "is not used" not in caplog.text
 
 
@@ -318,7 +316,7 @@ def test_going_back_to_a_checkpoint_takes_the_average_along(kind: Kind, tmp_path
     task, _ = fit_tiny([plugin, Guard("rewind"), saving], train=batches, run_dir=tmp_path, **options)
     options["task"] = TinyTask(dropout=0.0)
     fit_tiny([expected], train=[batch for i, batch in enumerate(batches) if i != 5], **options)
-    assert_same_weights(parameters(applied(plugin, task)), parameters(applied(expected, task)))
+    assert_same(parameters(applied(plugin, task)), parameters(applied(expected, task)))
     exported = load_file(tmp_path / "weights.safetensors")  # although a pass over the data meets the bad batch again
     assert all(tensor.isfinite().all() for tensor in exported.values())
 
@@ -332,8 +330,8 @@ def test_a_second_average_is_kept_beside_the_first(tmp_path: Path) -> None:
     alone, slow = EMA(0.5), EMA(0.99)
     assert fit_tiny([alone])[1].metrics == result.metrics
     fit_tiny([slow])
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path), applied(alone, task))
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="ema@slow"), applied(slow, task))
+    assert_same(TinyTask.from_checkpoint(tmp_path), applied(alone, task))
+    assert_same(TinyTask.from_checkpoint(tmp_path, weights="ema@slow"), applied(slow, task))
 
 
 @pytest.mark.parametrize("evaluated", ["ema", "swa"])
@@ -341,10 +339,8 @@ def test_ema_and_swa_can_both_be_kept(tmp_path: Path, evaluated: str) -> None:
     ema, swa = EMA(0.9, evaluate=evaluated == "ema"), SWA(0, evaluate=evaluated == "swa")
     task, _ = fit_tiny([ema, swa, Checkpoint()], run_dir=tmp_path)
     for name, plugin in (("ema", ema), ("swa", swa)):
-        assert_same_weights(
-            parameters(TinyTask.from_checkpoint(tmp_path, weights=name)), parameters(applied(plugin, task))
-        )
-    assert_same_weights(
+        assert_same(parameters(TinyTask.from_checkpoint(tmp_path, weights=name)), parameters(applied(plugin, task)))
+    assert_same(
         TinyTask.from_checkpoint(tmp_path), TinyTask.from_checkpoint(tmp_path / "checkpoints/latest", weights=evaluated)
     )
 

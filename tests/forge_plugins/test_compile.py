@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, tiny_batches
 from forge_plugins import Compile
 from forge_plugins.compile import compile_watch
-from forge_plugins.compile.comparison import furthest
 from forge_plugins.compile.compile_watch import Recompile
 from forge_plugins.compile.compiler import SOURCE
 from tests.support import compile_kit
@@ -49,7 +48,7 @@ def test_without_generated_code_the_bits_are_those_of_eager(backend: str, blocks
     sizes = tiny_batches((8, 8, 5))
     eagerly = fit(None, plain, train=sizes)[1]
     result = fit(Compile(backend=backend, blocks=blocks), compiled, train=sizes)[1]
-    assert_same_weights(compiled, plain)
+    assert_same(compiled, plain)
     assert {name: result.metrics[name] for name in eagerly.metrics} == eagerly.metrics
 
 
@@ -104,7 +103,7 @@ def test_late_hooks_of_a_compiled_module_are_heard() -> None:
     plugin.handle.remove()
     assert heard == [(1, 8)]
     assert counts(result) == (1, 0, 0)
-    assert_same_weights(compiled, plain)
+    assert_same(compiled, plain)
 
 
 @pytest.mark.slow
@@ -229,42 +228,16 @@ def test_comparing_leaves_no_trace_in_the_run(make: Any, blocks: str | None, cap
     plain, compared = make(), make()
     result = fit(Compile(backend="aot_eager", blocks=blocks), plain, validate_every=None)[1]
     again = fit(Compile(backend="aot_eager", blocks=blocks, compare=True), compared, validate_every=None)[1]
-    assert_same_weights(compared, plain)
+    assert_same(compared, plain)
     assert counts(again) == counts(result)
-    assert "compiled and eager agree on the first batch bit for bit. Forward and backward take " in caplog.text
-    assert " ms compiled, " in caplog.text
+    assert "compiled and eager agree on the first batch bit for bit." in caplog.text
 
 
 def test_a_difference_that_is_too_large_names_torchs_minifier(caplog: pytest.LogCaptureFixture) -> None:
     fit(Compile(backend="eager", compare=True), odd(), max_updates=1)
-    assert "compiled and eager disagree on the first batch: they differ by" in caplog.text
-    assert "0.001 is allowed for float32" in caplog.text
+    assert "compiled and eager disagree on the first batch: they differ most in the gradients (net." in caplog.text
+    assert "of its size; 0.001 is allowed for float32" in caplog.text
     assert "TORCHDYNAMO_REPRO_AFTER=aot" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "name", "relative"),
-    [
-        ({"a": [1.0, 2.0]}, {"a": [1.0, 2.0]}, "a", 0.0),
-        ({"a": [1.0, 2.5], "b": [0.0]}, {"a": [1.0, 2.0], "b": [0.0]}, "a", 0.25),
-        ({"a": [float("nan")]}, {"a": [float("nan")]}, "a", 0.0),
-        ({"a": [float("nan")]}, {"a": [1.0]}, "a", float("inf")),
-        ({"a": [1.0]}, {"a": [1.0], "b": [1.0]}, "b", 1.0),
-        ({"a": [1.0, 1.0]}, {"a": [1.0]}, "a", float("inf")),
-        ({"a": [1e-3]}, {"a": [0.0]}, "a", float("inf")),
-        # a gradient that should be 0 is noise in both: it is held against the others
-        (
-            {"the gradient of w": [10.0], "the gradient of b": [2e-6]},
-            {"the gradient of w": [10.0], "the gradient of b": [1e-6]},
-            "the gradient of b",
-            1e-4,
-        ),
-    ],
-)
-def test_differences_are_relative_to_the_size_of_a_tensor(ours: Any, theirs: Any, name: str, relative: float) -> None:
-    tensors = [{key: torch.tensor(values) for key, values in side.items()} for side in (ours, theirs)]
-    found = furthest(*tensors, tolerance=1e-3)
-    assert (found.name, found.relative) == (name, pytest.approx(relative))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import forge
 from forge.contract.step import Step
 from forge.diagnose.syncs import own_line
 from forge.errors import StackError
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import DDP, SAM, Compile, CudaGraph
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
@@ -29,7 +29,7 @@ def test_on_a_cpu_it_says_so_once_and_changes_nothing(caplog: pytest.LogCaptureF
     task = Classifier()
     with caplog.at_level("INFO", logger="forge"):
         fit(task, plugins=[CudaGraph()])
-    assert_same_weights(task, plain)
+    assert_same(task, plain)
     assert caplog.text.count("graphs run on CUDA only, and the run is on cpu") == 1
 
 

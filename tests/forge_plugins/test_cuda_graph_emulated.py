@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import forge
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import AMP, EMA, Accumulate, CudaGraph, Freeze, Monitor
 from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
 from tests.support.profiles import covering, some
@@ -54,7 +54,7 @@ def test_more_shapes_than_graphs_run_uncaptured(caplog: pytest.LogCaptureFixture
     data = [(torch.randn(n, 6, generator=make), torch.randint(3, (n,), generator=make)) for n in sizes]
     graph, plain = CudaGraph(graphs=2), run([], data, max_epochs=6)[0]
     ours, _ = run([graph], data, max_epochs=6)
-    assert_same_weights(ours, plain)
+    assert_same(ours, plain)
     assert 0 < graph.replayed < 48 - 3
     assert caplog.text.count("windows come in 5 kinds so far") == 1
 
@@ -89,7 +89,7 @@ def test_a_metric_that_is_a_plain_number_is_named(caplog: pytest.LogCaptureFixtu
     plain, plain_logs = run([], task=Counts())
     assert graph.replayed == 0
     assert "the metric 'train/answer' is a plain number" in caplog.text
-    assert_same_weights(ours, plain)
+    assert_same(ours, plain)
     assert logs == plain_logs
 
 
@@ -103,7 +103,7 @@ def refused(task: Any, *plugins: Any, message: str, caplog: pytest.LogCaptureFix
     plain, plain_logs = run([*plugins], task=task())
     assert graph.replayed == 0
     assert message in caplog.text
-    assert_same_weights(ours, plain)
+    assert_same(ours, plain)
     assert logs == plain_logs
 
 
@@ -209,7 +209,7 @@ def test_a_buffer_that_an_evaluation_replaces_is_found() -> None:
         return task
 
     graph = CudaGraph(strict=True)
-    assert_same_weights(trained(graph), trained())
+    assert_same(trained(graph), trained())
     assert 0 < graph.replayed < 48 - 3 - 3 * 3
 
 

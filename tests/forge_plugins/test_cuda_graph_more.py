@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import forge
 from forge.errors import NonFiniteError
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import (
     AMP,
     EMA,
@@ -131,7 +131,7 @@ def test_guard_names_the_update_of_a_captured_turn(bad: int, rests: bool) -> Non
     with pytest.raises(NonFiniteError, match=rf"Update {bad} \(epoch 0\): the loss is not finite"):
         run([CapturedGuard(), Shrink(), CudaGraph(strict=True)], data, task, max_epochs=1)
     run([Shrink()], data, before, max_epochs=None, max_updates=bad)
-    assert_same_weights(dict(task.named_parameters()), dict(before.named_parameters()))
+    assert_same(dict(task.named_parameters()), dict(before.named_parameters()))
 
 
 # -- a part of an update ----------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def of_sizes(sizes: list[int]) -> list[Any]:
 def replayed(data: list[Any], graphs: int) -> int:
     graph, plain = CudaGraph(graphs=graphs), run([Shrink()], data, max_epochs=1)
     ours = run([Shrink(), graph], data, max_epochs=1)
-    assert_same_weights(ours[0], plain[0])
+    assert_same(ours[0], plain[0])
     assert ours[1] == plain[1]
     return graph.replayed
 

@@ -11,7 +11,7 @@ import pytest
 
 import forge
 from forge.errors import ForgeError, RecipeError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Duration, EarlyStop, ValidateFirst, duration
 from forge_plugins.limit import SMOKE
 from tests.forge.snapshot.test_resume import die, live, log_of
@@ -75,7 +75,7 @@ def test_the_time_of_all_attempts_counts(clock: Clock, tmp_path: Path) -> None:
         clock.now += 500  # between two attempts nothing counts
     resumed, result = live(tmp_path / "cut", plugins(), max_time="11 s", max_epochs=None)
     assert (expected.updates, result.updates) == (11, 11)
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     _, again = live(tmp_path / "cut", plugins(), max_time="11 s", max_epochs=None)
     assert (again.updates, again.stop_reason) == (11, "duration: max_time=11 s is over")
     assert live(tmp_path / "cut", plugins(), max_time="13 s", max_epochs=None)[1].updates == 13
@@ -115,7 +115,7 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
 def test_a_first_validation_changes_no_weight(tmp_path: Path) -> None:
     plain, _ = fit_tiny([])
     first, _ = fit_tiny([JSONL()], validate_first=True, run_dir=tmp_path)
-    assert_same_weights(first, plain)
+    assert_same(first, plain)
     line = log_of(tmp_path)[0]
     expected = forge.Trainer(plugins=[], run_dir=False).validate(TinyTask(), tiny_batches(seed=1))
     assert line["update"] == 0
@@ -130,7 +130,7 @@ def test_a_resumed_run_does_not_validate_first(tmp_path: Path) -> None:
     task = Seen()
     resumed, _ = live(tmp_path / "cut", plugins(), task=task, validate_first=True)
     assert len(task.seen["val"]) == 3 * len(tiny_batches())
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
 
 

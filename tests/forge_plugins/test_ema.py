@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import forge
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import EMA, Checkpoint
 from tests.support.averages import Watched, applied, by_hand, ema_of, loss_of, parameters, train
 
@@ -50,14 +50,14 @@ def test_start_every_and_warmup_are_what_a_plain_loop_does(decay: float, start: 
             plugin.apply_to(task)
         return
     names = [name for name, _ in model.named_parameters()]
-    assert_same_weights(parameters(applied(plugin, task)), dict(zip(names, expected, strict=True)))
+    assert_same(parameters(applied(plugin, task)), dict(zip(names, expected, strict=True)))
 
 
 @pytest.mark.parametrize(("start", "updates"), [(0.5, 5), ("5 updates", 5), ("1 epoch", 5), (0.0, 0)])
 def test_the_start_can_be_updates_a_share_or_an_interval(start: Any, updates: int) -> None:
     plugin = EMA(0.9, start=start)
     task, _ = fit_tiny([plugin])
-    assert_same_weights(applied(plugin, task), by_hand(ema_of, lambda update: update > updates).module)
+    assert_same(applied(plugin, task), by_hand(ema_of, lambda update: update > updates).module)
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_validation_is_of_the_average_with_the_live_buffers() -> None:
     task = Watched()
     _, result = fit_tiny([EMA(0.9)], task=task)
     expected = by_hand(ema_of).module
-    assert_same_weights(task.seen[-1], expected)
+    assert_same(task.seen[-1], expected)
     expected.eval()
     batches, total = tiny_batches(seed=1), 0.0
     with torch.inference_mode():
@@ -147,13 +147,13 @@ def test_a_buffer_that_an_evaluation_replaces_is_put_back(tmp_path: Path, in_tra
     memory, plugin = task.calls, EMA(0.9, start=start, buffers="average")
     fit_tiny([plugin], task=task, run_dir=tmp_path)
     fit_tiny([], task=plain)
-    assert_same_weights(parameters(task), parameters(plain))
+    assert_same(parameters(task), parameters(plain))
     unseen = 5 if start else 0  # the validation before the average began is one of the trained weights
     assert task.calls.item() == (10 if in_training else 0) + unseen
     assert (task.calls is memory) == (not in_training and not start)
     fresh = Replacing(in_training)
     plugin.apply_to(fresh)
-    assert_same_weights(fresh, load_file(tmp_path / "weights.safetensors"))
+    assert_same(fresh, load_file(tmp_path / "weights.safetensors"))
 
 
 def test_a_run_with_other_buffers_takes_what_there_is(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, Clip, Freeze, Guard
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.freeze_kit import Look, evaluating, frozen, statistics
@@ -126,7 +126,7 @@ def test_any_freezing_and_thawing_equals_the_plain_loop(
     ours, theirs = kind(), kind()
     fit_tiny([with_parts(thaw), Clip(0.5), Accumulate(window)], task=ours)
     by_hand(theirs, thaw, window=window)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_run_cut_off_anywhere_ends_in_the_same_weights(
     live(task)
     expected = kind()
     by_hand(expected, thaw, window=window)
-    assert_same_weights(task, expected)
+    assert_same(task, expected)
 
 
 def test_what_is_frozen_keeps_its_bits_and_has_no_state() -> None:
@@ -207,7 +207,7 @@ def test_two_optimizers_take_turns_over_what_is_not_frozen() -> None:
             theirs.training_step(batch, name)["loss"].backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_a_rewind_over_a_thaw_freezes_again_until_it_comes(order: int, tmp_path:
     stack = [with_parts(plan), Guard("rewind"), saving, look][::order]
     rewound, _ = fit_tiny(stack, task=TinyTask(dropout=0.0), train=data, max_epochs=1, run_dir=tmp_path)
     skipped, _ = fit_tiny([with_parts(plan), Guard("skip")], task=TinyTask(dropout=0.0), train=data, max_epochs=1)
-    assert_same_weights(rewound, skipped)
+    assert_same(rewound, skipped)
     assert [len(names) for names in look.frozen] == [4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 0, 0]
 
 

@@ -18,7 +18,7 @@ import forge
 from forge.errors import NonFiniteError, RecipeError
 from forge.metrics.means import Means
 from forge.snapshot.non_finite import all_finite
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
 from forge_plugins.guard import DeviceFlag
 
@@ -105,7 +105,7 @@ def test_stop_names_update_epoch_and_parameters() -> None:
     assert "--resume" not in text
     before, _ = fit([], batches(3), max_epochs=None, max_updates=3)
     names = dict(task.named_parameters())
-    assert_same_weights(names, {name: p for name, p in before.state_dict().items() if name in names})
+    assert_same(names, {name: p for name, p in before.state_dict().items() if name in names})
 
 
 class NaNLoss(TinyTask):
@@ -177,7 +177,7 @@ def test_a_skipped_window_leaves_no_trace(window: int) -> None:
     once = {"log_every": 100}  # one log, at the epoch's end
     skipped, result = fit([Guard("skip"), Accumulate(window)], batches(bad[0]), TinyTask(dropout=0.0), **once)
     expected, reference = fit([Accumulate(window)], without(*bad), TinyTask(dropout=0.0), **once)
-    assert_same_weights(skipped, expected)  # buffers too
+    assert_same(skipped, expected)  # buffers too
     assert result.updates == reference.updates + 1
     assert result.metrics["train/loss"] == reference.metrics["train/loss"]
 
@@ -199,7 +199,7 @@ def test_no_limit_lets_everything_be_skipped() -> None:
     task = TinyTask()
     before = copy.deepcopy(task)
     fit([Guard("skip", max_skips=0)], batches(*range(12), count=12), task)
-    assert_same_weights(task, before)
+    assert_same(task, before)
 
 
 def test_skips_in_a_row_are_counted_across_a_resume(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_each_optimizer_is_skipped_on_its_own() -> None:
     task = HalfBadGAN()
     before = copy.deepcopy(task)
     fit([Guard("skip", max_skips=0)], tiny_batches(), task)
-    assert_same_weights(task.discriminator, before.discriminator)
+    assert_same(task.discriminator, before.discriminator)
     with pytest.raises(AssertionError):
-        assert_same_weights(task.generator, before.generator)
+        assert_same(task.generator, before.generator)
     with pytest.raises(NonFiniteError, match=r"discriminator\.0\.weight.*number 3 in a row"):
         fit([Guard("skip", max_skips=2)], tiny_batches(), HalfBadGAN())
 
@@ -250,7 +250,7 @@ def test_a_closure_optimizer_is_skipped_before_its_step_only() -> None:
     task = WithLBFGS(dropout=0.0)
     before = copy.deepcopy(task)
     fit([Guard("skip")], tiny_batches([8]), task)
-    assert_same_weights(task, before)
+    assert_same(task, before)
     late = WithLBFGS(dropout=0.0)
     late.bad_from = 1
     with pytest.raises(NonFiniteError, match="inside the optimizer's closure"):
@@ -270,7 +270,7 @@ def test_rewind_ends_as_if_the_bad_windows_had_never_been_there(
 ) -> None:
     rewound, result = fit([Guard("rewind", **options), saving("2 updates")], batches(*bad), run_dir=tmp_path)
     expected, _ = fit([], without(*left_out))
-    assert_same_weights(rewound, expected)  # dropout too: the window that is left out draws nothing
+    assert_same(rewound, expected)  # dropout too: the window that is left out draws nothing
     assert result.updates == 6
 
 
@@ -312,9 +312,8 @@ class HostFlag(DeviceFlag):
 class LateGuard(Guard):
     """guard as it works with fused optimizers on a CUDA device; torch's fused ones take the flag on the CPU too."""
 
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
-        super().forge_start(trainer)
+    def _prepare(self, trainer: forge.Run) -> None:
+        super()._prepare(trainer)
         trainer.means.on_host = False
         self._on_device, self._flag = set(trainer.optimizers), HostFlag()
 
@@ -371,7 +370,7 @@ def test_the_host_hears_late_of_weights_that_stayed(
     assert hear.at == [11 if log_every == 10 else 17]  # sixteen updates are read at once, and before a log
     assert not hear.logs
     names = dict(task.named_parameters())
-    assert_same_weights(names, {name: p for name, p in before.state_dict().items() if name in names})
+    assert_same(names, {name: p for name, p in before.state_dict().items() if name in names})
 
 
 def test_a_late_finding_comes_before_a_validation() -> None:
@@ -392,7 +391,7 @@ def test_a_bad_loss_alone_is_heard_of_late_too() -> None:
 def test_a_late_rewind_ends_as_without_the_bad_windows(bad: tuple[int, int], tmp_path: Path) -> None:
     rewound, _ = fit([LateGuard("rewind"), saving("2 updates")], batches(*bad), Fused(), run_dir=tmp_path)
     expected, _ = fit([], without(*bad), Fused())
-    assert_same_weights(rewound, expected)
+    assert_same(rewound, expected)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import forge
 from forge.data import Loader, TensorLoader
 from forge.errors import CheckpointError, ForgeError, RecipeError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import Checkpoint, Limit
 from tests.forge.snapshot.test_resume import Noisy, die, live
 
@@ -69,7 +69,7 @@ def first(batches: list[Any]) -> list[float]:
 def test_a_number_is_batches_and_a_fraction_is_a_share(limit: float, count: int) -> None:
     short, result = fit_tiny([Limit(train=limit)])
     plain, expected = fit_tiny([], train=tiny_batches()[:count])
-    assert_same_weights(short, plain)
+    assert_same(short, plain)
     assert (result.updates, result.metrics) == (2 * count, expected.metrics)
 
 
@@ -156,7 +156,7 @@ def test_a_limited_run_resumes_in_the_same_bits(kind: str, option: str, tmp_path
         seen += task.seen["train"][:-1]
     resumed, result = live(tmp_path / "cut", stack(), task=Seen(), train=LOADERS[kind]())
     assert [*seen, *resumed.seen["train"]] == straight.seen["train"]
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert (result.metrics, result.updates) == (expected.metrics, 12)
 
 

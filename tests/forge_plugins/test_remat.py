@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import forge
 from forge.errors import RecipeError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import Remat
 from tests.support.profiles import covering, few
 
@@ -115,7 +115,7 @@ def test_weights_and_buffers_are_bit_for_bit_those_without_it(kind: type[Deep], 
     plain, again = deep(kind), deep(kind)
     fit_tiny(task=plain)
     fit_tiny([Remat(**options)], task=again)
-    assert_same_weights(again, plain)
+    assert_same(again, plain)
 
 
 @few
@@ -128,7 +128,7 @@ def test_any_choice_of_modules_gives_the_same_bits(names: set[str]) -> None:
     plain, again = deep(blocks=2), deep(blocks=2)
     fit_tiny(task=plain, max_updates=3)
     fit_tiny([Remat(sorted(names))], task=again, max_updates=3)
-    assert_same_weights(again, plain)
+    assert_same(again, plain)
 
 
 def test_a_buffer_that_steers_the_forward_is_the_same_twice() -> None:
@@ -155,7 +155,7 @@ def test_a_buffer_that_steers_the_forward_is_the_same_twice() -> None:
     plain, again = make(), make()
     fit_tiny(task=plain)
     fit_tiny([Remat()], task=again)
-    assert_same_weights(again, plain)
+    assert_same(again, plain)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_compiled_task_gives_the_same_bits() -> None:
     fit_tiny(task=plain, max_updates=2)
     fit_tiny([Compiles(), Remat()], task=again, max_updates=2)
     torch.compiler.reset()
-    assert_same_weights(again, plain)
+    assert_same(again, plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import Accumulate, Remat
 from tests.support.tasks import fit
 
@@ -118,7 +118,7 @@ def test_weights_are_bit_for_bit_those_without_it(kind: type[Transformer], optio
     data = sequences(4, size=4)
     fit(plain, data, data[:1], device="cuda", seed=3, plugins=[Accumulate(2)])
     fit(again, data, data[:1], device="cuda", seed=3, plugins=[Remat(**options), Accumulate(2)])
-    assert_same_weights(again, plain)
+    assert_same(again, plain)
 
 
 def test_nothing_waits_for_the_device(syncs_are_errors: forge.Plugin) -> None:

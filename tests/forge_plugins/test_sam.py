@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import forge
 from forge.cli.plugin_page import declared
 from forge.errors import RecipeError, StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import SAM, Accumulate, Clip, Freeze
 from tests.support.profiles import covering, few
 from tests.support.tasks import Classifier
@@ -147,7 +147,7 @@ def test_it_equals_a_hand_written_loop_bit_for_bit(
     plugins = [SAM(rho, adaptive=adaptive), Accumulate(window), *([Clip(clip)] if clip else [])]
     fit_tiny(plugins, task=ours, train=data, log_every=3)
     sam_by_hand(theirs, data, rho=rho, adaptive=adaptive, window=window, clip=clip)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -155,7 +155,7 @@ def test_with_two_optimizers_each_climbs_with_its_own_parameters(window: int) ->
     ours, theirs = TinyGAN(), TinyGAN()
     fit_tiny([SAM(0.3), Accumulate(window), Clip(0.2)], task=ours)
     gan_by_hand(theirs, tiny_batches(), 2, 0.3, window, 0.2)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_the_climb_has_length_rho() -> None:
@@ -177,7 +177,7 @@ def test_batch_norm_learns_from_the_second_pass_only_if_asked_to() -> None:
     ours, theirs = TinyTask(), TinyTask()
     fit_tiny([SAM(freeze_norm=False)], task=ours)
     sam_by_hand(theirs, tiny_batches(), still=False)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
     assert int(ours.net[1].num_batches_tracked) == 20  # pyright: ignore
     assert int(fit_tiny([SAM()])[0].net[1].num_batches_tracked) == 10  # pyright: ignore
 
@@ -200,7 +200,7 @@ def test_gradients_are_made_true_before_climb_and_step() -> None:
                 if parameter.grad is not None:
                     parameter.grad /= 4
 
-    assert_same_weights(fit_tiny([Scaled(), SAM(0.5)])[0], fit_tiny([SAM(0.5)])[0])
+    assert_same(fit_tiny([Scaled(), SAM(0.5)])[0], fit_tiny([SAM(0.5)])[0])
 
 
 def test_metrics_are_of_the_weights_and_sharpness_of_the_climb() -> None:
@@ -248,7 +248,7 @@ def test_parameters_that_thaw_are_climbed_from_then_on() -> None:
     first: Any = theirs.net[0]  # pyright: ignore
     first.requires_grad_(False)
     sam_by_hand(theirs, tiny_batches(), rho=0.5, after_update=lambda update: first.requires_grad_(update >= 3))
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import SAM, Accumulate, Clip, Freeze, Guard
 
 pytestmark = pytest.mark.gpu
@@ -108,7 +108,7 @@ def test_sam_equals_a_hand_written_loop_bit_for_bit(adaptive: bool, window: int)
     ours = fit([SAM(0.5, adaptive=adaptive), Clip(0.5), Accumulate(window)])
     theirs = Fused()
     loop(theirs, batches(), window, 0.5, rho=0.5, adaptive=adaptive)
-    assert_same_weights(ours, theirs)
+    assert_same(ours, theirs)
 
 
 # -- freeze -----------------------------------------------------------------------------------------------------------

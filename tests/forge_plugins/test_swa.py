@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 import forge
 from forge.data import Loader
 from forge.errors import StackError
-from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, first_difference, fit_tiny, tiny_batches
 from forge_plugins import SWA, Checkpoint, Schedule
 from tests.support.averages import (
     Watched,
@@ -61,7 +61,7 @@ def ends_of_40_samples() -> list[int]:
 def test_the_mean_is_torchs_own_bit_for_bit(options: dict[str, Any], taken: Callable[[int], bool]) -> None:
     plugin = SWA(**options)
     task, _ = fit_tiny([plugin], max_epochs=4)
-    assert_same_weights(parameters(applied(plugin, task)), parameters(by_hand(mean_of, taken, epochs=4).module))
+    assert_same(parameters(applied(plugin, task)), parameters(by_hand(mean_of, taken, epochs=4).module))
 
 
 # -- what is evaluated ------------------------------------------------------------------------------------------------
@@ -86,12 +86,12 @@ def test_validation_and_export_are_of_the_mean_with_update_bn(tmp_path: Path) ->
     for name in (*parameters(task), *STATISTICS):
         assert torch.equal(task.seen[-1][name], expected[name]), name
     assert result.metrics["val/loss"] == evaluated(mean.module)
-    assert_same_weights(task.seen[1], plain.seen[1])  # before the start
+    assert_same(task.seen[1], plain.seen[1])  # before the start
     assert first_difference(task.seen[2], plain.seen[2])
     exported = load_file(tmp_path / "weights.safetensors")
-    assert_same_weights(exported, task.seen[-1])
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path / "checkpoints" / "latest", weights="swa"), exported)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
+    assert_same(exported, task.seen[-1])
+    assert_same(TinyTask.from_checkpoint(tmp_path / "checkpoints" / "latest", weights="swa"), exported)
+    assert_same(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
 
 
 def test_without_validation_the_export_has_its_statistics(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_update_bn_can_take_only_some_batches_or_none(tmp_path: Path) -> None:
     ]
     update_bn(tiny_batches()[:2], mean)
     few = mean.module.state_dict()
-    assert_same_weights(buffers[0], {name: few[name] for name in STATISTICS})
+    assert_same(buffers[0], {name: few[name] for name in STATISTICS})
     live: list[dict[str, Tensor]] = []
 
     class Keeps(Watched):
@@ -123,7 +123,7 @@ def test_update_bn_can_take_only_some_batches_or_none(tmp_path: Path) -> None:
 
     fit_tiny([], task=Keeps(dropout=0.0), max_epochs=4)
     means = {name: live[2][name].lerp(live[3][name], 0.5) for name in STATISTICS}
-    assert_same_weights(buffers[1], means)
+    assert_same(buffers[1], means)
 
 
 def fit_statistics(update_bn: bool | int) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ def test_an_error_leaves_everything_as_training_had_it(where: str) -> None:
     with pytest.raises(ZeroDivisionError):
         fit_tiny([SWA(0), arm], task=task, train=Batches(tiny_batches()))
     fit_tiny([], task=plain, max_epochs=1)
-    assert_same_weights(task, plain)
+    assert_same(task, plain)
     assert task.net[1].momentum == 0.1
 
 
@@ -312,13 +312,13 @@ def test_a_stream_that_keeps_its_place_is_reread_at_the_end(tmp_path: Path, capl
         return fit_tiny(plugins, train=Loader(Counting(), 8), max_epochs=2, **options)[0]
 
     plugin = SWA(0)
-    assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
+    assert_same(fit([plugin], run_dir=tmp_path), fit([]))
     assert "keeps its position, which a second pass would move" in caplog.text
     assert plugin._estimated
     estimated, means = load_file(tmp_path / "weights.safetensors"), SWA(0, update_bn=False)
     other = applied(means, fit([means]))
     assert first_difference(estimated, other)
-    assert_same_weights({n: estimated[n] for n in parameters(other)}, parameters(other))
+    assert_same({n: estimated[n] for n in parameters(other)}, parameters(other))
 
 
 class OwnShuffle:
@@ -346,7 +346,7 @@ def test_a_loader_that_draws_its_order_is_reread_at_the_end(
         return fit_tiny(plugins, train=OwnShuffle(), max_epochs=3, **options)[0]
 
     plugin = SWA(0, every="2 updates")
-    assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
+    assert_same(fit([plugin], run_dir=tmp_path), fit([]))
     assert caplog.text.count("this loader may give another order on each pass") == 1
     assert plugin._estimated
 

@@ -14,5 +14,5 @@ from tests.support import forked
 @pytest.fixture(autouse=True, scope="module")
 def quick_runner() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "subprocess", types.SimpleNamespace(PIPE=runner.subprocess.PIPE, Popen=forked.Popen))
+        patch.setattr(runner, "subprocess", types.SimpleNamespace(Popen=forked.Popen))
         yield

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, TensorParallel
 from forge_ship.qat import QAT, RANGE, SEEN, install
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
@@ -77,7 +77,7 @@ def images() -> list[Any]:
 @pytest.mark.parametrize("window", some([1, 2], quick=1))
 def test_a_fit_is_a_plain_loop_that_rounds(window: int) -> None:
     task, _ = fit_tiny([QAT(), Accumulate(window)])
-    assert_same_weights(task, by_hand(window))
+    assert_same(task, by_hand(window))
 
 
 def test_a_validation_is_that_of_the_rounded_model() -> None:
@@ -144,7 +144,7 @@ def test_a_resume_is_exact(tmp_path: Path) -> None:
     with pytest.raises(PowerCut):
         fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
     resumed, _ = fit_tiny(plugins(), run_dir=tmp_path, resume="auto")
-    assert_same_weights(resumed, fit_tiny(plugins())[0])
+    assert_same(resumed, fit_tiny(plugins())[0])
 
 
 def test_a_resume_with_other_layers_is_refused(tmp_path: Path) -> None:

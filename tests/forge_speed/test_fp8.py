@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import (
     AMP,
     DDP,
@@ -57,7 +57,7 @@ def by_hand(window: int = 1, **options: Any) -> TinyTask:
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_fit_is_a_plain_loop_in_float8(window: int, emulated: None) -> None:
     task, _ = fit_tiny([FP8("all"), Accumulate(window)])
-    assert_same_weights(task, by_hand(window))
+    assert_same(task, by_hand(window))
     plain, _ = fit_tiny([Accumulate(window)])
     assert any(not torch.equal(a, b) for a, b in zip(task.parameters(), plain.parameters(), strict=True))
 
@@ -67,7 +67,7 @@ def test_a_fit_is_a_plain_loop_in_float8(window: int, emulated: None) -> None:
 def test_recomputed_blocks_compute_the_same(modules: str, first: bool, emulated: None) -> None:
     stack: list[Any] = [FP8("all"), Remat(modules)]
     task, _ = fit_tiny(stack if first else stack[::-1])
-    assert_same_weights(task, by_hand())
+    assert_same(task, by_hand())
     assert not any("forward" in vars(module) for module in task.modules())
 
 
@@ -89,7 +89,7 @@ def test_a_resume_is_exact(tmp_path: Path, emulated: None) -> None:
     with pytest.raises(PowerCut):
         fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
     resumed, _ = fit_tiny(plugins(), run_dir=tmp_path, resume="auto")
-    assert_same_weights(resumed, by_hand())
+    assert_same(resumed, by_hand())
 
 
 def test_a_run_can_go_on_without_it(tmp_path: Path, emulated: None) -> None:
@@ -151,7 +151,7 @@ def test_layers_are_chosen_by_size_or_by_name(options: dict[str, Any], expected:
 def test_on_a_cpu_everything_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "forge"):
         task, _ = fit_tiny([FP8()])
-    assert_same_weights(task, fit_tiny()[0])
+    assert_same(task, fit_tiny()[0])
     assert "fp8: everything runs as written: float8 runs on CUDA, and this run is on cpu." in caplog.text
 
 

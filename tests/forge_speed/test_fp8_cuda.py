@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.testing import TinyTask, assert_same_weights, fit_tiny
+from forge.testing import TinyTask, assert_same, fit_tiny
 from forge_plugins import AMP, Compile, CudaGraph
 from forge_speed.fp8 import CAPABILITY, FP8, linear
 from tests.support.float8 import reference_product
@@ -124,4 +124,4 @@ def test_a_compiled_fit_has_no_breaks_and_is_close() -> None:
 
 def test_captured_updates_compute_as_uncaptured_ones() -> None:
     captured, _ = fitted(AMP("bf16"), FP8("all"), CudaGraph())
-    assert_same_weights(captured, fitted(AMP("bf16"), FP8("all"))[0])
+    assert_same(captured, fitted(AMP("bf16"), FP8("all"))[0])

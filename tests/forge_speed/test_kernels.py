@@ -16,7 +16,7 @@ import forge
 import forge_speed.kernels as module
 from forge import registry
 from forge.errors import KernelError, RecipeError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_speed.kernels import Kernels
 from tests.support import kernel_kit  # noqa: F401 - mends Triton's interpreter
@@ -83,7 +83,7 @@ def test_off_cuda_only_named_kernels_are_swapped_and_the_log_says_so(
     install("toy", "toy_linear")
     caplog.set_level(logging.INFO, "forge")
     for use in ("auto", "all"):
-        assert_same_weights(fit_tiny([Kernels(use)])[0], fit_tiny([])[0])
+        assert_same(fit_tiny([Kernels(use)])[0], fit_tiny([])[0])
     assert ran() == []
     assert told(caplog) == ["kernels: nothing is swapped: they run on CUDA, and this run is on cpu."] * 2
 
@@ -105,7 +105,7 @@ def test_what_is_computed_again_runs_on_the_kernel_too(install: Any) -> None:
     install("toy")
     ours, _ = fit_tiny([Kernels("toy"), Remat(modules="net")], max_updates=2)
     assert ran() == ["toy"] * 4
-    assert_same_weights(ours, fit_tiny([Kernels("toy")], max_updates=2)[0])
+    assert_same(ours, fit_tiny([Kernels("toy")], max_updates=2)[0])
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_compiled_step_has_the_kernel_in_its_graph(install: Any, order: int) -
     ours, result = fit_tiny(plugins[::order], **FOUR)
     assert ran() == ["toy"] * 4
     assert result.metrics["compile/graphs"] == 1
-    assert_same_weights(ours, fit_tiny([Kernels("toy")], **FOUR)[0])
+    assert_same(ours, fit_tiny([Kernels("toy")], **FOUR)[0])
 
 
 def test_one_of_forges_own_kernels_trains_in_the_interpreter(install: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_kernel_that_replaces_nothing_does_nothing_and_says_so(
     install: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("toy_bare")
-    assert_same_weights(fit_tiny([Kernels("toy_bare")])[0], fit_tiny([])[0])
+    assert_same(fit_tiny([Kernels("toy_bare")])[0], fit_tiny([])[0])
     assert "'toy_bare', which replaces no function of torch" in caplog.text
     assert "forge.kernels.toy_bare" in caplog.text
 
@@ -204,7 +204,7 @@ def test_measuring_leaves_no_trace_in_the_run(install: Any, monkeypatch: pytest.
     install("toy", "toy_linear")
     ours, _ = fit_tiny([Kernels()])
     assert set(ran()) == {"toy", "toy_linear"}
-    assert_same_weights(ours, fit_tiny([])[0])
+    assert_same(ours, fit_tiny([])[0])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_kernels_that_are_wrong_or_fail_are_not_used(
     (line,) = told(caplog)
     assert line.startswith("kernels: the first batch could not be measured, and runs as written")
     assert re.search(why, line)
-    assert_same_weights(ours, fit_tiny([])[0])
+    assert_same(ours, fit_tiny([])[0])
 
 
 def test_a_compiled_step_is_not_measured(install: Any, clock: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -260,7 +260,7 @@ def test_a_resumed_run_uses_the_kernels_that_it_began_with(
     resumed = run("resumed", resume=half)
     assert clock["measured"] == 0
     assert set(ran()) == {"toy", "toy_linear"}
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     install("toy")
     run("without", resume=half)
     assert "the resumed run used toy_linear, which replaces nothing now" in caplog.text

@@ -103,6 +103,14 @@ def test_a_mistake_is_said_before_any_trial(words: list[str], why: str, capsys: 
 
 
 @pytest.mark.slow
+def test_an_option_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", "quickstart", "task.lr=log(1e-4,1)"])
+    said = capsys.readouterr().err
+    assert "it wants --metric, what to optimise" in said
+    assert "RECIPE" not in said
+
+
 def test_a_trial_that_is_killed_is_a_failure_of_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "task.dies=0.3", "--dir", "s", "--jobs", "2"]) == 0
     said = capsys.readouterr()

@@ -12,7 +12,7 @@ import forge
 from forge.cli import main
 from forge.data import Environments, Rollouts, epoch_order
 from forge.rng import seed_rank
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import Checkpoint
 from forge_recipes.dqn import DQN, replay
 from forge_recipes.grpo import END, GRPO, LETTERS, PROMPT, is_right, sums, until_end
@@ -70,7 +70,7 @@ def ppo_by_forge(folder: Path | bool, collections: int, *plugins: Any) -> PPO:
 
 
 def test_ppo_is_a_loop_by_hand() -> None:
-    assert_same_weights(ppo_by_forge(False, 6), ppo_by_hand(6))
+    assert_same(ppo_by_forge(False, 6), ppo_by_hand(6))
 
 
 @pytest.mark.parametrize("update", some([7, 1, 4, 12, 18, 22], quick=1))
@@ -78,7 +78,7 @@ def test_ppo_cut_anywhere_ends_in_the_same_bits(update: int, tmp_path: Path) -> 
     often = Checkpoint(every="3 updates")
     with pytest.raises(PowerCut):
         ppo_by_forge(tmp_path, 6, often, cut_at(update))
-    assert_same_weights(ppo_by_forge(tmp_path, 6, often), ppo_by_hand(6))
+    assert_same(ppo_by_forge(tmp_path, 6, often), ppo_by_hand(6))
 
 
 def dqn_by_forge(folder: Path | bool, *plugins: Any) -> DQN:
@@ -109,11 +109,11 @@ def test_dqn_is_a_loop_by_hand_and_cut_it_ends_in_the_same_bits(tmp_path: Path) 
         optimizer.zero_grad()
         task.training_step({name: x[at] for name, x in kept.items()})["loss"].backward()
         optimizer.step()
-    assert_same_weights(dqn_by_forge(False), task)
+    assert_same(dqn_by_forge(False), task)
     often = Checkpoint(every="5 updates")
     with pytest.raises(PowerCut):
         dqn_by_forge(tmp_path, often, cut_at(13))
-    assert_same_weights(dqn_by_forge(tmp_path, often), task)
+    assert_same(dqn_by_forge(tmp_path, often), task)
 
 
 def test_an_answer_is_right_if_it_is_the_sum_and_ends() -> None:
@@ -146,7 +146,7 @@ def test_grpo_cut_in_a_collection_ends_in_the_same_bits(tmp_path: Path) -> None:
     often = Checkpoint(every="3 updates")
     with pytest.raises(PowerCut):
         grpo_by_forge(tmp_path, often, cut_at(8))
-    assert_same_weights(grpo_by_forge(tmp_path, often), grpo_by_forge(False))
+    assert_same(grpo_by_forge(tmp_path, often), grpo_by_forge(False))
 
 
 DATA = """

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import forge
 from forge.data import Loader, Splits, TensorLoader, pad_collate
 from forge.metrics import drawing
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_recipes import gan, multilabel, regression, sentiment
 from forge_recipes.digits import digits
 
@@ -66,7 +66,7 @@ def test_the_gan_trains_as_a_plain_loop_that_takes_turns() -> None:
         generator.zero_grad()
         F.softplus(-plain.critic(plain.generator(torch.randn(64, 32)))).mean().backward()
         generator.step()
-    assert_same_weights(task, plain)
+    assert_same(task, plain)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 REPO = Path(__file__).resolve().parents[2]
 OURS = {"forge": REPO, "forge_plugins": REPO / "plugins", "forge_recipes": REPO / "recipes"}
-TOOLS = ("pytest", "pytest-xdist", "hypothesis", "packaging")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "packaging", "pip", "hatchling")
 
 
 def make(folder: Path) -> Path:
@@ -70,7 +70,9 @@ def link(found: Distribution, packages: Path) -> None:
 def write_metadata(project: dict, packages: Path) -> None:
     info = packages / f"forge_trainer-{project['version']}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n")
+    head = [f"Name: {project['name']}", f"Version: {project['version']}"]
+    needs = [f"Requires-Dist: {requirement}" for requirement in project["dependencies"]]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.4", *head, *needs]) + "\n")
     lines: list[str] = []
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]

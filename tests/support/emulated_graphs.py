@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import forge
 from forge.rng import RNGState
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import CudaGraph
 from forge_plugins import cuda_graph as module
 from forge_plugins.cuda_graph import captured
@@ -152,6 +152,6 @@ def compare(plugins: Any, least: int, data: Any = None, task: Any = Net, **optio
     plain, plain_logs = run(plugins(), data, task(), **options)
     ours, logs = run([*plugins(), graph], data, task(), **options)
     assert graph.replayed >= least
-    assert_same_weights(ours, plain)
+    assert_same(ours, plain)
     assert logs == plain_logs
     return graph

@@ -121,12 +121,12 @@ def splits() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def found(
-    task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0, last: bool = False, rebuild: Any = None
+    task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0, last: bool = False
 ) -> dict[str, Finding]:
     """What probes find, by name; those run after `after` updates where it is not 0, or once the run is over."""
     train, val = data or splits()
     report = DoctorReport()
-    examination = Examination(report, train, val, lambda what: None, rebuild)
+    examination = Examination(report, train, val, lambda what: None)
     chosen = {probe.__name__: probe for probe in probes}
     examination.first_probes = chosen if not after and not last else {}
     examination.last_probes = chosen if after else {}

@@ -7,7 +7,7 @@ import torch
 from forge_lookahead import Lookahead
 
 import forge
-from forge.testing import assert_same_weights, check_plugin
+from forge.testing import assert_same, check_plugin
 
 
 def test_it_keeps_the_contract() -> None:
@@ -15,12 +15,12 @@ def test_it_keeps_the_contract() -> None:
 
 
 def test_alpha_one_leaves_the_run_as_it_is(forge_run) -> None:
-    assert_same_weights(forge_run([Lookahead(every=2, alpha=1.0)]).task, forge_run().task)
+    assert_same(forge_run([Lookahead(every=2, alpha=1.0)]).task, forge_run().task)
 
 
 def test_alpha_zero_stays_where_it_began(forge_run, tiny_task) -> None:
     task = forge_run([Lookahead(every=2, alpha=0.0)], max_updates=4).task
-    assert_same_weights(dict(task.named_parameters()), dict(tiny_task().named_parameters()))
+    assert_same(dict(task.named_parameters()), dict(tiny_task().named_parameters()))
 
 
 def test_slow_weights_go_half_of_the_way(forge_run, tiny_task) -> None:

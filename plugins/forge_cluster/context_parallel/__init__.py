@@ -15,6 +15,7 @@ from forge.contract.task import Build, defines
 from forge.errors import ForgeError, RecipeError, StackError, TaskError
 from forge.optim.sharded import is_distributed
 from forge.snapshot.sandbox import uncompiled, without_side_effects
+from forge.twin.compare import Difference
 from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
 from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
 from forge_cluster.context_parallel.ring import Method, Ring, safe_method
@@ -210,15 +211,14 @@ class ContextParallel(forge.Plugin):
         self._checked.add(key)
         task, before, slice_before = trainer.task, calls.attentions, calls.own
         trained = {n: p for n, p in task.named_parameters() if p.requires_grad} if stage == "train" else {}
-        parameters = list(trained.values())
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         kind = trainer.env.device.type
         try:
             with without_side_effects(trainer), uncompiled(), torch.autocast(kind, enabled=False), WithoutDropout():
                 shorter = compared_length(length, slicing.size, slicing.multiple)
-                batch, length, expected = self._whole(inner, batch, stage, name, length, shorter, parameters)
-                own = self._divided(task, inner, batch, stage, name, length, parameters)
+                batch, length, expected = self._whole(inner, batch, stage, name, length, shorter, trained)
+                own = self._divided(task, inner, batch, stage, name, length, trained)
         finally:
             torch.set_float32_matmul_precision(precision)
             calls.enter(slice_before)
@@ -231,7 +231,7 @@ class ContextParallel(forge.Plugin):
         dtype = min(
             (p.dtype for p in task.parameters()), key=lambda each: torch.finfo(each).bits, default=torch.float32
         )
-        found = difference(own, expected, list(trained), dtype)
+        found = difference(own, expected, dtype)
         if trainer.env.all_max([found is not None])[0]:
             raise TaskError(_different(type(task).__name__, stage, found))
 
@@ -243,7 +243,7 @@ class ContextParallel(forge.Plugin):
         name: str | None,
         length: int,
         shorter: int,
-        parameters: list[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
     ) -> tuple[Any, int, Outcome]:
         """Return a batch, its length, and what one process computes for it; short if the model takes that."""
         assert self._slicing is not None
@@ -255,7 +255,9 @@ class ContextParallel(forge.Plugin):
         try:
             return short, shorter, outcome(short)
         except Exception:
-            if shorter == length or any(map(is_distributed, parameters)):  # a strategy is in the middle of its step
+            if shorter == length or any(
+                map(is_distributed, parameters.values())
+            ):  # a strategy is in the middle of its step
                 raise
         return batch, length, outcome(batch)
 
@@ -278,7 +280,7 @@ class ContextParallel(forge.Plugin):
         stage: str,
         name: str | None,
         length: int,
-        parameters: list[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
     ) -> Outcome:
         calls, slicing = self._calls, self._slicing
         assert calls is not None
@@ -337,7 +339,7 @@ def _times(value: Any, items: int | Tensor, total: int | Tensor) -> Any:
     return value
 
 
-def _different(task: str, stage: str, found: str | None) -> str:
+def _different(task: str, stage: str, found: Difference | None) -> str:
     return (
         f"context_parallel: {task} does not compute the same on divided sequences as on whole ones ({stage}: "
         f"{found or 'on another rank'}). Something besides attention knows other positions. Use forge.positions(x) in "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,19 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge.optim.sharded import is_distributed, local
+from forge.twin.compare import Difference, differences
+from forge.twin.record import Record
 
-Outcome = tuple[dict[str, Tensor], list[Tensor]]
-"""Metrics, and the gradient of each parameter."""
+Outcome = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Metrics, and gradients by parameter."""
 ENOUGH = 512
 """Positions that are compared at least, where a sequence has as many."""
-TOLERANCES = {torch.float64: (1e-6, 0.0, 1e-8), torch.float32: (1e-4, 1e-3, 1e-3)}
-"""By type: what metrics may differ by, times their value and as such (an argmax may tip over), and gradients."""
-LOOSE = 5e-2, 5e-2, 5e-2
-FLOOR = 1e-2
-"""The part of the whole gradient's norm that each parameter's may be wrong by, times the tolerance."""
+TOLERANCES = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-4, 1e-3)}
+"""By type: what metrics may differ by as a share of them, and gradients as a share of their norm. Metrics beside the
+loss may differ by the latter as such (an argmax may tip over)."""
+LOOSE = 5e-2, 5e-2
+NOTHING = 1e-3
+"""What a loss is compared with that is smaller."""
 
 
-def outcome_of(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Outcome:
+def outcome_of(call: Callable[[], Any], parameters: Mapping[str, nn.Parameter]) -> Outcome:
     """Return what a step returns, and the gradients of its loss if there are parameters."""
     output = call()
     metrics = {"loss": output} if isinstance(output, Tensor) else output if isinstance(output, Mapping) else {}
@@ -33,57 +35,50 @@ def outcome_of(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Outco
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     }
     loss = numbers.get("loss")
-    gradients: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
     if parameters and loss is not None and loss.requires_grad:
-        found = _gradients(loss, parameters)
-        gradients = [
-            torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
-            for parameter, gradient in zip(parameters, found, strict=True)
-        ]
+        gradients = dict(zip(parameters, _gradients(loss, [*parameters.values()]), strict=True))
     return {name: value.detach().double() for name, value in numbers.items()}, gradients
 
 
-def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor]:
     """Return the gradients of a loss; those of shards by a backward pass, in which the strategy averages them."""
     if not any(map(is_distributed, parameters)):
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
+        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     loss.backward()
-    found = [parameter.grad for parameter in parameters]
+    found = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
-    return found
+    return [local(gradient) for gradient in found]
 
 
-def mean_over(group: Any, outcome: Outcome, parameters: list[nn.Parameter]) -> Outcome:
+def mean_over(group: Any, outcome: Outcome, parameters: Mapping[str, nn.Parameter]) -> Outcome:
     """Return the mean of the ranks' outcomes; the gradients of shards are means already."""
     metrics, gradients = outcome
-    size = dist.get_world_size(group)
-    own = [g for g, p in zip(gradients, parameters, strict=False) if not is_distributed(p)]
+    own = [gradient for name, gradient in gradients.items() if not is_distributed(parameters[name])]
     for tensor in (*metrics.values(), *own):
         dist.all_reduce(tensor, group=group)
-        tensor.div_(size)
+        tensor.div_(dist.get_world_size(group))
     return metrics, gradients
 
 
-def difference(own: Outcome, expected: Outcome, names: list[str], dtype: torch.dtype) -> str | None:
-    """Return the largest difference in words; None if results differ only by rounding."""
-    relative, absolute, tolerance = TOLERANCES.get(dtype, LOOSE)
-    for name, value in expected[0].items():
-        theirs, ours = float(value), float(own[0][name])
-        allowed = relative * max(abs(theirs), 1e-3) + (0.0 if name == "loss" else absolute)
-        if not abs(ours - theirs) <= allowed and not math.isnan(theirs):
-            return f"{name} is {ours:.6g} and not {theirs:.6g}"
-    norms = [float(gradient.norm()) for gradient in expected[1]]
-    floor = FLOOR * sum(norm**2 for norm in norms) ** 0.5
-    apart = [float((a - b).norm()) for a, b in zip(own[1], expected[1], strict=True)]
-    worst = max(
-        ((error / (norm + floor), name) for error, norm, name in zip(apart, norms, names, strict=True) if error),
-        default=(0.0, ""),
-    )
-    return f"the gradient of {worst[1]} is {worst[0]:.0%} off" if worst[0] > tolerance else None
+def difference(own: Outcome, expected: Outcome, dtype: torch.dtype) -> Difference | None:
+    """Return the first difference of two outcomes; None if they differ only by rounding."""
+    metric, gradient = TOLERANCES.get(dtype, LOOSE)
+    known = [name for name, value in expected[0].items() if not value.isnan()]
+    records = Record(), Record()
+    for record, (metrics, gradients) in zip(records, (own, expected), strict=True):
+        record.mark("", {name: metrics[name] for name in known})
+        record.mark("", gradients, kind="the gradients")
+    for each in differences(records[0].marks, records[1].marks, gradient):
+        least = 0.0 if each.kind else metric * NOTHING if each.path == "loss" else gradient
+        far = each.distance.relative > (gradient if each.kind else metric)
+        if far and (each.distance.absolute is None or not each.distance.absolute <= least):
+            return each
+    return None
 
 
 def compared_length(length: int, size: int, multiple: int) -> int:

@@ -15,6 +15,7 @@ import forge
 from forge.errors import TaskError
 from forge.optim.sharded import is_distributed, whole
 from forge.snapshot.sandbox import without_side_effects
+from forge.twin.compare import Difference, first_difference
 from forge_cluster.expert_parallel.routing import Loads, Ranks, route
 
 FEW = 64
@@ -124,26 +125,22 @@ class ExpertCalls:
         few = tokens[:FEW].detach(), chosen[:FEW], weights[:FEW].detach()
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
-        error: Exception | None = None
+        found: Difference | Exception | None = None
         try:
             with without_side_effects(trainer), torch.no_grad():
                 with self._holding(whole, self.count):
                     expected = self._forward(*few)
                 try:
                     own = route(self._here, self.count, self.ranks, *few, capacity=None)[0]
-                    same = own.shape == expected.shape and torch.allclose(own, expected, *_tolerance(expected))
+                    near = torch.finfo(expected.dtype).eps ** 0.5
+                    found = first_difference({"its outputs": own}, {"its outputs": expected}, near)
                 except Exception as raised:
-                    same, error = False, raised
+                    found = raised
         finally:
             for module, mode in modes:
                 module.training = mode
-        if trainer.env.all_max([not same])[0]:
+        if trainer.env.all_max([found is not None])[0]:
             raise TaskError(
                 f"expert_parallel: {self._name} ({type(self.module).__name__}) does not compute the same with "
-                f"1/{self.ranks.size} of its experts on each rank{f': {error}' if error else ''}. {LAW}"
-            ) from error
-
-
-def _tolerance(expected: Tensor) -> tuple[float, float]:
-    near = torch.finfo(expected.dtype).eps ** 0.5
-    return near, near * float(expected.abs().max()) if expected.numel() else 0.0
+                f"1/{self.ranks.size} of its experts on each rank{f': {found}' if found else ''}. {LAW}"
+            ) from (found if isinstance(found, Exception) else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
@@ -16,7 +15,8 @@ from forge.runs.wording import counted
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge_doctor.witness import TensorDifference
+    from forge.twin.compare import Difference
+    from forge.twin.record import Record
 
 GROUP = "check"
 AFTER = "verify-resume"
@@ -39,6 +39,7 @@ FORWARD = [
     SET_ORDER,
 ]
 CAUSES = {
+    "device": ["The two runs were on different devices."],
     "first parameter": [f"{UNSEEDED} in the task's __init__.", SET_ORDER],
     "first buffer": [f"{UNSEEDED} in the task's __init__.", SET_ORDER],
     "batch": [
@@ -60,6 +61,7 @@ CAUSES = {
     "order": ["A branch that depends on the time, on the order of a set, or on state outside the task."],
 }
 """Likely causes of the first difference by its kind, without kernels."""
+RECORD = "record.jsonl"
 ROUNDING = 1e-5
 """A difference below this share of a tensor looks like a sum in another order."""
 
@@ -88,18 +90,18 @@ def run(args: Namespace) -> int:
 
 def run_child(args: Namespace) -> int:
     """Run one of the two runs, in this process."""
+    from forge.twin.record import Record
     from forge_doctor.witness import Witness
 
     folder = Path(args.life)
     trainer, task, data = target.build(target.load(args, to_train=True), folder / "run")
-    trainer.stack.add(Witness(folder / "record.jsonl", args.updates))
+    trainer.stack.add(Witness(Record(folder / RECORD), args.updates))
     trainer.fit(task, data.train, data.val)
     return 0
 
 
 def compare(args: Namespace, folder: Path) -> int:
-    from forge.testing.trace import read_trace
-    from forge_doctor import witness
+    from forge.twin.record import Record
 
     settings = target.load(args, to_train=True).trainer
     if settings.get("seed") is None:
@@ -112,16 +114,29 @@ def compare(args: Namespace, folder: Path) -> int:
         # a random seed orders the sets of a process: the two runs get different ones, unless the user has fixed it
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(number))}
         subprocesses.run_verb("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
-    one, other = (read_trace(folder / name / "record.jsonl") for name in "12")
-    if len(one) < 2:
+    one, other = (Record.read(folder / name / RECORD) for name in "12")
+    found, hidden = parted(one, other)
+    if one.marks[-1].update == 0:
         raise ForgeError("The run made no update, so nothing can be compared. Check the data and trainer.max_updates.")
-    difference = witness.compare(one, other)
-    if difference is None:
-        count = sum(len(line["events"]) for line in one)
-        show.console().print(equal_text(len(one) - 1, count), soft_wrap=True)
+    if found is None:
+        updates = one.marks[-1].update or 0
+        show.console().print(equal_text(updates, sum(not mark.aside for mark in one.marks)), soft_wrap=True)
         return 0
-    _report(difference, one[0]["device"], bool(settings.get("deterministic")))
+    equal = [(mark.update, mark.kind, mark.path) for mark in one.marks if not mark.aside]
+    place = found.update, found.kind, found.path
+    _report(found, equal.index(place) if place in equal else len(equal), hidden)
+    for cause in causes(found, one.marks[0].path, bool(settings.get("deterministic"))):
+        show.console().print(f"  - {cause}", soft_wrap=True)
     return 1
+
+
+def parted(one: Record, other: Record) -> tuple[Difference | None, list[str]]:
+    """Return where two records part, and the paths of what no checkpoint holds that differs in the same update."""
+    from forge.twin.compare import differences
+
+    found = list(differences(one.marks, other.marks))
+    first = next((each for each in found if not each.aside), None)
+    return first, [each.path for each in found if first is not None and each.aside and each.update == first.update]
 
 
 def equal_text(updates: int, values: int) -> str:
@@ -132,24 +147,32 @@ def equal_text(updates: int, values: int) -> str:
     )
 
 
-def _report(difference: TensorDifference, device: str, deterministic: bool) -> None:
+def told(found: Difference) -> str:
+    """Return where two runs part, in words."""
+    from forge_doctor.witness import KINDS
+
+    when = f"at update {found.update}" if found.update else "before the first update"
+    text = found.distance.text
+    size = f", {text}" if text.startswith(("by ", "in ")) else f": {text}" if text else ""
+    return f"{when}, {KINDS[found.kind].format(found.path)} is the first value that differs{size}"
+
+
+def _report(found: Difference, equal: int, hidden: list[str]) -> None:
     console = show.console()
-    console.print(Text(f"Not the same: {difference}.", "bold red"), soft_wrap=True)
-    console.print(f"{difference.equal:,} values before it were equal bit for bit.", soft_wrap=True)
-    if difference.hidden:
-        names = ", ".join(difference.hidden[:5])
+    console.print(Text(f"Not the same: {told(found)}.", "bold red"), soft_wrap=True)
+    console.print(f"{equal:,} values before it were equal bit for bit.", soft_wrap=True)
+    if hidden:
+        names = ", ".join(hidden[:5])
         console.print(f"Attributes of the task outside its state_dict that differ as well: {names}.")
     console.print()
     console.print(show.heading("Likely causes"))
-    for cause in causes(difference, device, deterministic):
-        console.print(f"  - {cause}", soft_wrap=True)
 
 
-def causes(difference: TensorDifference, device: str, deterministic: bool) -> list[str]:
+def causes(found: Difference, device: str, deterministic: bool) -> list[str]:
     """Return possible causes of a difference, the likeliest first."""
-    known = list(CAUSES[difference.kind])
-    if difference.kind not in ("output", "loss", "gradient", "parameter", "buffer"):
+    known = list(CAUSES["order" if found.distance.text.startswith("only") else found.kind])
+    if found.kind not in ("output", "loss", "gradient", "parameter", "buffer"):
         return known
     kernel = EXTERNAL_KERNEL if deterministic else KERNEL
-    small = not math.isnan(difference.share) and difference.share < ROUNDING
-    return [kernel, *known] if small or (difference.kind == "gradient" and device != "cpu") else [*known, kernel]
+    is_small = found.distance.relative < ROUNDING
+    return [kernel, *known] if is_small or (found.kind == "gradient" and device != "cpu") else [*known, kernel]

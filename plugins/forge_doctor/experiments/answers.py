@@ -67,7 +67,6 @@ class Answers:
     patient: Patient
     task: TaskModule
     batch: Any
-    name: str | None
     given: dict[Place, Tensor]
     "The answers by place."
     held: dict[tuple[str, int], Any]
@@ -127,7 +126,7 @@ class Answers:
 
         task = like(self.task, self.patient.task) if stage == "train" else self.task.eval()
         with _idle(task), layer_calls(task, noted):
-            return self.patient.run(task, self.batch if batch is None else batch, stage, self.name)
+            return self.patient.run(task, self.batch if batch is None else batch, stage)
 
     def metrics(self, values: list[Tensor]) -> dict[str, float] | None:
         """What a validation of these answers says, its end included; None where it asks other layers."""
@@ -224,7 +223,7 @@ def validated(patient: Patient, batch: Any) -> Answers | None:
     return found or held_of(patient, batch)
 
 
-def answers(patient: Patient, batch: Any, name: str | None = None, stage: str = "train") -> Answers | None:
+def answers(patient: Patient, batch: Any, stage: str = "train") -> Answers | None:
     """Find the answers of a task to a batch; None where the loss is not computed from outputs of layers alone."""
     task = patient.clone() if stage == "train" else patient.clone().eval()
     calls: dict[tuple[str, int], Any] = {}
@@ -234,7 +233,7 @@ def answers(patient: Patient, batch: Any, name: str | None = None, stage: str = 
         return output
 
     with torch.enable_grad(), own_state_kept(task), layer_calls(task, noted):
-        loss = loss_of(patient.run(task, batch, stage, name))
+        loss = loss_of(patient.run(task, batch, stage))
     if not isinstance(loss, Tensor) or loss.grad_fn is None or loss.numel() != 1:
         return None
     made: dict[Any, list[tuple[Place, Tensor]]] = {}
@@ -253,7 +252,7 @@ def answers(patient: Patient, batch: Any, name: str | None = None, stage: str = 
     held = {
         key: pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out) for key, out in calls.items()
     }
-    whole = Answers(patient, task, batch, name, found, held, float(loss.detach()), stage=stage)
+    whole = Answers(patient, task, batch, found, held, float(loss.detach()), stage=stage)
     try:
         again = float(whole.loss_at(whole.values).detach())
     except Exception:  # a step that needs more of its layers than what they return

@@ -6,14 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge_doctor.experiments.answers import Answers, answers, held_of, validated
+from forge_doctor.experiments.answers import Answers, answers, held_of
 from forge_doctor.experiments.intervene import (
     Calls,
     apart,
@@ -28,13 +27,12 @@ from forge_doctor.experiments.intervene import (
 from forge_doctor.experiments.reading import sides
 from forge_doctor.experiments.regroup import SampleGroup, group_of
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, tensors
-from forge_doctor.probes.data import is_target
+from forge_doctor.patient import SEED, Patient
 
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
 MOST_STEPS = 512
-MOST_AHEAD, PAIRS, MOST_ROLLS = 4, 6, 8
+MOST_AHEAD = 4
 COUNTS, CROPPED = 0.05, 1e-2
 """The shares by which less padding changes a loss that counts it, and answers that it reaches."""
 
@@ -249,20 +247,6 @@ def _copies(whole: dict[str, Tensor], x: Tensor, t: int) -> list[tuple[str, int]
     return [(own[0], t), *others]
 
 
-def fed(patient: Patient) -> Iterator[Finding]:
-    """Exchange the numbers that answers of validation are compared with: beside another input, no answer may move."""
-    batch = patient.val_batches[0] if patient.can_validate else None
-    held = validated(patient, batch) if batch is not None else None
-    asked = sides(held)[0] if held is not None and held.stage == "val" else []
-    for place, y in enumerate(tensors(batch)) if len(asked) > 1 else ():
-        if any(x is y for x in asked) and y.is_floating_point() and y.ndim > 1 and is_target(patient, place):
-            text = (
-                f"In validation, answers change with tensor {place} of the batch, which they are compared with: the "
-                "model is given what it is to predict, as by teacher forcing, and its figures are those of one step."
-            )
-            yield Finding("sees_the_future", text, patient.place("val"), level="note")
-
-
 def steps_ahead(patient: Patient) -> Iterator[Finding]:
     """How far ahead in the input stands what an answer is compared with, where that is a step of the input."""
     batch = patient.batches[0]
@@ -291,41 +275,6 @@ def steps_ahead(patient: Patient) -> Iterator[Finding]:
     elif most == 0:
         text = "Each answer is compared with what stands at the same step of the input: the model can copy it."
         yield Finding("sees_the_future", text, patient.place(), {"steps": 0}, level="note")
-
-
-def blocks(patient: Patient) -> Iterator[Finding]:
-    """Change one step of the input after another: the last answer that changes must not be the same for neighbours."""
-    batch = patient.batches[0]
-    size, held = batch_size(batch), held_of(patient, batch)
-    if held is None or size is None:
-        return
-    for path, x in parts(batch).items():
-        if x.ndim < 2 or len(x) != size or not 8 <= x.shape[1] <= MOST_STEPS or x.dtype == torch.bool:
-            continue
-        steps, last, alone = x.shape[1], dict[int, int](), list[bool]()
-        for t in sorted({t for k in range(PAIRS) for t in (k * steps // PAIRS, k * steps // PAIRS + 1)}):
-            with suppress(LookupError):
-                now = answers(patient, exchanged(batch, x, lambda x, t=t: rolled_at(x, t)))
-                moved = moved_steps(held.values, now.values, size, steps) if now is not None else set[int]()
-                if moved:
-                    last[t] = max(moved)
-                    alone.append(moved == {t})
-        if len(alone) >= PAIRS and all(alone):
-            text = (
-                f"A change at a step of {named(path, patient)} changes the answer at that step and no other: no step "
-                "sees what stands at others."
-            )
-            yield Finding("positions_ignored", text, held.paths[-1], level="note")
-            return
-        ends = {t: end for t, end in last.items() if last.get(t + 1) == end and end < max(last.values())}
-        if len(set(ends.values())) > 1:
-            t, end = next(iter(ends.items()))
-            text = (
-                f"A change at step {t} of {named(path, patient)}, and one at step {t + 1}, reach answers up to step "
-                f"{end} of {steps}, and none of the later ones: steps are cut into blocks that see nothing of others."
-            )
-            yield Finding("positions_ignored", text, held.paths[-1], {"last": last}, level="note")
-            return
 
 
 def rolled_at(x: Tensor, t: int) -> Tensor:
@@ -428,85 +377,6 @@ def _told_of_padding(patient: Patient, whole: Any, short: Any, own: Tensor) -> I
             "longest of them is cut off: padded positions count."
         )
         yield Finding("padding_in_loss", text, patient.place(), {"loss": said["loss"], "cropped": now["loss"]})
-
-
-def padded(patient: Patient) -> Iterator[Finding]:
-    """Put samples of several lengths together: what stands behind a sample's own end must not count."""
-    for stage, batches in patient.stages:
-        group = group_of(patient, stage)
-        if group is None or not batches or len(patient.names) > 1:
-            continue
-        several = group.lengths(range(min(group.size, 8))) if group.is_collated else []
-        if not several:
-            yield from _stored(patient, stage, batches[0])
-        for longest in dict.fromkeys(map(max, several)):  # an end may be that of another array of the same length
-            lengths = [max(own) for own in zip(*(each for each in several if max(each) == longest), strict=True)]
-            order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # as steps sort them, and put them back
-            batch = group.take(order)
-            behind = torch.arange(max(lengths)) >= torch.tensor(lengths)[order][:, None]
-            if _is_filled(batch, behind):
-                yield from _counted(patient, stage, batch, behind)
-                break
-
-
-def _stored(patient: Patient, stage: str, batch: Any) -> Iterator[Finding]:
-    """Rows that are padded where they are stored: what stands behind the first number of padding must not count."""
-    for x in parts(batch).values():
-        ends = _ends(x) if x.ndim and len(x) == batch_size(batch) else None
-        found: list[Finding] = []
-        if ends is not None:
-            behind = ends[:, 1:] & ends[:, :-1]  # the first may be the end of a sentence
-            whole = torch.cat([ends[:, :1] & False, behind], 1)
-            found = [*_counted(patient, stage, batch, whole)] or [*_counted(patient, stage, batch, behind)]
-        if found:
-            yield replace(found[0], level="note")  # one number may also be a symbol of its own
-            return
-
-
-def _is_filled(batch: Any, behind: Tensor) -> bool:
-    """Whether one value stands behind the ends of all samples, in some tensor of a batch, and there first."""
-    for x in parts(batch).values():
-        if x.shape[:2] != behind.shape:
-            continue
-        flat = x.reshape(*behind.shape, -1)
-        tail = flat[behind]
-        starts = ~behind[:, :-1] & behind[:, 1:]  # the last of a sample's own
-        if torch.equal(tail, tail[:1].expand_as(tail)) and bool((flat[:, :-1][starts] != tail[:1]).any()):
-            return True
-    return False
-
-
-def _counted(patient: Patient, stage: str, batch: Any, behind: Tensor) -> Iterator[Finding]:
-    held = answers(patient, batch) if stage == "train" else validated(patient, batch)
-    size, steps = behind.shape
-    shaped = [in_steps(x, size, steps) for x in held.values] if held is not None else []
-    if held is None or len(shaped) != 1 or shaped[0] is None:
-        return
-    if stage == "train":
-        slope = in_steps(held.slopes()[0], size, steps)
-        if slope is not None and bool(slope[behind].any()):
-            share = float(slope[behind].abs().sum() / slope.abs().sum())
-            text = (
-                f"Behind the end of samples, where a batch is padded, answers have {share:.0%} of the gradient: the "
-                "loss learns from padding."
-            )
-            yield Finding("padding_in_loss", text, patient.place(), {"share": share})
-        return
-    if shaped[0].numel() != held.values[0].numel() or held.values[0].shape[0] not in (size, size * steps):
-        return
-    before, moved = held.metrics(held.values) or {}, dict[str, float]()
-    for by in range(1, min(shaped[0].shape[-1], MOST_ROLLS + 1)):  # some class is the one that stands there
-        other = shaped[0].clone()
-        other[behind] = other[behind].roll(by, -1)
-        after = held.metrics([other.reshape(held.values[0].shape)]) or before
-        moved |= {n: after[n] for n in before if apart(before[n], after.get(n, math.nan)) > 1e-6}
-    if moved:
-        name = next(iter(moved))
-        text = (
-            f"{', '.join(moved)} of val changes with what is answered behind the end of samples, where a batch is "
-            f"padded ({before[name]:.4g} and {moved[name]:.4g}): padding counts."
-        )
-        yield Finding("padding_in_loss", text, patient.place("val"), {"metrics": list(moved)}, level="note")
 
 
 def _ends(rows: Tensor) -> Tensor | None:

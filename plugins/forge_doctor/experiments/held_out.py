@@ -16,8 +16,8 @@ from forge.data.accumulation_windows import batch_size
 from forge.torch_internals import pytree
 from forge_doctor.experiments.answers import answers
 from forge_doctor.experiments.intervene import exchanged, numbers, parts, says
-from forge_doctor.experiments.reading import read
-from forge_doctor.experiments.scale import begun, short_fit
+from forge_doctor.experiments.reading import predicts
+from forge_doctor.experiments.short_fit import begun, short_fit
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, first
 
@@ -80,8 +80,7 @@ def _fitted(patient: Patient, given: list[Any], kept: list[Any]) -> Fit:
 def _nothing_held(patient: Patient, fit: Fit, kept: list[Any]) -> Iterator[Finding]:
     """The loss of what was held out must fall, and below that of one answer for all samples."""
     before, after = fit.held
-    predicts = read(patient, patient.batches[0]) is not None  # otherwise answers are more than predictions
-    alike = _constant(patient, fit.task, kept[:8]) if predicts else None
+    alike = _constant(patient, fit.task, kept[:8]) if predicts(patient, patient.batches[0]) else None
     if fit.gains[0] < 0.01 or (alike is not None and alike[0] > alike[1]):
         best = "" if alike is None else f"; one answer for all of these samples reaches {alike[1]:.4g}"
         text = (

@@ -261,6 +261,7 @@ def _move(weights: list[nn.Parameter], way: list[Tensor], length: float) -> None
 def inputs(patient: Patient) -> Iterator[Finding]:
     """Exchange each tensor of the batch between samples: the loss must change, unless it is not there for the loss."""
     ignored, given = list[tuple[str, str]](), list[tuple[str, str]]()
+    read, labels = set[str](), set[str]()
     for stage, batches in patient.stages:
         batch = max(batches, key=lambda batch: sum(x.ndim > 0 and _varies(x) for x in parts(batch).values()))
         if (batch_size(batch) or 0) < 4:
@@ -272,6 +273,8 @@ def inputs(patient: Patient) -> Iterator[Finding]:
             with suppress(Exception):  # one that the step refuses when it is another is read
                 other[path] = says(patient, exchanged(batch, x, _alike), stage)
         matter = [path for path in whole if not _same(base, other.get(path, {}))]
+        read |= set(matter)
+        labels |= {path for path, x in whole.items() if x.numel() == len(x) and not x.is_floating_point()}
         several = stage == "train" and isinstance(patient.train, Combined)  # whose samples are no pairs
         is_paired = (
             "loss" in base and len({id(whole[path]) for path in matter}) > 1 and are_samples(batch) and not several
@@ -304,6 +307,8 @@ def inputs(patient: Patient) -> Iterator[Finding]:
                     )
         yield from sorted(unpaired, key=lambda finding: LEVELS.index(finding.level))[:1]
     for path, stage in ignored:
+        if path in labels and len(read) == 1:
+            continue  # of a model that learns from its input alone
         if stage == "train" and all(item in ignored for item in given if item[0] == path):
             text = (
                 f"{named(path, patient)} changes nothing in any step: each sample may have that of another, and every "

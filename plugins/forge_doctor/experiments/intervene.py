@@ -67,12 +67,10 @@ def is_random(patient: Patient, stage: str, batch: Any) -> bool:
 
 
 def calls_of(
-    patient: Patient, batch: Any, stage: str, *, training: bool = False, seed: int = SEED, every: bool = False
+    patient: Patient, batch: Any, stage: str, *, seed: int = SEED, every: bool = False
 ) -> tuple[Calls, dict[str, float]]:
     """What each layer with weights, or each module, returned in a step, in order, and what the step returned."""
-    task = patient.clone()
-    if not training:
-        task.eval()
+    task = patient.clone().eval()
     found: Calls = {}
 
     def noted(path: str, number: int, output: Any) -> Any:

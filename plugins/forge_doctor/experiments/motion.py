@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge.data.protocols import is_live
-from forge_doctor.experiments.intervene import apart, draws, numbers, says
 from forge_doctor.findings import Finding
 from forge_doctor.patient import NotApplicable, Patient
 from forge_doctor.patient import named as listed
 from forge_doctor.probes.graph import trained
+from forge_doctor.probes.start import lost_eps
 
-MANY_ROWS = 16
-"""Rows from which on a buffer may be a store of many things."""
 CLOSE = 0.5
 """The share of the way to the trained weights, in every update, from which an average is no average."""
 SLOW = 0.005
@@ -34,18 +30,8 @@ class Track:
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
         self.with_gradient: set[str] = set()
-        self.written: dict[str, list[list[int]]] = {}
-        "The rows of each buffer that an update changed."
-        self._buffers: dict[str, Tensor] = {}
 
     def note(self, task: nn.Module) -> None:
-        now = {name: b.detach().clone() for name, b in task.named_buffers() if b.ndim > 1 and len(b) >= MANY_ROWS}
-        for name, b in now.items():
-            old = self._buffers.get(name)
-            if old is not None and old.shape == b.shape:
-                changed = (old != b).flatten(1).any(1).nonzero().flatten().tolist()
-                self.written.setdefault(name, []).append(changed)
-        self._buffers = now
         self.weights = [*self.weights[-3:], {name: p.detach().clone() for name, p in task.named_parameters()}]
 
 
@@ -66,18 +52,6 @@ def still(patient: Patient) -> Iterator[Finding]:
             f"{listed(sorted(stuck))}."
         )
         yield Finding("weights_stand_still", text, sorted(stuck)[0], {"weights": sorted(stuck)[:8]})
-
-
-def written(patient: Patient) -> Iterator[Finding]:
-    """Buffers of which every update writes the same few rows: a queue whose place does not advance."""
-    for name, updates in (patient.track.written if patient.track is not None else {}).items():
-        rows, total = updates[0], len(patient.task.get_buffer(name))
-        if len(updates) >= 4 and rows and 2 * len(rows) <= total and all(other == rows for other in updates):
-            text = (
-                f"Every update writes the same {len(rows)} of the {total} rows of {name}, the first of them row "
-                f"{rows[0]}: the others stay as they were made."
-            )
-            yield Finding("same_rows_written", text, name, {"rows": len(rows), "of": total})
 
 
 OUTLASTS = 0.3
@@ -137,20 +111,6 @@ def _is_whole(found: Iterable[str], others: list[str]) -> bool:
     return len(names) >= 2 and all(name in names for name in others if name.partition(".")[0] in holders)
 
 
-def is_denied(found: Finding, is_learnt: bool, falls: bool, before: nn.Module, after: nn.Module) -> bool:
-    """Whether learning one batch denies it: at this rate it was learnt, or fell; or a copy followed."""
-    is_high = found.name == "learning_rate_high" and set(found.evidence) == {"ratio"}
-    is_low = found.name == "learning_rate_low" and "at the rate" in found.evidence
-    return (is_high and is_learnt) or (is_low and falls) or moves(found, before, after)
-
-
-def moves(found: Finding, before: nn.Module, after: nn.Module) -> bool:
-    """Whether a copy that stood still in a few updates moved in many: it follows once in a while."""
-    names = found.evidence.get("weights", []) if found.name == "average_stands_still" else []
-    old, new = (dict(task.named_parameters()) for task in (before, after))
-    return any(not torch.equal(old[name].cpu(), new[name].cpu()) for name in names if name in old and name in new)
-
-
 def _twin(name: str, known: set[str], weights: dict[str, Tensor]) -> str | None:
     """The trained weight of which this may be the average: the same name inside another module, and the same shape."""
     ends = [name.split(".", n)[n] for n in range(1, name.count(".") + 1)]
@@ -164,31 +124,6 @@ def _twin(name: str, known: set[str], weights: dict[str, Tensor]) -> str | None:
 def _moved_always(track: Track, names: list[str]) -> bool:
     pairs = zip(track.weights[:-1], track.weights[1:], strict=True)
     return all(not torch.equal(a[names[0]], b[names[0]]) for a, b in pairs)
-
-
-def learnt(patient: Patient, task: Any, batch: Any, start: float, reached: float) -> Iterator[Finding]:
-    """After one batch was learnt: what validation says of the same batch, in evaluation mode."""
-    if not patient.can_validate or not reached < 0.25 * start or start <= 0:
-        return
-    with suppress(Exception):  # validation may take other batches
-        if draws(patient, "train", batch) or draws(patient, "val", batch):
-            return  # what was learnt are these random numbers
-        task.to(patient.device).trainer = patient.trainer
-        before, own = says(patient, batch), says(patient, batch, "train")
-        task.eval()
-        with torch.no_grad():
-            trains, after = (numbers(patient.run(task, batch, stage)) for stage in ("train", "val"))
-        loss = after.get("loss", math.nan)
-        is_one = apart(own["loss"], before.get("loss", math.nan)) < 0.02 and trains["loss"] < 0.5 * start
-        if is_one and loss > 0.9 * before["loss"]:
-            yield Finding(
-                "learnt_not_validated",
-                f"Updates on one batch took its training loss from {start:.4g} to {reached:.4g}, but validation_step "
-                f"says {loss:.4g} of the same samples ({before['loss']:.4g} before): validation computes something "
-                "else than what is trained.",
-                patient.place("val"),
-                {"before": before["loss"], "after": loss},
-            )
 
 
 def rates(patient: Patient) -> Iterator[Finding]:
@@ -219,21 +154,7 @@ def _are_at_rest(patient: Patient) -> bool:
 
 def gradients(patient: Patient) -> Iterator[Finding]:
     """Gradients of the first layers against those of the last, relative to their weights."""
-    task = patient.clone()
-    patient.loss(task, patient.batches[0]).backward()
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    found: list[tuple[str, float]] = []
-    for path, module in task.named_modules():
-        weight = getattr(module, "weight", None)
-        if (
-            isinstance(module, kinds)
-            and isinstance(weight, Tensor)
-            and weight.grad is not None
-            and weight.requires_grad
-        ):
-            size = float(weight.detach().double().norm())
-            if size > 0:
-                found.append((path, float(weight.grad.double().norm()) / size))
+    found = patient.gradient_sizes
     if len(found) < 5:
         return
     third = max(1, len(found) // 3)
@@ -279,6 +200,9 @@ def clipping(patient: Patient) -> Iterator[Finding]:
 def losses(patient: Patient) -> Iterator[Finding]:
     """Losses that leave all bounds within a few updates."""
     found = patient.losses
+    groups = [group for entry in patient.trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
+    if any(map(lost_eps, groups)):
+        return  # which is a finding of its own
     if len(found) > 3 and (any(loss != loss for loss in found) or found[-1] > 10 * abs(found[0]) + 10):
         text = f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates."
         yield Finding("diverges", text, type(patient.task).__name__, {"losses": found[:10]})

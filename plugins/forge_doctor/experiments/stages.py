@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -74,6 +73,8 @@ def drawn(patient: Patient) -> Iterator[Finding]:
         if awake:  # which is a finding of its own
             return
         line = line or watch.line
+    if not line and draws(patient, "train", patient.batches[0]):  # a model that draws in training too, as a VAE does
+        return
     first, second = results
     differing = [name for name in first if name in second and apart(first[name], second[name]) > 1e-6]
     if differing:
@@ -98,38 +99,6 @@ class DropoutWatch(CallWatch):
             rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             if rate and kwargs.get("training", args[2] if len(args) > 2 else True):
                 self.line = where()
-
-
-def on_average(patient: Patient) -> Iterator[Finding]:
-    """Call what draws at random in training many times: on average it must give what it gives in evaluation."""
-    task = patient.clone()
-    seen: dict[str, Any] = {}
-
-    def noted(path: str) -> Any:
-        def before(module: Any, args: Any) -> None:
-            if module.training:
-                seen.setdefault(path, args)
-
-        return before
-
-    for path, module in task.named_modules():
-        if path and not any(True for _ in module.parameters()) and not any(True for _ in module.children()):
-            module.register_forward_pre_hook(noted(path))
-    patient.run(task, patient.batches[0])
-    for path, args in seen.items():
-        with suppress(Exception), torch.no_grad():  # it takes or gives no tensor
-            module = copy.deepcopy(task.get_submodule(path))
-            module.train()
-            drawn = torch.stack([module(*args) for _ in range(DRAWN)]).double().flatten(1)
-            plain = module.eval()(*args).double().flatten()
-            shares = drawn @ plain / (plain @ plain)
-            share, error = float(shares.mean()), float(shares.std()) / DRAWN**0.5
-            if not bool((drawn == drawn[0]).all()) and abs(share - 1) > max(0.1, 6 * error):
-                text = (
-                    f"What {path} gives in training is on average {share:.2f} times what it gives in evaluation: "
-                    "the layers after it are trained on another scale than they are validated on."
-                )
-                yield Finding("modes_differ", text, path, {"share": share, "error": error})
 
 
 def evaluated_twice(patient: Patient) -> Iterator[Finding]:
@@ -186,62 +155,6 @@ def _said(patient: Patient, factor: float) -> dict[str, float]:
         said = [numbers(patient.run(task, batch, "val")) for batch in patient.val_batches]
         ended = numbers(task.evaluation_end("val") or {})
     return {name: sum(row.get(name, math.nan) for row in said) / len(said) for name in said[0]} | ended
-
-
-def stale(patient: Patient) -> Iterator[Finding]:
-    """After a few updates: statistics that validation uses and training never changed, where those of others moved."""
-    if not patient.can_validate or not patient.buffers_before:
-        return
-    now = {path: b.detach() for path, b in patient.task.named_buffers() if b.is_floating_point()}
-    moved = {path for path, b in now.items() if not torch.equal(b, patient.buffers_before.get(path, b))}
-    used: set[str] = set()
-    task = patient.clone().eval()
-    for path, module in task.named_modules():
-        module.register_forward_hook(
-            lambda module, args, output, path=path: used.add(path) if not module.training else None
-        )
-    with torch.no_grad():
-        patient.run(task, patient.val_batches[0], "val")
-    still = [
-        path
-        for path in now
-        if path not in moved
-        and path.rpartition(".")[0] in used
-        and path.rpartition(".")[2] in KINDS
-        and not _is_frozen(patient, path.rpartition(".")[0])
-    ]
-    if moved and still and any(path.rpartition(".")[2] in KINDS for path in moved):
-        text = (
-            f"Validation uses {still[0]}, which no update has changed, though the statistics of other layers "
-            f"({sorted(moved)[0]}) moved: {len(still)} buffers stay as they were made."
-        )
-        yield Finding("stale_statistics", text, still[0], {"buffers": still[:8]})
-
-
-def _follows(patient: Patient, path: str) -> bool:
-    """Whether the weights of a layer move though no optimizer has them: it is an average of others."""
-    track = patient.track
-    if track is None or len(track.weights) < 2:
-        return False
-    first, last = track.weights[0], track.weights[-1]
-    return any(
-        name.startswith(f"{path}.") and not torch.equal(first[name], last[name]) for name in first if name in last
-    )
-
-
-def _is_frozen(patient: Patient, path: str) -> bool:
-    """Whether a layer runs in evaluation mode while its task is trained, as one that was frozen on purpose does."""
-    ran: list[bool] = []
-    task = patient.clone()
-    task.get_submodule(path).register_forward_hook(lambda module, args, output: ran.append(module.training))
-    with torch.no_grad():
-        for name in patient.names:
-            patient.run(task, patient.batches[0], name=name)
-    own = [p.requires_grad for p in patient.task.get_submodule(path).parameters()]
-    return bool(ran) and not any(ran) and not any(own) and not _follows(patient, path)
-
-
-KINDS = ("running_mean", "running_var")
 
 
 def same_draws(patient: Patient) -> Iterator[Finding]:

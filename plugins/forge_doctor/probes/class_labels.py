@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient
+from forge_doctor.patient import Patient
 from forge_doctor.probes.data import sampler_of
-from forge_doctor.stored import indexed, read
 
 SAMPLES, FEWEST = 500, 8
 """Samples that are read for their classes, and those of a class that say how often it is drawn."""
@@ -46,34 +42,6 @@ def labels(patient: Patient) -> Iterator[Finding]:
         yield Finding("imbalance", text, "train", {"share": share, "counts": counts.tolist()[:20]})
     if int((counts > 0).sum()) > 1:
         yield from _order(used, counts)
-
-
-def drawn(patient: Patient) -> Iterator[Finding]:
-    """A sampler that prefers some samples must not draw the rarest class more rarely still."""
-    dataset, sampler, place = indexed(patient.train), getattr(patient.train, "sampler", None), patient.label_position
-    if dataset is None or sampler is None or place is None:
-        return
-    times = Counter(int(index) for index in itertools.islice(iter(copy.deepcopy(sampler)), 100_000))
-    if len(set(times.values())) < 2:
-        return
-    some = range(0, len(dataset), max(1, len(dataset) // SAMPLES))
-    labels = torch.tensor([int(read(patient.train, i, SEED)[place]) for i in some])
-    weights = torch.tensor([float(times[i]) for i in some])
-    shares = {
-        c: (float((labels == c).float().mean()), float(weights[labels == c].sum() / weights.sum()))
-        for c in labels.unique().tolist()
-    }
-    rarest = min(shares, key=lambda c: shares[c][0])
-    there, asked = shares[rarest]
-    if int((labels == rarest).sum()) >= FEWEST and asked < there / 2:
-        yield Finding(
-            "imbalance",
-            f"The sampler makes rare classes rarer: class {rarest} is {there:.1%} of the samples, and {asked:.1%} of "
-            "those that are drawn.",
-            "train",
-            {"class": rarest, "share": there, "drawn": asked},
-            cure="Weigh each sample by one over the count of its class.",
-        )
 
 
 def _order(labels: Tensor, counts: Tensor) -> Iterator[Finding]:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from forge.data.adapt import by_name
 from forge.data.protocols import is_live
-from forge.rng import seed_all
-from forge_doctor.deadline import Deadline
 from forge_doctor.findings import Finding
-from forge_doctor.patient import SEED, Patient, first, tensors
-from forge_doctor.stored import Sample, arrays, count_of, read, spread
+from forge_doctor.patient import SEED, Patient, tensors
+from forge_doctor.stored import Sample, arrays, count_of, read
 from forge_doctor.watch import REGRESSION
 
 SHIFTED = 3.0
@@ -70,37 +64,6 @@ def copies(patient: Patient) -> Iterator[Finding]:
         return
     text = f"{shared:.0%} of {len(val)} validation samples are training samples."
     yield Finding("val_is_train" if shared > 0.5 else "leakage", text, "val", {"share": shared, "samples": both})
-
-
-def known(patient: Patient) -> Iterator[Finding]:
-    """Ids of val that stand together in train: more often than those of train do twice, and than any two of val do.
-
-    Samples may differ in what else they hold, such as items that were drawn against them.
-    """
-    if not patient.val_samples:
-        return
-    within = Deadline(SECONDS, time.process_time)
-    served = patient.samples, patient.val_samples
-    more = spread(patient.train, MOST_IDS, within) if count_of(patient.train) > len(served[0]) else []
-    if more and served[0] and [x.shape for x in more[0]] == [x.shape for x in served[0][0]]:
-        served = more, served[1]
-    train, val = (stacked(patient, samples) for samples in served)
-    ids = [p for p, x in train.items() if p in val and not (x.is_floating_point() or x.dtype == torch.bool)]
-    ids = [p for p in ids if train[p].ndim == 1 == val[p].ndim][:6]
-    for places in [places for size in range(2, len(ids) + 1) for places in itertools.combinations(ids, size)]:
-        one, other = (torch.stack([x[p] for p in places], 1).long() for x in (train, val))
-        drawn = torch.cat([other[:, :1], other[:, 1:].roll(1, 0)], 1)
-        _, keys = torch.cat([one, other, drawn]).unique(dim=0, return_inverse=True)
-        mine, theirs, chance = keys.split([len(one), len(other), len(drawn)])
-        again = float((torch.bincount(mine)[mine] > 1).double().mean())
-        share, luck = (float(torch.isin(x, mine).double().mean()) for x in (theirs, chance))
-        if share * len(other) >= 8 and share > 3 * again + 0.05 and share > 1.5 * luck + 0.1:
-            text = (
-                f"{share:.0%} of the ids of {len(other)} validation samples, tensors {', '.join(map(str, places))}, "
-                f"stand together in a training sample, and {luck:.0%} would by chance: what is held out is trained on."
-            )
-            yield Finding("leakage", text, "val", {"share": share, "by chance": luck, "again in train": again})
-            return
 
 
 def _is_drawn(patient: Patient) -> bool:
@@ -159,7 +122,7 @@ def _bytes(x: Tensor) -> bytes:
 
 def scales(patient: Patient) -> Iterator[Finding]:
     """The values of inputs, in the samples and where they reach the first layer."""
-    path, reaches = next(iter(inputs_of_layers(patient)), ("", None))
+    path, reaches = patient.first_input or ("", None)
     for place, x in stacked(patient, patient.samples).items():
         if is_target(patient, place) or x.ndim < 2 or x.dtype == torch.bool or reaches is None:
             continue
@@ -209,22 +172,6 @@ def targets(patient: Patient) -> Iterator[Finding]:
                 )
                 yield Finding("target_scale", text, call.where, {"mean": float(y.mean()), "deviation": spread})
                 return
-
-
-def inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
-    """The layers with a matrix that a step calls, and their inputs, in this order."""
-    seen: list[tuple[str, Tensor]] = []
-    task = patient.clone()
-    handles = [
-        module.register_forward_pre_hook(lambda module, args, path=path: seen.append((str(path), args[0].detach())))
-        for path, module in task.named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    ]
-    with torch.no_grad():
-        patient.loss(task, patient.batches[0])
-    for handle in handles:
-        handle.remove()
-    return seen
 
 
 def stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
@@ -336,20 +283,6 @@ def dropped(patient: Patient) -> Iterator[Finding]:
         if count and left / count > 0.1:
             text = f"drop_last leaves out {left} of {count} samples of {stage} every time, at a batch size of {size}."
             yield Finding("dropped_data", text, stage, {"dropped": left, "samples": count})
-
-
-def generator(patient: Patient) -> Iterator[Finding]:
-    """Serve a few samples twice with the same seeds: generators of the dataset's own differ."""
-    served: list[Any] = []
-    for make in [patient.rebuild] * 2 if patient.rebuild is not None else []:
-        seed_all(1)
-        served.append(_hashes([tuple(tensors(batch)) for batch in first(by_name(make(), "train"), 2)]))
-    if served and served[0] and served[0] != served[1]:
-        text = (
-            "Two loaders that are made with the same seed serve different batches: something draws from a generator "
-            "that nothing seeds."
-        )
-        yield Finding("unseeded", text, "train")
 
 
 def overlaps(patient: Patient) -> Iterator[Finding]:

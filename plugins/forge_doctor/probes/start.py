@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LRScheduler, ReduceLROnPlateau
 
 from forge.contract.run import Run
-from forge.contract.task import TaskModule
-from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.checks.task import near_misses
 from forge.torch_internals import BatchNorm
+from forge.util.tracebacks import is_users
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, named
 from forge_doctor.probes.graph import DROPOUTS
-from forge_doctor.watch import CallWatch, where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000
 """Steps of a schedule that are rehearsed; a run of fewer updates is a trial, as with --smoke."""
 LATER = 1000
 """Steps behind the end of the planned run to which a schedule is rehearsed."""
 SOONER = "Step it after every update, (optimizer, schedule), or let it rise within this run."
-ONE_SAMPLES_VALUES = 256
-"""Values per channel that batch normalisation of one sample needs."""
 
 
 HARDLY = 0.1
@@ -37,44 +38,20 @@ LAST_BATCH = 0.8
 """The momentum of batch normalisation from which one batch makes most of the statistics."""
 
 
-class ActivationWatch(CallWatch):
-    """Collects the outputs of activations, in the order of their calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[tuple[str, str, Tensor]] = []
-
-    def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
-        if name in ("relu", "relu_", "sigmoid", "tanh", "sigmoid_", "tanh_") and isinstance(result, Tensor):
-            self.outputs.append((name.rstrip("_"), where(), result))
-
-
 def activations(patient: Patient) -> Iterator[Finding]:
     """Units that are never active, and units at their ends."""
-    rounds: list[list[tuple[str, str, Tensor]]] = []
-    task = patient.clone()
-    for batch in patient.batches[:3]:
-        with torch.no_grad(), ActivationWatch() as watch:
-            patient.run(task, batch)
-        rounds.append(watch.outputs)
-    if len({len(outputs) for outputs in rounds}) != 1:
+    rounds = patient.activity
+    if len({len(calls) for calls in rounds}) != 1:
         return
     dead: list[Tensor] = []
     first_line = ""
     for calls in zip(*rounds, strict=True):
         kind, line = calls[0][:2]
-        given = [output for _, _, output in calls if output.ndim > 1 and output.numel() > 64]
-        dim = _unit_dimension(given)
-        if dim is None:
-            continue
-        outputs = [output.movedim(dim, -1).flatten(0, -2) for output in given]
-        if kind == "relu":
+        noted = [x for _, _, x in calls]
+        if kind == "relu" and len({x.shape for x in noted}) == 1:
             first_line = first_line or line
-            dead.append(torch.stack([(output <= 0).all(0) for output in outputs]).all(0).float())
-            continue
-        ends = torch.cat([_ends(kind, output) for output in outputs])
-        share = float(ends.float().mean())
-        if share > 0.8:
+            dead.append(torch.stack(noted).all(0).float())
+        elif kind != "relu" and (share := float(torch.stack(noted).mean())) > 0.8:
             text = f"{share:.0%} of the outputs of {kind} are at its ends, at the start."
             yield Finding("saturated", text, line, {"share": share})
             return
@@ -85,19 +62,6 @@ def activations(patient: Patient) -> Iterator[Finding]:
             "batches, at the start."
         )
         yield Finding("dead_units", text, first_line, {"share": float(units.mean()), "units": units.numel()})
-
-
-def _unit_dimension(outputs: list[Tensor]) -> int | None:
-    """The dimension of units: channels of pictures, or the last one that has one size in all batches."""
-    if len({x.ndim for x in outputs}) != 1:
-        return None
-    sizes = [set(size) for size in zip(*(x.shape for x in outputs), strict=True)]
-    fixed = [dim for dim, size in enumerate(sizes) if dim and len(size) == 1]
-    return None if not fixed else 1 if len(sizes) == 4 else fixed[-1]
-
-
-def _ends(kind: str, output: Tensor) -> Tensor:
-    return output.abs() > 0.99 if kind == "tanh" else (output < 0.01) | (output > 0.99)
 
 
 def layers(patient: Patient) -> Iterator[Finding]:
@@ -125,39 +89,6 @@ def _is_fixed(norm: Any, updates: int) -> bool:
     )
 
 
-def normalised_samples(patient: Patient) -> Iterator[Finding]:
-    """Batch normalisation over so few values that its statistics are those of single samples."""
-    seen: dict[str, list[tuple[int, int]]] = {}
-    task = patient.clone()
-
-    def note(path: str) -> Any:
-        def noted(module: nn.Module, args: Any) -> None:
-            if module.training:
-                seen.setdefault(path, []).append((len(args[0]), args[0].numel() // max(1, args[0].shape[1])))
-
-        return noted
-
-    for path, module in task.named_modules():
-        if isinstance(module, BatchNorm) and module.track_running_stats:
-            module.register_forward_pre_hook(note(path))
-    for batch in patient.batches[:3]:
-        patient.run(task, batch)
-    few = {path: calls for path, calls in seen.items() if all(_is_few(*call) for call in calls)}
-    sizes = {batch_size(batch) for batch in patient.batches[:3]}
-    if few and len(patient.batches) > 1 and max(size or 4 for size in sizes) < 4:
-        path = min(few, key=lambda name: few[name][0][1])
-        rows, values = few[path][0]
-        text = (
-            f"{path} normalises batches of {rows} sample{'s' * (rows > 1)}, {values} values per channel: evaluation, "
-            "which uses averages over many batches, computes something else."
-        )
-        yield Finding("batch_norm_small_batch", text, path, {"samples": rows, "values": values, "layers": len(few)})
-
-
-def _is_few(rows: int, values: int) -> bool:
-    return (rows == 1 and values < ONE_SAMPLES_VALUES) or values < 4
-
-
 def optimizer(patient: Patient) -> Iterator[Finding]:
     """Options of the optimizers."""
     for entry in patient.trainer.optimizers.entries.values():
@@ -167,6 +98,9 @@ def optimizer(patient: Patient) -> Iterator[Finding]:
             betas = group.get("betas")
             if betas is not None and float(betas[0]) > float(betas[1]):
                 yield Finding("optimizer_options", f"{place} has betas={tuple(betas)}: swapped?", place)
+            if lost := lost_eps(group):
+                cure = "Keep weights in float32; -p amp computes in half precision."
+                yield Finding("optimizer_options", f"{place} has {lost}: updates divide by 0.", place, cure=cure)
             if float(group.get("eps") or 0) >= 1e-2:
                 yield Finding("optimizer_options", f"{place} has eps={group['eps']:g}: it damps every update.", place)
             momentum = float(group.get("momentum") or 0)
@@ -174,6 +108,13 @@ def optimizer(patient: Patient) -> Iterator[Finding]:
                 span = 1 / max(1e-6, 1 - momentum)
                 text = f"{place} has momentum={momentum:g}: it averages over {span:.0f} updates."
                 yield Finding("optimizer_options", text, place)
+
+
+def lost_eps(group: dict[str, Any]) -> str:
+    """Say that eps is 0 in the type of a group's weights; "" if it is not."""
+    eps, kinds = float(group.get("eps") or 0), {p.dtype for p in group["params"]}
+    lost = [kind for kind in kinds if kind.is_floating_point and eps and not float(torch.tensor(eps, dtype=kind))]
+    return f"eps={eps:g}, which is 0 in {str(lost[0]).removeprefix('torch.')}" if lost else ""
 
 
 def schedules(patient: Patient) -> Iterator[Finding]:
@@ -184,6 +125,8 @@ def schedules(patient: Patient) -> Iterator[Finding]:
         for scheduled in entry.schedules:
             steps = planned_steps(scheduled, patient.trainer)
             if steps is None or not 0 < steps <= MOST_STEPS or isinstance(scheduled.schedule, ReduceLROnPlateau):
+                continue
+            if not patient.reads and calls_users(scheduled.schedule):
                 continue
             rates = rehearse(entry.optimizer, scheduled.schedule, steps)
             kind = type(scheduled.schedule).__name__
@@ -231,23 +174,40 @@ def ends_within(rates: list[float], epoch: int) -> bool:
     return len(rates) >= 3 * epoch and bool(changes) and changes[-1] < epoch and rates[-1] < 0.5 * max(rates)
 
 
+def calls_users(value: Any) -> bool:
+    """Whether a schedule, or what it holds, is the user's, so that a rehearsal would call his code."""
+    if isinstance(value, (list, tuple)):
+        return any(map(calls_users, value))
+    if isinstance(value, functools.partial):
+        return calls_users(value.func)
+    if not callable(value) and not isinstance(value, (LRScheduler, Optimizer)):
+        return False
+    module = sys.modules.get(value.__module__)
+    is_own = is_users(getattr(module, "__file__", None) or "")
+    return is_own or (isinstance(value, LRScheduler) and any(map(calls_users, vars(value).values())))
+
+
 def rehearse(optimizer: Any, schedule: Any, steps: int) -> list[float]:
     """The largest rate of an optimizer at each step, on a copy that shares its parameters."""
     memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     twin, plan = copy.deepcopy((optimizer, schedule), memo)
     rates = []
-    for _ in range(steps):
-        rates.append(max(float(group["lr"]) for group in twin.param_groups))
-        plan.step()
+    with warnings.catch_warnings(action="ignore"):  # the copy's optimizer takes no steps, of which torch warns
+        for _ in range(steps):
+            rates.append(max(float(group["lr"]) for group in twin.param_groups))
+            plan.step()
     return rates
 
 
-def headroom(trainer: Run) -> float:
-    """How many times the present rates the schedule's highest is."""
+def headroom(trainer: Run, reads: bool = True) -> float:
+    """How many times the present rates the schedule's highest is; without end where only the user's code knows it, and
+    is not called."""
     best = 1.0
     for entry in trainer.optimizers.entries.values():
         now = max((float(group.get("lr", 0.0)) for group in entry.optimizer.param_groups), default=0.0)
         for scheduled in entry.schedules:
+            if not reads and calls_users(scheduled.schedule):
+                return math.inf
             try:
                 peak = max(rehearse(entry.optimizer, scheduled.schedule, 1000))
             except Exception:  # one that needs a metric, or ends
@@ -306,23 +266,11 @@ def _rises(rates: list[float], peak: float) -> int:
     return count
 
 
-LIGHTNING = {
-    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_epoch_end", "on_fit_start"),
-    *("on_validation_epoch_end", "on_before_optimizer_step", "optimizer_step", "training_epoch_end"),
-    *("validation_epoch_end", "train_dataloader", "val_dataloader", "configure_callbacks"),
-}
-
-
 def methods(patient: Patient) -> Iterator[Finding]:
-    """Methods of the task that forge never calls: their names nearly are those that it calls, or are Lightning's."""
-    odd = [(kind, name, f"did you mean {meant}?") for kind, name, meant in near_misses(patient.task)]
-    for kind in type(patient.task).__mro__:
-        if kind is TaskModule or kind.__module__.startswith(("forge", "lightning")):
-            break
-        theirs = "it is one of Lightning's; see docs/from-lightning.md."
-        odd += [(kind, name, theirs) for name, value in vars(kind).items() if name in LIGHTNING and callable(value)]
-    for kind, name, meant in odd:
-        yield Finding("method_name", f"forge never calls {kind.__name__}.{name}: {meant}", f"{kind.__name__}.{name}")
+    """Methods of the task that forge never calls: their names nearly are those that it calls."""
+    for kind, name, meant in near_misses(patient.task):
+        text = f"forge never calls {kind.__name__}.{name}: did you mean {meant}?"
+        yield Finding("method_name", text, f"{kind.__name__}.{name}")
 
 
 def unequal(tensor: Tensor) -> bool:

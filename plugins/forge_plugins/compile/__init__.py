@@ -50,10 +50,10 @@ class Compile(forge.Plugin):
     Compiled arithmetic differs from eager arithmetic: fused kernels round differently, and inductor draws other random
     numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,
     unless an operation is decomposed. `compare` runs the first batch compiled and uncompiled before training, in
-    training mode, with the same random numbers, and reports the largest difference of loss and gradients, and both
-    times. If the difference is too large, the message names torch's own minifier, which finds the operations. Too large
-    means more than 0.001 of a tensor's largest entry in float32, 0.01 with float16 or TF32, 0.05 with bfloat16.
-    `compare` does not affect the run, and costs one more compilation.
+    training mode, with the same random numbers, and reports the largest difference of loss and gradients. If it is too
+    large, the message names torch's own minifier, which finds the operations. Too large means more than 0.001 of a
+    tensor's largest entry in float32, 0.01 with float16 or TF32, 0.05 with bfloat16. `compare` does not affect the run,
+    and costs one more compilation.
 
     Together with: for `cuda_graph` keep `mode=default`. For `fsdp` name the same blocks in both. PyTorch hooks on a
     compiled module run outside its graph; hooks on modules inside become part of the graph, and torch may not notice
@@ -82,6 +82,7 @@ class Compile(forge.Plugin):
 
     config: Config
     provides = ("compile", "compiled_code")
+    cures = {"host": "-p {name}, which makes few calls of many", "compute": "-p {name}, which fuses operators"}
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -224,7 +225,7 @@ class Compile(forge.Plugin):
         self._watch.look()
         trial = CompileWatch()
         try:
-            found = compare(step, self._regions, self._options)
+            agrees, found = compare(step, self._regions, self._options)
         finally:
             trial.look()
             if trial.breaks or trial.graphs is None:
@@ -233,4 +234,4 @@ class Compile(forge.Plugin):
                 torch.compiler.reset()
             self._watch.skip()
         turn = "" if step.name is None else f" ({step.name})"
-        logger.log(logging.INFO if found.agrees else logging.WARNING, "compile%s: %s", turn, found)
+        logger.log(logging.INFO if agrees else logging.WARNING, "compile%s: %s", turn, found)

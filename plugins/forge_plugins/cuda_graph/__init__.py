@@ -85,6 +85,7 @@ class CudaGraph(forge.Plugin):
 
     config: Config
     provides = ("step_capture",)
+    cures = {"idle": "-p {name}, which launches all kernels of an update at once"}
     capturable = True
     conflicts = {
         "second_pass": "A graph runs the window once. Remove one of them.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from forge.diagnose.syncs import own_line
 from forge.metrics.means import Means
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
+from forge.twin.compare import first_difference
 from forge.util.frozen import every_module
 from forge_plugins.cuda_graph.extent import Extent
 from forge_plugins.cuda_graph.graph import Graph
@@ -162,16 +162,11 @@ class HostEffects:
             if owner.get(name) is not buffer:
                 known = self._names.get(id(buffer), name)
                 return f"training_step replaces the buffer {known!r}; write into it, as in self.{known}.copy_(...)"
-        now = RNGState.capture(torch.device("cpu"))
-        drawn = {
-            "random": now.python != self._random.python,
-            "numpy": not all(np.array_equal(a, b) for a, b in zip(now.numpy, self._random.numpy, strict=True)),
-            "torch": not torch.equal(now.torch, self._random.torch),
-        }
-        who = [name for name, differs in drawn.items() if differs]
-        if who:
-            return f"it draws numbers from {who[0]} on the host, which a graph would repeat; draw them on the device"
-        return None
+        drawn = first_difference(RNGState.capture(torch.device("cpu")).as_tree(), self._random.as_tree())
+        if drawn is None:
+            return None
+        who = drawn.path.partition(".")[0].replace("python", "random")
+        return f"it draws numbers from {who} on the host, which a graph would repeat; draw them on the device"
 
     def undo(self) -> None:
         """Restore buffers and random state."""

@@ -1,113 +1,56 @@
-"""Collectives in a trace: how long they take, and how much of it is exposed: nothing is computed at the same time."""
+"""The time of collectives in a trace, and how much of it is exposed: nothing is computed meanwhile."""
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from forge_plugins.profiler.intervals import Interval, Span, covers, length, minus, times_of, union
+Event = Mapping[str, Any]
 
-KINDS = {
-    "all_reduce": "allreduce",
-    "all_gather": "allgather",
-    "reduce_scatter": "reducescatter",
-    "all_to_all": "alltoall",
-    "send/recv": "send|recv",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-}
-"""Kinds of collectives, by what is in their names once underscores are gone; the first match counts."""
-OTHER = "other collectives"
-NCCL, GLOO = re.compile(r"nccl\w*kernel", re.IGNORECASE), "gloo:"
-WAITING = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", "nccl:", GLOO)
-"""Operators of the host that start collectives or wait for them."""
-CALL, SCATTERS = "c10d::", re.compile("c10d::_?reduce_scatter")
-"""Calls of collectives. gloo has no reduce_scatter and runs an all_reduce, so the latest call tells its kind."""
-COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
+COLLECTIVE = re.compile(r"nccl\w*Kernel_(?P<kernel>[A-Za-z]+)|gloo:(?P<gloo>\w+)")
+"""NCCL's kernels, and gloo's own work on its threads."""
+WAITS = re.compile(r"autograd::|torch::|_?c10d|record_param_comms|nccl:")
+"""Operators of the host in which a thread may only wait for others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collectives:
-    """All collectives of one kind."""
+def collectives(events: Iterable[Event], updates: int) -> list[dict[str, Any]]:
+    """Return rows for the collectives of a trace by kind, the most exposed first, and last for all together.
 
-    kind: str
-    calls: int
-    seconds: float
-    "Seconds in which one of them ran."
-    exposed: float
-    "Seconds of these in which nothing was computed."
+    On a device computing is every other kernel, on a CPU the operators of all threads.
+    """
+    kinds: dict[str, list[Event]] = {}
+    kernels, operators = list[Event](), list[Event]()
+    for event in events:
+        name, category = event.get("name", ""), event.get("cat")
+        if event.get("ph") != "X" or category not in ("kernel", "cpu_op", "user_annotation"):
+            continue
+        if found := COLLECTIVE.match(name):
+            kinds.setdefault(_kind(found), []).append(event)
+        elif category == "kernel":
+            kernels.append(event)
+        elif category == "cpu_op" and "::" in name and not WAITS.match(name):
+            operators.append(event)
+    computing = kernels or operators
 
-    @property
-    def overlapped(self) -> float:
-        return self.seconds - self.exposed
+    def of(name: str, found: list[Event]) -> dict[str, Any]:
+        time, exposed = _seconds(found), _seconds([*found, *computing]) - _seconds(computing)
+        totals = {"calls": len(found), "time": time, "exposed": exposed, "overlapped": time - exposed}
+        return {"name": name, **{key: total / updates for key, total in totals.items()}}
 
-
-@dataclass(frozen=True, slots=True)
-class Communication:
-    """The collectives of a recorded window."""
-
-    kinds: list[Collectives]
-    "Most exposed first."
-    all: Collectives
-    "Of every kind; collectives that run at the same time count once."
-
-
-NONE = Communication([], Collectives("all", 0, 0.0, 0.0))
-
-
-def is_collective(span: Span) -> bool:
-    """Whether a span is a collective at work: a kernel of NCCL, or gloo's own work on the host."""
-    if span.kind == "kernel":
-        return NCCL.match(span.name) is not None
-    return span.kind in ("cpu_op", "user_annotation") and span.name.startswith(GLOO)
+    by_kind = sorted((of(*each) for each in kinds.items()), key=lambda row: (row["exposed"], row["time"]), reverse=True)
+    return [*by_kind, of("all", [event for found in kinds.values() for event in found])] if kinds else []
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of collective that a name belongs to."""
-    plain = name.partition("(")[0].replace("_", "").lower()
-    return next((kind for kind, words in KINDS.items() if re.search(words, plain)), OTHER)
+def _kind(found: re.Match[str]) -> str:
+    """Return torch's name of a collective: AllReduce, in a kernel of NCCL's, is all_reduce."""
+    return found["gloo"] or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", found["kernel"]).lower()
 
 
-def communication(
-    collectives: list[Span], host: list[Span], computing: list[Interval], holes: list[Interval], begin: float
-) -> Communication:
-    """Divide collectives into exposed and overlapped; `holes` (evaluations) and times before `begin` are left out."""
-    calls = sorted((span.start, SCATTERS.match(span.name) is not None) for span in host if span.name.startswith(CALL))
-    counted = [span for span in collectives if span.start >= begin and not covers(holes, span.start)]
-    if not counted:
-        return NONE
-
-    def of(kind: str, spans: list[Span]) -> Collectives:
-        at_work = minus(times_of(spans), holes)
-        return Collectives(kind, len(spans), length(at_work), length(minus(at_work, computing)))
-
-    by_kind: dict[str, list[Span]] = {}
-    for span in counted:
-        call = bisect_right(calls, (span.start, True)) - 1
-        scatter = span.name.startswith(GLOO) and call >= 0 and calls[call][1]
-        by_kind.setdefault("reduce_scatter" if scatter else kind_of(span.name), []).append(span)
-    kinds = sorted((of(*item) for item in by_kind.items()), key=lambda each: (-each.exposed, -each.seconds))
-    return Communication(kinds, of("all", counted))
-
-
-def computing_on_host(host: Iterable[Span]) -> list[Interval]:
-    """Return when operators compute on any thread: without autograd's and torch.distributed's, in which a thread may
-    wait for others."""
-    computing: dict[object, list[Interval]] = {}
-    waiting: dict[object, list[Interval]] = {}
-    for span in host:
-        times = waiting if span.name.startswith(WAITING) else computing if _computes(span) else None
-        if times is not None:
-            times.setdefault(span.thread, []).append((span.start, span.end))
-    return union(
-        interval
-        for thread, times in computing.items()
-        for interval in minus(union(times), union(waiting.get(thread, ())))
-    )
-
-
-def _computes(span: Span) -> bool:
-    named: Callable[..., bool] = span.name.startswith
-    return named(COMPILED) or (span.kind == "cpu_op" and "::" in span.name and not named(("autograd::", "torch::")))
+def _seconds(events: Iterable[Event]) -> float:
+    """Return the time in which at least one of these events ran."""
+    total, until = 0.0, float("-inf")
+    for start, micros in sorted((event["ts"], event["dur"]) for event in events):
+        total += max(0.0, start + micros - max(start, until))
+        until = max(until, start + micros)
+    return total / 1e6

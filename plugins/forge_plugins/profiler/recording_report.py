@@ -1,25 +1,45 @@
-"""The report of a recording: as text for the log, as Markdown for TensorBoard and a file, as plain data."""
+"""The report of a recording: tables as text for the log, as Markdown for TensorBoard and a file, and as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from forge.util.clock import duration
-from forge.util.tables import Rows, aligned, piped
-from forge.util.text import format_bytes
-from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
-from forge_plugins.profiler.verdict import Measured, Verdict
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
-LABELS = {
-    UPDATE: "rest of the update (gradients, metrics, plugins)",
-    BETWEEN: "between updates (logs, checkpoints, plugins)",
-    EVALUATION: "evaluation (not counted)",
+import forge
+from forge.util.tables import Rows, aligned, piped
+from forge.util.text import duration, format_bytes, short_path
+from forge_plugins.profiler.communication import collectives
+from forge_plugins.profiler.memory import SNAPSHOT, at_peak
+from forge_plugins.torch_internals import dump_memory_snapshot
+
+logger = logging.getLogger("forge")
+
+Row = dict[str, Any]
+"""A name, and numbers of an average update: calls, seconds, bytes."""
+COLUMNS: dict[str, Callable[[Any], str]] = {
+    "calls": "{:.4g}".format,
+    **dict.fromkeys(("host", "device", "time", "exposed", "overlapped"), duration),
+    "bytes": format_bytes,
+    "share": "{:.1%}".format,
 }
+"""How numbers are shown."""
 LONGEST = 60
-TO_OPEN = "To look at a trace, open its file at https://ui.perfetto.dev: nothing is uploaded."
-NO_VERDICT = "No verdict: torch's profiler does not record the device {}."
+TRACE = "Trace, for https://ui.perfetto.dev (nothing is uploaded)"
+LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,168 +48,119 @@ class Report:
 
     device: str
     first: int
+    "The first recorded update."
     updates: int
-    trace: Trace
-    measured: Measured | None
-    verdict: Verdict | None
-    top: int
-    peak: int | None = None
-    "Most bytes in use during the recording, if measured."
-    files: tuple[str, ...] = ()
+    tables: dict[str, list[Row]]
+    "What an average update consists of; rows in the order of what matters most."
+    files: tuple[str, ...]
 
-    @property
-    def title(self) -> str:
-        if self.updates == 1:
-            return f"recorded update {self.first}"
-        return f"recorded updates {self.first} to {self.first + self.updates - 1}"
+    def text(self, top: int, heading: str = "profiler:", drawn: Callable[[Rows], list[str]] = aligned) -> str:
+        """Return the report for a terminal, with at most `top` rows in each table."""
+        last = self.first + self.updates - 1
+        updates = f"updates {self.first} to {last}" if self.updates > 1 else f"update {self.first}"
+        lines = [f"{heading} {updates}, recorded on {self.device}", ""]
+        for title, rows in self.tables.items():
+            lines += [*drawn(_table(title, rows[:top])), ""] if rows else []
+        return "\n".join([*lines, *self.files, ""])
 
-    # -- as text ------------------------------------------------------------------------------------------------------
-
-    def text(self) -> str:
-        """Return the report for a terminal: verdict, time by phase, and the operators of the verdict."""
-        lines = [f"profiler: {self.title} on {self.device}", ""]
-        if self.verdict is not None:
-            lines += [f"  {self.verdict.kind}", *(f"    {sentence}" for sentence in self.verdict.evidence)]
-            lines += ["  what to change", *(f"    {sentence}" for sentence in self.verdict.advice), ""]
-        else:
-            lines += [f"  {NO_VERDICT.format(self.device)}", ""]
-        # by the time that matters for the verdict
-        on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
-        operators = self.operators("device" if on_device else "cpu")
-        for table in (self.phases(), *self.collectives(), operators):
-            lines += [*(f"  {line}" for line in aligned(table)), ""]
-        if self.peak is not None:
-            lines += [f"  {line}" for line in aligned(self.allocators())]
-            lines += [f"  At most {format_bytes(self.peak)} were in use.", ""]
-        lines += [f"  {line}" for line in self.files]
-        return "\n".join(lines).rstrip()
-
-    def markdown(self) -> str:
-        """Return the report as Markdown, with all tables."""
-        lines = [f"## {self.title[0].upper()}{self.title[1:]}", "", f"Device: {self.device}.", ""]
-        if self.verdict is not None:
-            lines += [f"**{self.verdict.kind}**", "", *(f"- {sentence}" for sentence in self.verdict.evidence), ""]
-            lines += ["What to change:", "", *(f"- {sentence}" for sentence in self.verdict.advice), ""]
-        else:
-            lines += [NO_VERDICT.format(self.device), ""]
-        for table in self.tables():
-            lines += [*piped(table), ""]
-        if self.peak is not None:
-            lines += [f"At most {format_bytes(self.peak)} were in use.", ""]
-        lines += [f"- {line}" for line in self.files]
-        lines += ["", TO_OPEN] if self.files else []
-        return "\n".join(lines).rstrip() + "\n"
-
-    # -- tables -------------------------------------------------------------------------------------------------------
-
-    def tables(self) -> list[Rows]:
-        """Return all tables."""
-        tables = [self.phases(), *self.collectives(), self.operators("cpu")]
-        if self.trace.kernels:
-            tables += [self.operators("device"), self.kernels()]
-        return tables if self.peak is None else [*tables, self.allocators()]
-
-    def phases(self) -> Rows:
-        """Return the host's time of an update by phase."""
-        phases = self.trace.phases
-        total = sum(seconds for name, seconds in phases.items() if name != EVALUATION) or 1.0
-        rows = [
-            (
-                LABELS.get(name, name),
-                self._each(phases[name]),
-                "" if name == EVALUATION else f"{phases[name] / total:.1%}",
-            )
-            for name in PHASES
-            if phases[name] > 0.0005 * total
-        ]
-        return [("an update, on the host", "time", "share"), *rows]
-
-    def collectives(self) -> list[Rows]:
-        """Return a table of the time in collectives by kind; none if there were none."""
-        found = self.trace.communication
-        if not found.kinds:
-            return []
-        rows = [
-            (each.kind, f"{each.calls / self.updates:.4g}", *self._timed((each.seconds, each.exposed, each.overlapped)))
-            for each in ([*found.kinds, found.all] if len(found.kinds) > 1 else found.kinds)
-        ]
-        columns = ("calls", "time", "share", "exposed", "share", "overlapped", "share")
-        return [[("collectives of an update", *columns), *rows]]
-
-    def operators(self, by: str) -> Rows:
-        """Return the operators with the most own time, on host or device."""
-        found = _top(self.trace.operators, lambda o: o.device if by == "device" else o.cpu, self.top)
-        columns, seconds = ["calls", "self CPU", "share"], [lambda o: o.cpu]
-        if self.trace.kernels:
-            columns += ["self CUDA", "share"]
-            seconds += [lambda o: o.device]
-        rows = [
-            (_short(o.name), f"{o.calls / self.updates:.4g}", *self._timed(second(o) for second in seconds))
-            for o in found
-        ]
-        where = "CUDA" if by == "device" else "CPU"
-        return [(f"operators of an update, by self {where} time", *columns), *rows]
-
-    def kernels(self) -> Rows:
-        """Return the kernels with the most time on the device."""
-        found = _top(self.trace.kernels, lambda kernel: kernel.device, self.top)
-        rows = [(_short(k.name), f"{k.calls / self.updates:.4g}", *self._timed([k.device])) for k in found]
-        return [("kernels of an update", "runs", "time", "share"), *rows]
-
-    def allocators(self) -> Rows:
-        """Return the operators that allocate the most memory."""
-        found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
-        rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", format_bytes(o.memory / self.updates)) for o in found]
-        return [("operators of an update, by memory taken", "calls", "taken"), *rows]
-
-    def _timed(self, seconds: Any) -> list[str]:
-        window = self.trace.window or 1.0
-        return [text for second in seconds for text in (self._each(second), f"{second / window:.1%}")]
-
-    def _each(self, seconds: float) -> str:
-        return duration(seconds / self.updates)
-
-    # -- as data ------------------------------------------------------------------------------------------------------
-
-    def plain(self) -> dict[str, Any]:
-        """Return plain data: seconds and counts of an average update."""
-        plain: dict[str, Any] = {"device": self.device, "first": self.first, "updates": self.updates}
-        if self.verdict is not None and self.measured is not None:
-            plain["verdict"] = {
-                "kind": self.verdict.kind,
-                "shares": {kind.removesuffix("-bound"): share for kind, share in self.measured.shares.items()},
-                "evidence": list(self.verdict.evidence),
-                "advice": list(self.verdict.advice),
-            }
-            plain["seconds"] = self.measured.seconds
-        plain["seconds_recorded"] = self.trace.window / self.updates
-        plain["phases"] = {name: self.trace.phases[name] / self.updates for name in PHASES}
-        if self.trace.communication.kinds:
-            plain["communication"] = {
-                each.kind: {
-                    "calls": each.calls / self.updates,
-                    **{name: getattr(each, name) / self.updates for name in ("seconds", "exposed", "overlapped")},
-                }
-                for each in (self.trace.communication.all, *self.trace.communication.kinds)
-            }
-        plain["operators"] = [self._plain(o) for o in _top(self.trace.operators, lambda o: o.cpu, None)]
-        plain["kernels"] = [self._plain(k) for k in _top(self.trace.kernels, lambda k: k.device, None)]
-        if self.peak is not None:
-            plain["peak_bytes"] = self.peak
-        return plain
-
-    def _plain(self, operator: Operator) -> dict[str, Any]:
-        plain: dict[str, Any] = {"name": operator.name, "calls": operator.calls / self.updates}
-        for name in ("cpu", "device", "memory"):
-            if getattr(operator, name):
-                plain[name] = getattr(operator, name) / self.updates
-        return plain
+    def markdown(self, top: int) -> str:
+        """Return the report as Markdown."""
+        return self.text(top, "## Profile of", piped)
 
 
-def _top(found: list[Operator], key: Callable[[Operator], float], count: int | None) -> list[Operator]:
-    return sorted((operator for operator in found if key(operator) > 0), key=key, reverse=True)[:count]
+def _table(title: str, rows: Sequence[Row]) -> Rows:
+    """Return a table without columns of zeros."""
+    columns = {name: show for name, show in COLUMNS.items() if any(row.get(name) for row in rows)}
+    cells = ((_short(row["name"]), *(show(row[name]) for name, show in columns.items())) for row in rows)
+    return [(title, *columns), *cells]
 
 
 def _short(name: str) -> str:
-    """Shorten a name; those of kernels can be very long."""
+    """Shorten a name; those of kernels can be very long, with namespaces that all have."""
+    name = name if len(name) <= LONGEST else re.sub(r"void |\(anonymous namespace\)::|\w+::", "", name)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a recording
+
+
+def conclude(trainer: forge.Run, recorded: profile, updates: int, parts: dict[str, int]) -> Report:
+    """Write the trace and, with parts of memory, the snapshot; return the report of so many updates."""
+    device, first = trainer.env.device, trainer.progress.update - updates
+    with tempfile.TemporaryDirectory() as nowhere:
+        folder = Path(nowhere) if trainer.run_dir is None else trainer.run_dir / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"rank{trainer.env.rank}.{first}"  # WORKER.NUMBER is how TensorBoard reads such names
+        files = {TRACE: folder / f"{stem}.pt.trace.json"}
+        if parts and device.type == "cuda":
+            files[SNAPSHOT] = folder / f"{stem}.memory-snapshot.pickle"
+            dump_memory_snapshot(str(files[SNAPSHOT]))
+        with quiet(device):
+            recorded.export_chrome_trace(str(files[TRACE]))
+        events = json.loads(files[TRACE].read_bytes())["traceEvents"] if parts or trainer.env.world > 1 else []
+    averages = [each for each in recorded.key_averages() if not each.key.startswith(("ProfilerStep", "[memory]"))]
+    on_host = [each for each in averages if each.device_type == DeviceType.CPU]
+    on_device = [each for each in averages if each.device_type != DeviceType.CPU and not each.is_user_annotation]
+    tables = {
+        "ranges": _rows([each for each in on_host if each.is_user_annotation], "", updates),
+        "collectives": collectives(events, updates),
+        "operators": _rows([each for each in on_host if not each.is_user_annotation], "self_", updates),
+        "kernels": _rows(on_device, "self_", updates),
+        "memory": at_peak(parts, events, device) if parts else [],
+    }
+    return Report(
+        device=str(device) if device.type != "cuda" else f"{device} ({torch.cuda.get_device_name(device)})",
+        first=first,
+        updates=updates,
+        tables=tables,
+        files=tuple(f"{what}: {short_path(file)}" for what, file in files.items() if trainer.run_dir is not None),
+    )
+
+
+def _rows(averages: Sequence[Any], own: str, updates: int) -> list[Row]:
+    """Return what took time, the most first: on the device, if there is one. Bytes are taken ones, less freed ones."""
+    rows: list[Row] = []
+    for each in averages:
+        host, device = (getattr(each, f"{own}{kind}_time_total") / 1e6 / updates for kind in ("cpu", "device"))
+        taken = getattr(each, f"{own}device_memory_usage") or getattr(each, f"{own}cpu_memory_usage")
+        row = {
+            "name": each.key,
+            "calls": each.count / updates,
+            "host": host,
+            "device": device,
+            "bytes": taken / updates,
+        }
+        rows.append(row)
+    by = "device" if any(row["device"] for row in rows) else "host"
+    return sorted(rows, key=lambda row: row[by], reverse=True)
+
+
+def publish(trainer: forge.Run, reports: list[Report], top: int) -> None:
+    """Log the newest report, or print it where the log is off, and write all of them to the run folder."""
+    text = reports[-1].text(top).rstrip()
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr)
+    if trainer.run_dir is not None:
+        folder = trainer.run_dir / "profile"
+        (folder / "summary.md").write_text("\n".join(report.markdown(top) for report in reports))
+        plain = {"recordings": [asdict(report) for report in reports]}
+        (folder / "summary.json").write_text(json.dumps(plain, indent=1) + "\n")
+
+
+@contextmanager
+def quiet(device: torch.device) -> Generator[None]:
+    """Suppress torch's remarks on its schedule and, without an accelerator, its tracing library's messages on stderr
+    about missing accelerators."""
+    silent = device.type == "cpu" and LOG_LEVEL not in os.environ
+    if silent:
+        os.environ[LOG_LEVEL] = "99"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Profiler")
+            yield
+    finally:
+        if silent:
+            del os.environ[LOG_LEVEL]

@@ -12,7 +12,6 @@ import forge
 from forge.runs.card import ending
 from forge.util.notebook import notebook_shell
 from forge_plugins.progress.bar import REFRESH, Bar
-from forge_plugins.progress.host_limit import HostLimit
 from forge_plugins.progress.lines import Lines
 from forge_plugins.progress.opening import opening
 from forge_plugins.progress.screen import on_terminal
@@ -33,8 +32,7 @@ class Progress(forge.Plugin):
     interval `every`, at the end of every epoch, after every validation and at the end of the run. At an epoch's end
     they have the epoch's means (`train/loss_epoch`), between logs those of the last interval (`train/loss`). In a
     notebook, a bar, a table and the curves of all metrics, redrawn in the cell's output. All of it but that goes to
-    stderr, so stdout stays free for your program. If the GPU waits for the host in the first updates, a line says so,
-    with what capturing the update would gain.
+    stderr, so stdout stays free for your program.
 
     Only the main process writes. If stderr can no longer be written (a pipe whose reader is gone), the plugin stops
     writing and the run continues.
@@ -60,11 +58,10 @@ class Progress(forge.Plugin):
         "A display: `look` after an update, `refresh` after another change, `close` at the end."
         self._look_at = NEVER
         self._status = Status()
-        self._host_limit: HostLimit | None = None
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        self._view, self._look_at, self._host_limit = None, NEVER, None
+        self._view, self._look_at = None, NEVER
         if not trainer.env.is_main or logging.getLogger("forge").level > logging.INFO:
             return
         plan = trainer.planned_updates, trainer.max_epochs
@@ -73,7 +70,6 @@ class Progress(forge.Plugin):
         self._status.opening = opening(trainer) if trainer.verb == "fit" else ""
         self._view = self._display()
         self._look_at = 0.0
-        self._host_limit = HostLimit.of(trainer)
 
     def _display(self) -> Any:
         shell = notebook_shell()
@@ -86,8 +82,6 @@ class Progress(forge.Plugin):
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         # on every update: only a look at the clock
-        if self._host_limit is not None:
-            self._host_limit = self._host_limit.look(step)
         if (time.monotonic() >= self._look_at or step.ends_epoch) and self._view is not None:
             self._status.move(trainer)
             self._look_at = self._view.look(step)

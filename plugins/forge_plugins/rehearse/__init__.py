@@ -1,9 +1,11 @@
-"""A second process continues a run at its first checkpoint, to prove that it can be resumed."""
+"""The plugin `rehearse`: prove at a run's first checkpoint that the run can be resumed."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +15,10 @@ import forge
 from forge.checkpoint import Checkpoints, wait_until_written
 from forge.errors import CheckpointError, RecipeError
 from forge.runs.card import amend_card
-from forge_plugins.rehearse.reasons import ENDED, SHORT, FitStart, why_not, why_not_now
-from forge_plugins.rehearse.rehearsal import (
-    ERROR,
-    REFUSED,
-    Continuation,
-    CopiedProcess,
-    NewProcess,
-    Rehearsal,
-    Resumes,
-)
-from forge_plugins.rehearse.verdict import ResumeVerdict
+from forge.twin.record import Record
+from forge.util.apart import Copy
+from forge_plugins.rehearse.second_process import FOLDER, noted, second_processes, why_none
+from forge_plugins.rehearse.verdict import ENDED, ResumeVerdict, judged, not_rehearsed
 
 logger = logging.getLogger("forge")
 
@@ -36,17 +31,15 @@ PATIENCE, LONG_PATIENCE = 2.0, 600.0
 class Rehearse(forge.Plugin):
     """Prove at a run's first checkpoint that it can be resumed: a second process continues it, and both are compared.
 
-    When to use it: always; it is part of the recipe `default`. It needs a plugin that saves checkpoints into the run
-    folder, and a CPU. On several ranks, or where there is no memory for a second process, the run card says that it was
-    not rehearsed, and why.
+    When to use it: always; it is part of the recipe `default`. It works where one process trains on a CPU, with a
+    plugin that saves checkpoints into the run folder. Elsewhere the run card says that the run was not rehearsed, and
+    why; `forge verify-resume` tells there.
 
     What you see: one line in the log, and `resume` in the run card and in `forge runs`. A resume that would differ is a
-    warning that names the cause, or, with `strict`, the end of the run. An attempt that continues an earlier one is
-    compared with it too: what a run has after a checkpoint is kept in RUN/evidence.
+    warning that names the cause, or, with `strict`, the end of the run.
 
-    The second process shares nothing with the run, logs nothing and saves nothing. It runs the step, though: a file
-    that your code opens by its name is written twice. From the command line it is a new process that runs your file
-    again; from Python, on Linux, a copy of your process as it was when `fit` began.
+    The second process is a copy of yours as it was when `fit` began. It shares nothing with the run, logs nothing and
+    saves nothing. It runs the step, though: a file that your code opens by its name is written twice.
 
     ::
 
@@ -56,7 +49,7 @@ class Rehearse(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         strict: bool = False
-        "Stop a run that cannot be resumed exactly; on an accelerator, rehearse all the same."
+        "Stop a run that cannot be resumed exactly."
         updates: int = 2
         "Updates after the first checkpoint that are rehearsed."
 
@@ -68,139 +61,126 @@ class Rehearse(forge.Plugin):
         super().__init__(*first, **values)
         if self.config.updates < 1:
             raise RecipeError(f"rehearse.updates is {self.config.updates}; it must be at least 1.")
-        self._part: Continuation | None = None
-        "What this plugin does in the second process."
-        self._rehearsal: Rehearsal | None = None
+        self._copies: list[Copy] = []
+        self._folder: Path | None = None
         self._begin()
 
     def _begin(self) -> None:
         """Reset the state of one run."""
-        if self._rehearsal is not None:
-            self._rehearsal.end()
-        self._rehearsal, self._why_not, self._start = None, None, FitStart()
-        self._resumes: Resumes | None = None
-        self._saved: tuple[int, int] | None = None
-        "The update saved last, and the restores until then."
-        self._first: Path | None = None
-        "The first checkpoint, until it is found on disk."
-        self._failing = False
+        self._end_copies()
+        self._why_none = ""
+        self._updates: range | None = None
+        "The updates after the first checkpoint."
+        self._kept: Path | None = None
+        "The checkpoint that the second processes continue from."
+        self._record, self._is_noted = Record(), False
+        "What the run has after these, and whether it is complete."
+        self._said: list[dict[str, Any]] = []
+        "What the second processes say, each once."
 
-    # -- the second process -------------------------------------------------------------------------------------------
+    def _end_copies(self) -> None:
+        for copy in self._copies:
+            copy.end()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._copies, self._folder = [], None
 
     @forge.hookimpl
     def forge_configure(self, trainer: forge.Run) -> None:
-        """Have a second process stand by, before anything of this run is made."""
+        """Have second processes stand by, before anything of this run is made."""
         self._begin()
-        is_saved = any("checkpoints" in plugin.provides for plugin in trainer.stack)
-        if trainer.verb != "fit" or self._part or not is_saved or trainer.wanted_run_dir is False:
-            return
-        if os.environ.get(SWITCH) == "off":
-            return
-        self._resumes = Resumes(self.config.updates)
-        self._why_not = why_not(trainer, asked=self.config.strict)
-        if self._why_not is None:
-            task, loaders = trainer.task, trainer.given_loaders
-            play = lambda folder: self.play(trainer, task, loaders, folder)  # noqa: E731
-            self._rehearsal = Rehearsal(NewProcess(trainer.again) if trainer.again else CopiedProcess(play))
-
-    def play(self, trainer: Any, task: forge.TaskModule, loaders: dict[str, Any], folder: Path) -> None:
-        """Continue the run in `folder` as a second process, without plugins that only observe or save; end there."""
-        logging.disable()
-        self._part = Continuation(folder, self.config.updates)
-        given = trainer.given_plugins or list(trainer.stack)
-        acting = [plugin for plugin in given if plugin is self or not _only_looks_or_saves(plugin)]
-        try:
-            trainer.fit_again(task, loaders, acting, folder / "run")
-        except Exception as error:
-            is_refused = trainer.step is None  # before its first update
-            (folder / ERROR).write_text(f"{REFUSED}{error}" if is_refused else f"{type(error).__name__}: {error}")
-            raise
-
-    # -- the run ------------------------------------------------------------------------------------------------------
+        is_saved = trainer.wanted_run_dir is not False and any("checkpoints" in each.provides for each in trainer.stack)
+        if trainer.verb == "fit" and is_saved and os.environ.get(SWITCH) != "off":
+            self._why_none = why_none(trainer)
+            self._copies = [] if self._why_none else second_processes(trainer)
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        if trainer.run_dir is None:
-            self._begin()
-        self._saved = (trainer.saved_at, trainer.restores)
+        if trainer.env.world > 1 and self._copies:
+            self._why_none = "it runs on several ranks"
+            self._end_copies()
+        if not (self._copies or self._why_none) or not trainer.env.is_main:
+            trainer.switch_hooks(self, "forge_boundary", on=False)
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
-        if self._part is not None:
-            self._part.note(trainer, step)
-        if self._resumes is None:
-            return
-        if (trainer.saved_at, trainer.restores) != self._saved:
-            self._see_save(trainer, self._resumes)
-        if self._first is not None:
-            self._play_first(trainer)
-        if self._resumes.watches:
-            self._tell(trainer, self._resumes.note(trainer, step, self._rehearsal))
-        if self._rehearsal is not None:
-            self._tell(trainer, self._rehearsal.verdict())
+        if self._updates is None and trainer.saved_at not in (-1, trainer.resumed_from):
+            self._rehearse(trainer)
+        if self._updates is not None:
+            self._keep(trainer)
+            self._is_noted = self._is_noted or noted(self._record, trainer, step, self._updates)
+            verdict = self._verdict(0.0)
+            if verdict is not None:
+                self._tell(trainer, verdict)
 
-    def _see_save(self, trainer: forge.Run, resumes: Resumes) -> None:
-        """Note a checkpoint that was taken after the last update; the first of a run is to be rehearsed."""
-        now, before = (trainer.saved_at, trainer.restores), self._saved
-        self._saved = now
-        if before is None or now[1] != before[1]:  # the restored state was saved before
-            return
-        resumes.saved(trainer.saved_at, trainer)
-        if resumes.rehearsed is not None or (self._rehearsal is None and self._why_not is None):
+    def _rehearse(self, trainer: forge.Run) -> None:
+        """Have a second process continue the run from the checkpoint that was taken after the last update."""
+        if self._why_none:
+            self._tell(trainer, not_rehearsed(self._why_none))
             return
         assert trainer.run_dir is not None
-        resumes.rehearsed = trainer.saved_at
-        reason = self._why_not or why_not_now(trainer, self._start, self.config.strict)
-        if reason is None:
-            self._first = Checkpoints(trainer.run_dir / "checkpoints").path(trainer.saved_at)
-        elif trainer.env.is_main:
-            self._tell(trainer, ResumeVerdict("not rehearsed", reason))
+        self._updates = range(trainer.saved_at + 1, trainer.saved_at + 1 + self.config.updates)
+        self._folder = trainer.run_dir / FOLDER
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an attempt that was killed
 
-    def _play_first(self, trainer: forge.Run) -> None:
-        """Begin the rehearsal once the first checkpoint is complete on disk: it has its name from then on."""
-        if self._first is not None and self._rehearsal is not None and self._first.exists():
-            assert trainer.run_dir is not None
-            self._rehearsal.begin(self._first, trainer.run_dir)
-            self._first = None
-
-    def _tell(self, trainer: forge.Run, verdict: ResumeVerdict | None) -> None:
-        """Tell what a rehearsal has shown, once, and end it."""
-        if verdict is None:
+    def _keep(self, trainer: forge.Run) -> None:
+        """Once the checkpoint is complete, keep it from being removed, and have the first copy continue."""
+        if self._kept is not None:
             return
         assert trainer.run_dir is not None
-        self._end_rehearsal()
+        assert self._folder is not None
+        assert self._updates is not None
+        update = self._updates.start - 1
+        saved = Checkpoints(trainer.run_dir / "checkpoints").path(update)
+        if saved.exists():  # it has its name once it is complete
+            self._kept = self._folder / saved.name
+            shutil.copytree(saved, self._kept, copy_function=os.link)
+            self._copies[0].tell((self._kept, self._updates))
+        elif trainer.saved_at > update:  # a save waits for the one before
+            self._tell(trainer, not_rehearsed("its first checkpoint was replaced too soon"))
+
+    def _verdict(self, patience: float) -> ResumeVerdict | None:
+        """Return what the comparison says, if it can within so many seconds."""
+        until = time.monotonic() + patience
+        while self._is_noted and self._kept is not None and self._copies:
+            try:
+                self._said.append(self._copies[len(self._said)].hear(max(0.0, until - time.monotonic())))
+            except TimeoutError:
+                return None
+            except EOFError:
+                self._said.append({"failed": "it ended without a word"})
+            verdict = judged(self._record, self._said)
+            if verdict is not None:
+                return verdict
+            self._copies[1].tell((self._kept, self._updates))  # does the resume differ, or does every run?
+        return None
+
+    def _tell(self, trainer: forge.Run, verdict: ResumeVerdict) -> None:
+        """Tell what the rehearsal has shown; nothing is left to do then."""
+        assert trainer.run_dir is not None
+        trainer.switch_hooks(self, "forge_boundary", on=False)
+        self._end_copies()
         with suppress(OSError):  # it is logged too
             amend_card(trainer.run_dir, str(verdict))
-        text = verdict.as_text()
         if verdict.state in ("differs", "refused") and self.config.strict:
-            raise CheckpointError(f"{text} rehearse.strict is set, so the run stops here.")
+            raise CheckpointError(f"{verdict.text} rehearse.strict is set, so the run stops here.")
         if not verdict.is_good:
-            logger.warning("%s", text, extra={"finding": "state_not_saved"})
-        elif verdict.detail not in (ENDED, SHORT):
-            logger.info("%s", text)
+            logger.warning("%s", verdict.text, extra={"finding": "state_not_saved"})
+        elif verdict.detail != ENDED:
+            logger.info("%s", verdict.text)
 
     @forge.hookimpl
     def forge_exception(self) -> None:
-        self._failing = True
+        self._end_copies()
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
         try:
-            if self._rehearsal is not None and not self._failing and trainer.run_dir is not None:
-                if self._first is not None:
-                    wait_until_written()
-                    self._play_first(trainer)
-                verdict = self._rehearsal.verdict(LONG_PATIENCE if self.config.strict else PATIENCE)
-                self._tell(trainer, verdict or ResumeVerdict("not rehearsed", ENDED))
+            if self._copies and self._updates is not None:
+                wait_until_written()
+                self._keep(trainer)
+            if self._copies:
+                verdict = self._verdict(LONG_PATIENCE if self.config.strict else PATIENCE)
+                self._tell(trainer, verdict or not_rehearsed(ENDED))
         finally:
             self._begin()
-
-    def _end_rehearsal(self) -> None:
-        if self._rehearsal is not None:
-            self._rehearsal.end()
-        self._rehearsal, self._why_not, self._first = None, None, None
-
-
-def _only_looks_or_saves(plugin: forge.Plugin) -> bool:
-    looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
-    return looks or getattr(plugin, "forge_save", None) is not None

@@ -17,7 +17,7 @@ EXAMPLES = """\
 examples:
   forge bench runs/quickstart/RUN
   forge bench runs/quickstart/RUN --batch 1,64 --engines eager,aoti,onnx,onnx:int8-static
-  forge bench runs/my_task/RUN --task my_task.py:MyTask --data my_task.py:data --device cuda --json
+  forge bench runs/my_task/RUN --task my_task.py:MyTask --device cuda --json
 """
 
 

@@ -24,7 +24,7 @@ examples:
   forge export runs/quickstart/RUN --to onnx
   forge export runs/quickstart/RUN --to onnx --to torchscript --out shipped/
   forge export runs/quickstart/RUN/checkpoints/best --to pt2 --out digits.pt2
-  forge export runs/my_task/RUN --to aoti --task my_task.py:MyTask --data my_task.py:data
+  forge export runs/my_task/RUN --to aoti --task my_task.py:MyTask
   forge export runs/fashion_cnn/RUN --to onnx --quantize int8-static --max-drop 0.005
 """
 
@@ -71,16 +71,21 @@ def add_source_arguments(parser: ArgumentParser) -> None:
     """Add the arguments that find a run's task, data and weights."""
     parser.add_argument("--weights", metavar="NAME", help="raw, ema, swa or best (default: the best, averaged)")
     parser.add_argument("--task", metavar="FILE.py:Task", help="the task, or a function that makes it")
-    parser.add_argument("--data", metavar="FILE.py:function", help="the data, if they are not installed by name")
+    parser.add_argument(
+        "--data",
+        metavar="FILE.py:function",
+        help="the data, if they are neither installed by name nor `data` in the task's file",
+    )
     parser.add_argument("--device", metavar="NAME", default="cpu", help="device to run on (default: %(default)s)")
     parser.add_argument("--batches", type=int, metavar="N", help="validation batches to use (default: all)")
 
 
 def source_arguments(args: Namespace) -> dict[str, Any]:
     """Return what `forge.export` takes of those arguments."""
+    task, data = target.task_and_data(args)
     return {
-        "task": target.task_maker(args.task)[0] if args.task else None,
-        "data": target.function(args.data) if args.data else None,
+        "task": task,
+        "data": data,
         "weights": args.weights,
         "device": args.device,
         "batches": args.batches,
@@ -135,6 +140,9 @@ def print_export(made: Export) -> None:
 
 def _print_verdict(verdict: dict[str, Any]) -> None:
     console = show.console()
+    if verdict["weights"]:
+        console.print(f"A fresh process has read {verdict['weights']:,} tensors: each is the task's.")
+        return
     sizes = ", ".join(map(str, verdict["sizes"]))
     console.print(
         Text(f"Compared with the trained task in a fresh process: {verdict['batches']} batches of {sizes} rows.")

@@ -59,7 +59,11 @@ def parser() -> ArgumentParser:
     parser.add_argument("--port", type=_number(int, 0, 65535), default=8000, help="0 picks one (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where the model runs (default: %(default)s)")
     parser.add_argument("--task", metavar="FILE.py:Task", help="the task of a run, or a function that makes it")
-    parser.add_argument("--data", metavar="FILE.py:function", help="the data of a run, if they are not registered")
+    parser.add_argument(
+        "--data",
+        metavar="FILE.py:function",
+        help="the data of a run, if they are neither installed by name nor `data` in the task's file",
+    )
     parser.add_argument("--weights", metavar="WHICH", help="weights of a run: raw, ema, swa or best")
     for flag, unit, number, default, text in LIMITS:
         told = f"{text} (default: %(default)g)"
@@ -112,13 +116,8 @@ def run(args: Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)  # before the engine's thread starts: it takes the number from here
     try:
-        engine = open_engine(
-            args.model,
-            device=args.device,
-            task=target.task_maker(args.task)[0] if args.task else None,
-            weights=args.weights,
-            data=target.function(args.data) if args.data else None,
-        )
+        task, data = target.task_and_data(args)
+        engine = open_engine(args.model, device=args.device, task=task, weights=args.weights, data=data)
         kind = getattr(engine, "format", "") or Path(args.model).suffix.removeprefix(".")
         name = os.path.basename(os.path.abspath(args.model))  # the folders above it are nobody's business
         hosts = args.host_header or (LOCAL if args.host in LOCAL else ["*"])

@@ -92,12 +92,12 @@ class Plan:
         return {"inputs": self.dims()} if self.axes else None
 
 
-def traced(plan: Plan, strict: bool = False) -> ExportedProgram:
+def traced(plan: Plan) -> ExportedProgram:
     """Trace a model with torch.export. Limits that torch finds are taken; an axis that it fixes is refused."""
     for _ in range(ATTEMPTS):
         try:
             with torch.no_grad(), quiet(), looped(plan.model) if plan.varies_length else nullcontext():
-                program = torch.export.export(plan.model, plan.examples, dynamic_shapes=plan.shapes(), strict=strict)
+                program = torch.export.export(plan.model, plan.examples, dynamic_shapes=plan.shapes(), strict=False)
             break
         except Exception as error:
             _refuse_fixed(plan, error)
@@ -122,9 +122,7 @@ def _take_suggestions(plan: Plan, error: Exception) -> bool:
 
 def _refuse_fixed(plan: Plan, error: Exception) -> None:
     """Refuse if torch fixes an axis that is to be dynamic."""
-    for symbol, size in re.findall(
-        r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)", str(error)
-    ):
+    for symbol, size in re.findall(FIXED, str(error)):
         raise ExportError(f"torch.export fixes the axis {symbol!r} at {size}. {_cure(plan, symbol)}") from error
 
 

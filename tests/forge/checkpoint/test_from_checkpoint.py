@@ -15,7 +15,7 @@ from torch import nn
 import forge
 from forge.checkpoint import Checkpoints, load_weights, save_weights, tensors
 from forge.checkpoint.weights import find_weights, noted_as_average, read_weights
-from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny
+from forge.testing import TinyTask, assert_same, first_difference, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 from tests.support.tasks import Classifier
 from tests.support.weights_kit import Wider, as_lightning
@@ -73,7 +73,7 @@ def test_a_checkpoint_and_a_pointer_to_it_stand_for_themselves(run: Path) -> Non
     assert first_difference(at_5, at_10)
     finished = TinyTask(seed=7)
     load_weights(finished, run)
-    assert_same_weights(at_10, finished)
+    assert_same(at_10, finished)
 
 
 def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, monkeypat
     task = TinyTask(seed=7)
     load_weights(task, run / "checkpoints" / "update-00000010")
     assert set(read) == {"model.safetensors"}
-    assert_same_weights(task, TinyTask.from_checkpoint(run))
+    assert_same(task, TinyTask.from_checkpoint(run))
 
 
 # -- from_checkpoint --------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, monkeypat
 def test_a_task_is_made_again_as_it_was(tmp_path: Path, place: str) -> None:
     task, _ = fit_tiny([Checkpoint()], task=TinyTask(seed=3, dropout=0.4, lr=0.01), run_dir=tmp_path)
     again = TinyTask.from_checkpoint(tmp_path / place)
-    assert_same_weights(again, task)
+    assert_same(again, task)
     assert again.init_args == {"seed": 3, "dropout": 0.4, "lr": 0.01}
 
 
@@ -142,7 +142,7 @@ def test_arguments_of_every_kind_are_given_as_they_were(tmp_path: Path, sizes: t
     save_weights(task, tmp_path / "w.safetensors")
     again = Odd.from_checkpoint(tmp_path / "w.safetensors")
     assert again.init_args == task.init_args
-    assert_same_weights(again, task)
+    assert_same(again, task)
 
 
 def test_arguments_that_are_not_plain_data_are_asked_for_by_name(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_subclass_or_a_renamed_class_may_load_the_weights(run: Path) -> None:
     class Renamed(TinyTask):
         pass
 
-    assert_same_weights(Renamed.from_checkpoint(run), TinyTask.from_checkpoint(run))
+    assert_same(Renamed.from_checkpoint(run), TinyTask.from_checkpoint(run))
 
 
 def test_another_classs_checkpoint_is_refused_by_both_names(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_another_classs_checkpoint_is_refused_by_both_names(tmp_path: Path) -> N
 def test_a_foreign_file_leaves_the_arguments_to_the_caller(tmp_path: Path) -> None:
     task = Classifier(hidden=5)
     as_lightning(task, tmp_path / "w")
-    assert_same_weights(Classifier.from_checkpoint(tmp_path / "w.ckpt", hidden=5), task)
+    assert_same(Classifier.from_checkpoint(tmp_path / "w.ckpt", hidden=5), task)
 
 
 def test_the_base_class_makes_no_task(run: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_task_is_made_on_the_cpu_despite_the_default_device(run: Path) -> None
     with torch.device("meta"):
         task = TinyTask.from_checkpoint(run)
     assert {tensor.device.type for tensor in task.state_dict().values()} == {"cpu"}
-    assert_same_weights(task, TinyTask.from_checkpoint(run))
+    assert_same(task, TinyTask.from_checkpoint(run))
 
 
 def test_state_that_is_no_tensor_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_an_average_is_offered_by_the_tasks_names(tmp_path: Path) -> None:
     loaded = TinyTask(seed=7)
     load_weights(loaded, checkpoint, weights="polyak")
     expected = {**task.state_dict(), "net.0.weight": halves.float()}
-    assert_same_weights(loaded, expected)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="polyak"), expected)
+    assert_same(loaded, expected)
+    assert_same(TinyTask.from_checkpoint(tmp_path, weights="polyak"), expected)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_weights_of_another_kind_are_no_average(tmp_path: Path, weights: Any) ->
     checkpoint, task = saved_with(tmp_path, {"weights": weights})
     with pytest.raises(forge.CheckpointError, match=r"holds no average called 'polyak'\. No plugin"):
         load_weights(TinyTask(), checkpoint, weights="polyak")
-    assert_same_weights(TinyTask.from_checkpoint(checkpoint), task)
+    assert_same(TinyTask.from_checkpoint(checkpoint), task)
 
 
 def test_an_average_of_another_shape_is_a_misfit_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 import forge
 from forge.checkpoint import load_weights, save_weights
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from tests.support.tasks import Classifier
 from tests.support.weights_kit import Wider, as_lightning, prefixed
 
@@ -57,7 +57,7 @@ def test_weights_are_read_from_every_kind_of_file(tmp_path: Path, write: Callabl
     write(task, tmp_path / "file")
     (file,) = tmp_path.iterdir()
     report = load_weights(fresh, file)
-    assert_same_weights(fresh, task)
+    assert_same(fresh, task)
     assert report.complete
     assert sorted(report.loaded) == sorted(task.state_dict())
 
@@ -81,14 +81,14 @@ def test_names_that_the_task_has_itself_stay(tmp_path: Path) -> None:
     holder, fresh = Holder(), Holder()
     torch.save(holder.state_dict(), tmp_path / "w.pt")
     assert load_weights(fresh, tmp_path / "w.pt").taken_off == ()
-    assert_same_weights(fresh, holder)
+    assert_same(fresh, holder)
 
 
 def test_a_part_of_a_task_can_be_filled(tmp_path: Path) -> None:
     task, fresh = Classifier(), Classifier()
     torch.save(task.net.state_dict(), tmp_path / "w.pt")
     load_weights(fresh.net, tmp_path / "w.pt")
-    assert_same_weights(fresh, task)
+    assert_same(fresh, task)
 
 
 def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_strict_load_that_fails_changes_nothing(tmp_path: Path) -> None:
         before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
         with pytest.raises(forge.TaskError, match="does not fit"):
             load_weights(task, tmp_path / "w.safetensors")
-        assert_same_weights(task, before)
+        assert_same(task, before)
 
 
 class Picky(nn.Linear):
@@ -154,7 +154,7 @@ def test_a_module_that_refuses_its_weights_leaves_all_as_it_was(tmp_path: Path) 
     torch.save({name: torch.full_like(tensor, 7) for name, tensor in before.items()}, tmp_path / "w.pt")
     with pytest.raises(forge.TaskError, match="seven is no bias"):
         load_weights(task, tmp_path / "w.pt")
-    assert_same_weights(task, before)
+    assert_same(task, before)
 
 
 def test_the_error_names_missing_unexpected_and_misshapen(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_names_are_mapped_by_prefix_or_regular_expression(tmp_path: Path, writte
     task, fresh = Classifier(), Classifier()
     torch.save(prefixed(task.net, written), tmp_path / "w.pt")
     assert load_weights(fresh, tmp_path / "w.pt", rename=rename).complete
-    assert_same_weights(fresh, task)
+    assert_same(fresh, task)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from forge.checkpoint import Checkpoints
 from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.checkpoint import TensorInfo
 from forge.cli import ckpt, ckpt_diff
-from forge.testing import TinyTask, assert_same_weights, fit_tiny
+from forge.testing import TinyTask, assert_same, fit_tiny
 from forge_plugins import EMA, SWA, Checkpoint
 from tests.support.profiles import some
 
@@ -208,7 +208,7 @@ def test_two_runs_differ_in_settings_and_results(call: Call, made: Path) -> None
     assert code == 1
     assert lines["fingerprint.seed"] == ["0", "1"]
     assert lines["model"][:3] == ["8", "of", "9"]
-    assert lines["model"][-1] == "net.0.weight"
+    assert "net.0.weight" in lines["model"]
     assert 0 < float(lines["model"][3]) < 10
 
 
@@ -220,7 +220,7 @@ def test_tensors_and_values_are_compared_as_bits() -> None:
     assert ckpt_diff.compare({"t": zero}, {"t": -zero})["tensors"][0]["differ"] == 1
     (row,) = ckpt_diff.compare({"m": {"t": zero, "u": zero}}, {"m": {"t": torch.zeros(3)}})["tensors"]
     assert (row["differ"], row["of"], row["largest"]) == (2, 2, None)
-    assert row["first"] == "t ((2,) float32 against (3,) float32)"
+    assert row["first"] == "t (float32(2,) against float32(3,))"
 
 
 # -- export -----------------------------------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ def test_the_weights_of_a_checkpoint_become_one_file(call: Call, made: Path, tmp
     assert "9 tensors" in said
     assert "after 5 updates" in said
     task = TinyTask.from_checkpoint(checkpoint_of(made / "a", 5))
-    assert_same_weights(load_file(out), task)
-    assert_same_weights(TinyTask.from_checkpoint(out), task)
+    assert_same(load_file(out), task)
+    assert_same(TinyTask.from_checkpoint(out), task)
 
 
 def test_an_existing_file_is_overwritten_only_by_force(call: Call, made: Path, tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_an_average_becomes_a_file_of_its_own(call: Call, averaged: Path, tmp_pa
         expected = TinyTask.from_checkpoint(averaged / "checkpoints" / "latest", weights=name)
         assert code == 0
         assert (f"9 tensors, averaged by {name}," in said) == (name != "raw")
-        assert_same_weights(load_file(out), expected)
-        assert_same_weights(TinyTask.from_checkpoint(out, weights=name), expected)
+        assert_same(load_file(out), expected)
+        assert_same(TinyTask.from_checkpoint(out, weights=name), expected)
     three = [TinyTask.from_checkpoint(averaged, weights=which).net[0].weight for which in ("ema", "swa", "raw")]
     assert len({tuple(weight.flatten().tolist()) for weight in three}) == 3
 

@@ -11,8 +11,7 @@ import pytest
 
 from forge.checkpoint import Checkpoints
 from forge.cli import main, verify_resume
-from forge.snapshot.evidence import compare
-from forge.testing.trace import read_trace
+from forge.snapshot.evidence import UNSAVED, attempts_apart, read_traces
 from tests.conftest import Run
 from tests.support.profiles import some
 
@@ -89,33 +88,33 @@ def no_kill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_life_leaves_a_trace_and_checkpoints_at_its_interval(file: Path, tmp_path: Path) -> None:
     assert live(f"{file}:Sound", tmp_path / "a") == 0
-    assert [line["update"] for line in read_trace(tmp_path / "a" / "trace.jsonl")] == list(range(1, 9))
+    assert [record.updates for record in read_traces(tmp_path / "a")] == [list(range(1, 9))]
     assert [path.name for path in Checkpoints(tmp_path / "a" / "run" / "checkpoints").all()][-1] == "update-00000008"
 
 
 def test_without_a_seed_of_its_own_two_lives_begin_alike(file: Path, tmp_path: Path) -> None:
     for name in "ab":
         live(f"{file}:Sound", tmp_path / name)
-    a, b = (read_trace(tmp_path / name / "trace.jsonl") for name in "ab")
-    assert len(a) == 8
-    assert a == b
+    (a,), (b,) = (read_traces(tmp_path / name) for name in "ab")
+    assert len(a.updates) == 8
+    assert a.marks == b.marks
 
 
 @pytest.mark.usefixtures("no_kill")
-@pytest.mark.parametrize(("task", "part"), some([("Counts", "hidden"), ("Sound", None), ("Drifts", "hidden")], quick=1))
+@pytest.mark.parametrize(("task", "kind"), some([("Counts", UNSAVED), ("Sound", None), ("Drifts", UNSAVED)], quick=1))
 def test_a_second_life_goes_on_from_the_newest_checkpoint(
-    file: Path, tmp_path: Path, task: str, part: str | None
+    file: Path, tmp_path: Path, task: str, kind: str | None
 ) -> None:
     live(f"{file}:{task}", tmp_path / "straight")
     with pytest.raises(Killed):
         live(f"{file}:{task}", tmp_path / "killed", "--kill-at", "5")
     live(f"{file}:{task}", tmp_path / "killed")
-    straight, killed = (read_trace(tmp_path / name / "trace.jsonl") for name in ("straight", "killed"))
-    assert [line["update"] for line in killed] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
-    difference = compare(straight, killed)
-    assert (difference.part if difference else None) == part
+    (straight,), killed = (read_traces(tmp_path / name) for name in ("straight", "killed"))
+    assert [record.updates for record in killed] == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
+    difference = attempts_apart(straight, killed)
+    assert (difference.kind if difference else None) == kind
     if difference is not None:
-        assert (difference.update, difference.detail) == (5, "task.count")
+        assert (difference.update, difference.path) == (5, "task.count")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -174,6 +174,17 @@ def test_a_plugin_is_removed():
     assert "clip" not in load("quickstart", ["clip=null"]).plugins
 
 
+def test_a_plugin_written_with_a_question_mark_may_be_removed_whether_it_is_installed_or_not(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: [quickstart]\nplugins: {nowhere?: {}, clip?: {max_norm: 2.0}}\n")
+    assert load(file).plugins["clip"] == {"max_norm": 2.0}
+    for name in ("nowhere", "clip"):
+        assert not {"nowhere", name} & load(file, remove=[name]).plugins.keys()
+        assert not {"nowhere", name} & load(file, [f"{name}=null"]).plugins.keys()
+    assert "no plugin 'nowhere' is installed" in refused(file, ["nowhere.option=1"])
+    assert "Cannot remove 'elsewhere'" in refused(file, remove=["elsewhere"])
+
+
 def test_adding_what_is_not_installed_names_the_nearest():
     assert "Did you mean 'accumulate'?" in refused("quickstart", add=["acumulate"])
 

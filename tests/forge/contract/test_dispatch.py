@@ -1,4 +1,4 @@
-"""Frozen dispatch does what pluggy does: same results, same order, same exceptions."""
+"""Frozen dispatch does what pluggy does: same results of actions, same order, same exceptions."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def shown(error: BaseException) -> str:
     return text
 
 
+def of_an_action(result: Any) -> Any:
+    """What an event returns is nobody's: pluggy lists it, and forge drops it."""
+    return None if isinstance(result, list) else result
+
+
 def plain(label: str, behaviour: str, log: list[Any]) -> Callable[..., Any]:
     def act(*values: Any) -> Any:
         log.append((label, behaviour, values))
@@ -62,7 +67,7 @@ def wrapper(label: str, behaviour: str, log: list[Any]) -> Callable[..., Any]:
         if behaviour == "no_yield":
             return "never"
         try:
-            result = yield
+            result = of_an_action((yield))
             log.append((label, "after", result))
         except GeneratorExit:  # a wrapper yielded twice, so pluggy left the outer ones to the garbage collector
             raise
@@ -118,7 +123,12 @@ def test_frozen_dispatch_equals_pluggy_for_any_set_of_plugins(hook: str, chosen:
     for index, (kind, behaviour, arguments) in enumerate(chosen):
         manager.register(make_plugin(index, kind, behaviour, arguments, hook, log))
     caller = getattr(manager.hook, hook)
-    assert outcome(freeze(caller), log) == outcome(through_pluggy(caller), log)
+    (frozen, calls), (pluggys, its_calls) = outcome(freeze(caller), log), outcome(through_pluggy(caller), log)
+    assert calls == its_calls
+    if hook == "action" or frozen[0] == "raised":
+        assert frozen == pluggys
+    else:
+        assert pluggys[0] == "returned"
 
 
 def test_an_event_nobody_implements_is_none_and_costs_nothing() -> None:
@@ -142,6 +152,7 @@ def test_a_lone_default_is_called_directly() -> None:
 
 def test_an_implementation_can_be_replaced_by_a_timed_one() -> None:
     log: list[Any] = []
+    called: list[str] = []
     manager = pluggy.PluginManager("test")
     manager.add_hookspecs(Specs)
     for index in range(2):
@@ -149,11 +160,12 @@ def test_an_implementation_can_be_replaced_by_a_timed_one() -> None:
 
     def timed(hook: str, impl: pluggy.HookImpl) -> Callable[..., Any]:
         assert hook == "event"
-        return lambda *args: (impl.plugin_name, impl.function(*args))
+        return lambda *args: called.append(impl.plugin_name)
 
     call = freeze(manager.hook.event, timed)
     assert call is not None
-    assert [name for name, _ in call("A", "B")] == ["plugin1", "plugin0"]
+    call("A", "B")
+    assert called == ["plugin1", "plugin0"]
 
 
 def test_the_hooks_object_has_a_place_for_every_hook() -> None:
@@ -172,4 +184,4 @@ def test_a_traceback_through_dispatch_shows_its_source_line() -> None:
     assert call is not None
     with pytest.raises(Boom) as caught:
         call("A", "B")
-    assert "got = body1(a)" in "".join(traceback.format_exception(caught.value))
+    assert "body1(a)" in "".join(traceback.format_exception(caught.value))

@@ -19,9 +19,9 @@ import forge
 from forge.planning.dry_run import run_dry
 from forge.snapshot.copies import without_hooks
 from forge.snapshot.sandbox import kept_buffers
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge.util.frozen import Frozen, every_module, frozen_in
-from forge_plugins import DDP, EMA, FSDP, Checkpoint, Remat, Throughput
+from forge_plugins import DDP, EMA, FSDP, Checkpoint, Remat, Spans
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -105,9 +105,9 @@ def test_the_holder_is_copied_with_its_module(copied: Any) -> None:
     twin = copied(held)
     assert type(twin) is Frozen
     assert twin.module is not held.module
-    assert_same_weights(twin.module.state_dict(), held.module.state_dict())
+    assert_same(twin.module.state_dict(), held.module.state_dict())
     task = copied(Student())
-    assert_same_weights(task.teacher.module.state_dict(), Student().teacher.state_dict())
+    assert_same(task.teacher.module.state_dict(), Student().teacher.state_dict())
 
 
 def test_a_gradient_flows_through_it_to_its_input() -> None:
@@ -144,7 +144,7 @@ def test_it_trains_as_a_teacher_that_a_plain_loop_keeps_in_eval_mode() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_weights(nets(task), nets(by_hand))
+    assert_same(nets(task), nets(by_hand))
 
 
 def test_it_is_in_no_checkpoint_average_count_or_weights_file(tmp_path: Path, caplog: Any) -> None:
@@ -176,7 +176,7 @@ def test_a_cut_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=Student())
     die(tmp_path / "cut", [Checkpoint(every="1 update")], 4, task=Student())
     resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=Student())
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
 
 
 def with_another_teacher(**more: Any) -> Student:
@@ -221,8 +221,8 @@ def test_what_changes_in_it_is_said_and_goes_on_where_it_was(tmp_path: Path, cap
     die(tmp_path / "cut", [Checkpoint(every="1 update")], 7, task=make())
     resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=make())
     assert not torch.equal(straight.teacher.module[1].running_mean, teacher()[1].running_mean)  # pyright: ignore
-    assert_same_weights(resumed.teacher.module.state_dict(), straight.teacher.module.state_dict())
-    assert_same_weights(resumed, straight)
+    assert_same(resumed.teacher.module.state_dict(), straight.teacher.module.state_dict())
+    assert_same(resumed, straight)
 
 
 # -- from a file ------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_its_weights_may_come_from_a_file_whose_hash_is_in_the_card(tmp_path: Pa
     save_file(state, file) if suffix == "safetensors" else torch.save(state, file)
     task: Any = Student(file=str(file))
     fit_tiny(task=task, run_dir=tmp_path / "run")
-    assert_same_weights(task.teacher.module.state_dict(), state)
+    assert_same(task.teacher.module.state_dict(), state)
     noted = json.loads((tmp_path / "run" / "card.json").read_text())["frozen"]["teacher"]
     assert noted["file"] == str(file)
     assert len(noted["file_sha256"]) == 64
@@ -248,7 +248,7 @@ def test_a_task_on_the_meta_device_needs_the_file(tmp_path: Path) -> None:
     with torch.device("meta"):
         held: Any = forge.frozen(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), file=file)
         bare: Any = forge.frozen(nn.Linear(6, 3))
-    assert_same_weights(held.module.state_dict(), teacher(3).state_dict())
+    assert_same(held.module.state_dict(), teacher(3).state_dict())
     task: Any = Student()
     task.teacher = bare
     with pytest.raises(forge.TaskError, match=r"frozen module 'teacher' of Student was made on the meta device"):
@@ -286,12 +286,12 @@ def test_the_dry_run_counts_its_memory() -> None:
     assert run_dry(Wide, batch).gradients == run_dry(TinyTask, batch).gradients
 
 
-@pytest.mark.parametrize("plugins", [[Throughput()], [Remat(modules="net")]], ids=["throughput", "remat"])
+@pytest.mark.parametrize("plugins", [[Spans(rates=True)], [Remat(modules="net")]], ids=["rates", "remat"])
 def test_plugins_that_copy_or_wrap_the_task_leave_it_alone(plugins: list[Any]) -> None:
     expected, _ = fit_tiny(task=Student())
     task: Any = fit_tiny(plugins, task=Student())[0]
-    assert_same_weights(nets(task), nets(expected))
-    assert_same_weights(task.teacher.module.state_dict(), teacher().state_dict())
+    assert_same(nets(task), nets(expected))
+    assert_same(task.teacher.module.state_dict(), teacher().state_dict())
 
 
 def test_a_lightning_module_has_one_too(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_of_a_model_with_adapters_only_what_is_trained_is_saved(tmp_path: Path) 
     assert set(forge.load_weights(Adapted(), tmp_path).loaded) == {"net.down.weight", "net.up.weight"}
     assert list(json.loads((tmp_path / "card.json").read_text())["frozen"]) == ["net"]
     whole, _ = fit_tiny(task=Adapted(saves_all=True), max_epochs=3, seed=3)
-    assert_same_weights(dict(task.named_parameters()), dict(whole.named_parameters()))
+    assert_same(dict(task.named_parameters()), dict(whole.named_parameters()))
     again = copy.deepcopy(task)
     again.load_state_dict(task.state_dict())
     assert list(again.state_dict()) == list(task.state_dict())
@@ -388,8 +388,8 @@ def test_a_run_with_adapters_is_resumed_with_the_statistics_that_changed(tmp_pat
     straight, _ = live(tmp_path / "straight", [Checkpoint(every="1 update")], task=Adapted())
     die(tmp_path / "cut", [Checkpoint(every="1 update")], 4, task=Adapted())
     resumed, _ = live(tmp_path / "cut", [Checkpoint(every="1 update")], task=Adapted())
-    assert_same_weights(dict(resumed.named_parameters()), dict(straight.named_parameters()))
-    assert_same_weights(dict(resumed.named_buffers()), dict(straight.named_buffers()))
+    assert_same(dict(resumed.named_parameters()), dict(straight.named_parameters()))
+    assert_same(dict(resumed.named_buffers()), dict(straight.named_buffers()))
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

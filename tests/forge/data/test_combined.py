@@ -15,7 +15,7 @@ from forge.data import CombinedLoader, Loader, TensorLoader
 from forge.data.sharding import RankLoader
 from forge.env import Env, move
 from forge.errors import DataError
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import Limit
 from tests.forge.snapshot.test_resume import Noisy, resumes
 from tests.support.profiles import some
@@ -96,7 +96,7 @@ def test_the_same_step_as_with_batches_made_by_hand() -> None:
     combined, _ = fit_tiny([], task=Both(), train={"a": a, "b": b}, max_epochs=1)
     pairs = [{"a": a[i], "b": b[i % 2]} for i in range(5)]
     by_hand, _ = fit_tiny([], task=Both(), train=pairs, max_epochs=1)
-    assert_same_weights(combined, by_hand)
+    assert_same(combined, by_hand)
 
 
 @pytest.mark.slow
@@ -243,4 +243,4 @@ def test_a_batch_that_moves_in_place_is_kept() -> None:
     task, _ = fit_tiny(
         [], task=InPlace(), train=[MovesInPlace(*b) for b in tiny_batches()], val=None, validate_every=None
     )
-    assert_same_weights(task, fit_tiny([], validate_every=None)[0])
+    assert_same(task, fit_tiny([], validate_every=None)[0])

@@ -20,7 +20,7 @@ from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
 from forge.errors import DataError
 from forge.runs.folder import RunFolder
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import Checkpoint, Rehearse
 from tests.forge.snapshot.test_resume import die, live
 from tests.support.profiles import some
@@ -97,7 +97,7 @@ def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None
     straight, expected = live(folder / "straight", saves(), train=make(), max_epochs=3)
     die(folder / "cut", saves(), update, train=make(), max_epochs=3)
     resumed, result = live(folder / "cut", saves(), train=make(), max_epochs=3)
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert result.metrics == expected.metrics
 
 

@@ -17,7 +17,7 @@ import forge
 from forge.data import Environments, Replay, Rollouts, epoch_order
 from forge.errors import CheckpointError, DataError, ForgeError, PeerFailed
 from forge.rng import seed_rank
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import AMP, DDP, FSDP, Accumulate, Checkpoint, Limit
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.lasting_ranks import ranks
@@ -152,7 +152,7 @@ def test_rollouts_are_a_loop_by_hand() -> None:
                 optimizer.zero_grad()
                 other.training_step({name: x[at] for name, x in made.items()}).backward()
                 optimizer.step()
-    assert_same_weights(task, other)
+    assert_same(task, other)
 
 
 def test_a_replay_is_a_loop_by_hand() -> None:
@@ -176,7 +176,7 @@ def test_a_replay_is_a_loop_by_hand() -> None:
         optimizer.zero_grad()
         other.training_step({name: torch.stack([ring[i][name] for i in at]) for name in "xy"}).backward()
         optimizer.step()
-    assert_same_weights(task, other)
+    assert_same(task, other)
 
 
 def test_a_collection_is_made_by_the_weights_of_its_time_and_not_ahead() -> None:
@@ -219,7 +219,7 @@ def test_a_run_cut_anywhere_ends_in_the_same_bits(kind: str, update: int, tmp_pa
     straight = life(tmp_path / "straight", LOADERS[kind](), Checkpoint(every="1 update"))
     with pytest.raises(PowerCut):
         life(tmp_path / "cut", LOADERS[kind](), Checkpoint(every="2 updates"), cut_at(update))
-    assert_same_weights(life(tmp_path / "cut", LOADERS[kind](), Checkpoint(every="2 updates")), straight)
+    assert_same(life(tmp_path / "cut", LOADERS[kind](), Checkpoint(every="2 updates")), straight)
 
 
 # -- short epochs -----------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_a_short_epoch_that_is_cut_ends_in_the_same_bits(kind: str, limit: Any, 
     straight = life(tmp_path / "straight", LOADERS[kind](), *plugins())
     with pytest.raises(PowerCut):
         life(tmp_path / "cut", LOADERS[kind](), *plugins(), cut_at(update))
-    assert_same_weights(life(tmp_path / "cut", LOADERS[kind](), *plugins()), straight)
+    assert_same(life(tmp_path / "cut", LOADERS[kind](), *plugins()), straight)
 
 
 # -- environments -----------------------------------------------------------------------------------------------------

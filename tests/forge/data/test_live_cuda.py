@@ -10,7 +10,7 @@ import torch
 
 import forge
 from forge.data import Replay, Rollouts
-from forge.testing import assert_same_weights
+from forge.testing import assert_same
 from forge_plugins import AMP, Checkpoint, CudaGraph, Prefetch
 from tests.forge.data.test_live import Actor
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
@@ -47,7 +47,7 @@ def test_a_run_cut_on_a_gpu_ends_in_the_same_bits(kind: str, precision: str, tmp
     often = Checkpoint(every="2 updates")
     with pytest.raises(PowerCut):
         life(tmp_path, loader_of(kind), *stack, often, cut_at(7))
-    assert_same_weights(life(tmp_path, loader_of(kind), *stack, often), straight)
+    assert_same(life(tmp_path, loader_of(kind), *stack, often), straight)
 
 
 def test_what_was_made_on_the_gpu_stays_there() -> None:

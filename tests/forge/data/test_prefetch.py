@@ -20,7 +20,7 @@ from forge.data.accumulation_windows import length_of
 from forge.data.prefetch import DevicePrefetch, _mapped
 from forge.data.tensor import TensorLoader
 from forge.env import Env
-from forge.testing import assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import assert_same, fit_tiny, tiny_batches
 from forge_plugins.prefetch import Prefetch
 
 
@@ -282,7 +282,7 @@ class TestPlugin:
 
         plain, _ = fit_tiny([], train=train(), max_epochs=2)
         ahead, _ = fit_tiny([Everywhere()], train=train(), max_epochs=2)
-        assert_same_weights(ahead, plain)
+        assert_same(ahead, plain)
 
 
 def build(plugin: Prefetch, loaders: Any, stage: str) -> Any:
@@ -387,7 +387,7 @@ class TestOnTheGPU:
     def test_training_with_the_plugin_gives_the_same_weights(self) -> None:
         plain, first = fit_tiny([], max_epochs=3, device="cuda")
         ahead, second = fit_tiny([Prefetch()], max_epochs=3, device="cuda")
-        assert_same_weights(ahead, plain)
+        assert_same(ahead, plain)
         assert first.metrics == second.metrics
 
     def test_an_epoch_left_halfway_leaves_nothing_behind(self) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 import forge
 from forge.errors import DeterminismError
-from forge.testing import assert_same_weights
-from forge.testing.trace import read_trace
-from forge_doctor.witness import Witness, compare, fingerprint
+from forge.testing import Record, assert_same, first_difference
+from forge.util.digest import digest, sketch
+from forge_doctor.witness import Witness
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +88,7 @@ def line_of(code: Any, text: str) -> str:
 
 @pytest.mark.parametrize("plugins", [[], ["guard", "clip", "amp", "accumulate"]])
 def test_a_convolutional_network_trains_twice_to_the_same_bits(plugins: list[str]) -> None:
-    assert_same_weights(train(made(), plugins=plugins), train(made(), plugins=plugins))
+    assert_same(train(made(), plugins=plugins), train(made(), plugins=plugins))
 
 
 class Enlarges(CNN):
@@ -151,25 +151,25 @@ class Atomic(CNN):
         self.net.append(Sums())
 
 
-def record(folder: Path, name: str, deterministic: bool) -> Any:
-    train(made(Atomic), plugins=[Witness(folder / name, 3)], deterministic=deterministic)
-    return read_trace(folder / name)
+def record(deterministic: bool) -> Record:
+    kept = Record()
+    train(made(Atomic), plugins=[Witness(kept, 3)], deterministic=deterministic)
+    return kept
 
 
-def test_a_sum_in_no_fixed_order_is_found_and_mended(tmp_path: Path) -> None:
-    assert compare(record(tmp_path, "a", True), record(tmp_path, "b", True)) is None
-    first, found = record(tmp_path, "first", False), None
-    for attempt in range(10):
-        found = compare(first, record(tmp_path, str(attempt), False))
-        if found is not None and found.name == "net.9 (Sums)":
+def test_a_sum_in_no_fixed_order_is_found_and_mended() -> None:
+    assert first_difference(record(True), record(True)) is None
+    first, found = record(False), None
+    for _ in range(10):
+        found = first_difference(first, record(False))
+        if found is not None and found.path == "net.9 (Sums)":
             break
     assert found is not None
-    assert found.share < 1e-3
+    assert found.distance.relative < 1e-3
 
 
-def test_a_tensor_has_one_fingerprint_on_every_device() -> None:
+def test_a_tensor_has_one_digest_on_every_device() -> None:
     for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         tensor = (torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 9).to(kind)
-        here, there = fingerprint(tensor), fingerprint(tensor.cuda())
-        assert here[0] == there[0]
-        assert here[1] == pytest.approx(there[1])
+        assert digest(tensor) == digest(tensor.cuda())
+        assert sketch(tensor) == pytest.approx(sketch(tensor.cuda()))

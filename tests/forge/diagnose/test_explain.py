@@ -61,28 +61,3 @@ def test_training_is_named_where_self_has_another_name() -> None:
         assert where_of(lambda task=task: fit(task, breaks_at(2))) == (
             f"forge: raised in {type(task).__name__}.training_step, at update 2, epoch 0, micro-batch 1 of 1."
         )
-
-
-def test_self_log_is_answered_with_what_to_write() -> None:
-    class Logs(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            loss = F.cross_entropy(self(batch[0]), batch[1])
-            self.log("loss", loss)  # pyright: ignore[reportCallIssue]
-            return loss
-
-    task = Logs()
-    assert not hasattr(task, "log")
-    assert getattr(task, "log", None) is None
-    where, instead = notes_of(lambda: fit(task))
-    assert where.startswith("forge: raised in Logs.training_step")
-    assert instead.startswith('forge: A TaskModule has no self.log: return {"loss": loss, "name": value} from the step')
-
-
-def test_save_hyperparameters_is_answered_where_the_task_is_made() -> None:
-    class Saves(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.save_hyperparameters()  # pyright: ignore[reportCallIssue]
-
-    (instead,) = notes_of(Saves)
-    assert "A TaskModule has no self.save_hyperparameters: leave it out: `self.init_args`" in instead

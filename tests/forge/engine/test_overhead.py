@@ -55,9 +55,9 @@ def with_the_default_recipe(updates: int) -> None:
     forge.Trainer(max_updates=updates, run_dir=f"run-{updates}").fit(Plain(), make_batches(1) * 200)
 
 
-def test_at_most_22_calls_of_forge_per_update_48_by_default() -> None:
+def test_at_most_22_calls_of_forge_per_update_34_by_default() -> None:
     assert 10 < calls_per_update(with_forge, OURS) <= 22
-    assert calls_per_update(with_the_default_recipe, OURS) <= 48
+    assert calls_per_update(with_the_default_recipe, OURS) <= 34
 
 
 def test_no_update_after_the_first_makes_more_than_60_calls() -> None:

@@ -16,7 +16,7 @@ import pytest
 import forge
 from forge.checkpoint import Checkpoints
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
 from tests.support import forked
@@ -68,7 +68,7 @@ def test_a_signal_saves_and_the_resumed_run_is_bit_equal(tmp_path: Path, number:
     assert f"{signal.Signals(number).name}: the state after update 4 is saved" in str(caught.value)
     resumed = TinyTask()
     fit(tmp_path / "cut", resumed)
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from forge.report.page import page
 from forge.runs.find import locate
 from forge.runs.folder import RunFolder
 from forge.runs.group import RunGroup
-from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
+from forge_plugins import JSONL, Checkpoint, Clip, Spans, Tensorboard
 from tests.support.profiles import some
 from tests.support.run_folders import write_group, write_run
 from tests.support.tasks import Classifier, fit, make_batches
@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             return {"sample": forge.Text("To be, or <not> to be")}
 
     folder = tmp_path_factory.mktemp("runs") / "group" / "20260101-120000-abcd"
-    plugins = [JSONL(), Checkpoint(), Clip(1.0), Ledger()]
+    plugins = [JSONL(), Checkpoint(), Clip(1.0), Spans(hooks=True)]
     options: dict[str, Any] = {"val": make_batches(1), "max_epochs": 3, "log_every": 2, "seed": 7, "run_dir": folder}
     fit(Writes(), train=make_batches(6), plugins=plugins, **options)
     (folder / "config.yaml").write_text("description: a recipe\ntask: {name: it}\n")
@@ -125,7 +125,7 @@ class TestOneRun:
         assert shown.points("val") == written(trained, "val/loss", "val/accuracy")
         assert shown.points("learning rate") == written(trained, "lr")
         assert shown.points("before") == written(trained, "grad_norm/before")
-        assert shown.points("clip") == written(trained, "ledger/clip")
+        assert shown.points("clip") == written(trained, "costs/clip")
         assert len(shown.points("train")[0]) == 9
 
     def test_it_shows_the_last_and_the_best_of_a_metric(self, trained: Path) -> None:
@@ -134,7 +134,7 @@ class TestOneRun:
         assert f"val/accuracy {end['metrics']['val/accuracy']:.5g}" in text
         assert f"{min(y for _, y in written(trained, 'val/loss')[0]):.5g} 18" in text
 
-    def test_it_has_card_stack_ledger_checkpoints_samples_and_recipe(self, trained: Path) -> None:
+    def test_it_has_card_stack_costs_checkpoints_samples_and_recipe(self, trained: Path) -> None:
         text = Page(page([RunFolder(trained)])).text
         assert "task Writes(" in text
         assert f"forge {forge.__version__}" in text
@@ -192,7 +192,7 @@ class TestRunsAsTheyAre:
         folder = make_run(
             [{"update": 1, "train/loss": 2.0, "odd": [1], "big": 10**400}, {"update": "x"}, {"update": -1}]
         )
-        for name in ("card.json", "end.json", "lives.json", "ledger.json", "config.yaml", "texts.jsonl"):
+        for name in ("card.json", "end.json", "lives.json", "spans.json", "config.yaml", "texts.jsonl"):
             (folder / name).write_text(content)
         assert Page(page([RunFolder(folder)])).points("train") == [[(1, 2.0)]]
 
@@ -307,8 +307,8 @@ LINE = {"update": 1, "train/loss": 1.0}
             ([LINE], {"lives": {"lives": 3}}, ""),
             ([LINE], {"lives": {"lives": [3, {}, {"update": 10**400, "setup": [1]}]}}, ""),
             ([LINE], {"lives": {"lives": [{"started": {}, "command": nested(20), "setup": {"a": {}}}] * 50}}, ""),
-            ([LINE], {"ledger": {"rows": 3}}, ""),
-            ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
+            ([LINE], {"spans": {"hooks": {"rows": 3}}}, ""),
+            ([LINE], {"spans": {"hooks": {"rows": {"a": 1}}}}, ""),
             ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
             ([LINE], {"end": {"status": "finished", "seconds": 1e-320, "samples": 2**53 - 1}}, ""),
             ([LINE], {"end": {"status": "finished", "seconds": 1e308}}, ""),
@@ -343,11 +343,11 @@ def test_whatever_a_run_says_is_text(make_run: Any, tmp_path: Path) -> None:
         "git": {"commit": HOSTILE},
         "stack": [{"name": HOSTILE, "options": {HOSTILE: HOSTILE}}],
     }
-    ledger = {"rows": [{"plugin": HOSTILE, "hook": HOSTILE, "us_per_update": 1.0, "share": 0.1}]}
+    spans = {"hooks": {"rows": [{"plugin": HOSTILE, "hook": HOSTILE, "us_per_update": 1.0, "share": 0.1}]}}
     end = {"status": "failed", "reason": HOSTILE}
     lives = [{"started": HOSTILE, "command": HOSTILE, "setup": {HOSTILE: f"{HOSTILE}{i}"}} for i in range(20)]
     lines = [{"update": i, f"train/{HOSTILE}": 1.0 * i, HOSTILE: 2.0, "val/loss": math.pi} for i in (1, 2)]
-    folder = make_run(lines, name=HOSTILE.replace("/", "∕"), card=card, ledger=ledger, end=end, lives={"lives": lives})
+    folder = make_run(lines, name=HOSTILE.replace("/", "∕"), card=card, spans=spans, end=end, lives={"lives": lives})
     (folder / "config.yaml").write_text(f"data: {{name: {json.dumps(HOSTILE)}}}\n")
     (folder / "texts.jsonl").write_text(json.dumps({"update": HOSTILE, "name": HOSTILE, "text": HOSTILE}) + "\n")
     (folder / "checkpoints" / "update-00000001").mkdir(parents=True)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import forge
 from forge.runs.trained_task import find
-from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import EMA, Checkpoint
 from forge_recipes.digits import DigitsMLP, digits
 from tests.forge.contract.test_frozen import Adapted, Student, teacher
@@ -156,7 +156,7 @@ def test_a_teacher_whose_file_has_changed_is_refused_by_name(tmp_path: Path) -> 
     file, run = tmp_path / "teacher.safetensors", tmp_path / "run"
     save_file(teacher(3).state_dict(), file)
     task, _ = fit_tiny([Checkpoint(every="2 updates")], task=Taught(file=str(file)), run_dir=run)
-    assert_same_weights(forge.load(run), task)
+    assert_same(forge.load(run), task)
     save_file(teacher(4).state_dict(), file)
     for path in (run, run / "weights.safetensors", run / "checkpoints" / "latest"):
         with pytest.raises(forge.CheckpointError) as caught:
@@ -164,13 +164,13 @@ def test_a_teacher_whose_file_has_changed_is_refused_by_name(tmp_path: Path) -> 
         said = str(caught.value)
         assert "the frozen module 'teacher' has other weights than when the run began (its file: " in said
         assert "Taught.from_checkpoint(...)" in said
-    assert_same_weights(Taught.from_checkpoint(run), task)
+    assert_same(Taught.from_checkpoint(run), task)
 
 
 def test_an_adapter_on_another_base_is_refused_and_statistics_that_changed_come_back(tmp_path: Path) -> None:
     task, _ = fit_tiny([Checkpoint(every="2 updates")], task=Adapted(), run_dir=tmp_path)
     loaded = forge.load(tmp_path, Adapted)
-    assert_same_weights(dict(loaded.named_buffers()), dict(task.named_buffers()))
+    assert_same(dict(loaded.named_buffers()), dict(task.named_buffers()))
     x = tiny_batches()[0][0]
     assert torch.equal(loaded(x), task.eval()(x))
 

@@ -20,7 +20,7 @@ from tests.support.patience import PATIENCE
 from tests.support.profiles import some
 from tests.support.tasks import fit
 
-READ = ["card.json", "end.json", "lives.json", "ledger.json", "metrics.jsonl", "texts.jsonl", "config.yaml", ".lock"]
+READ = ["card.json", "end.json", "lives.json", "spans.json", "metrics.jsonl", "texts.jsonl", "config.yaml", ".lock"]
 SECRET = "s3cret-of-the-reader"
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader, TensorLoader
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same, tiny_batches
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
 from tests.support.profiles import few
 
@@ -96,7 +96,7 @@ def ends_as_if_it_had_not_been_cut(live: Callable[..., Any], folder: Path, updat
     straight = live(folder / "straight")
     with pytest.raises(PowerCut):
         live(folder / "cut", cut_at(update))
-    assert_same_weights(live(folder / "cut"), straight)
+    assert_same(live(folder / "cut"), straight)
     assert log_of(folder / "cut") == log_of(folder / "straight")
 
 
@@ -116,7 +116,7 @@ def resumes(
     for update in cuts(expected.updates):
         die(folder / "cut", stack(), update, **make())
     resumed, result = live(folder / "cut", stack(), **make())
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert (result.metrics, result.updates) == (expected.metrics, expected.updates)
     return result
 
@@ -145,7 +145,7 @@ def test_any_number_of_deaths_ends_in_the_same_run(
     for update in sorted(deaths):
         die(folder / "cut", everything(), update, task=new_task(), train=make())
     resumed, result = live(folder / "cut", everything(), task=new_task(), train=make())
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert result.metrics == expected.metrics
     assert (result.updates, result.epochs, result.stop_reason) == (
         expected.updates,
@@ -164,7 +164,7 @@ def test_workers_and_prefetch_may_change_between_lives(tmp_path: Path) -> None:
     die(tmp_path / "cut", everything(), 4, train=Loader(Noisy(), 8, shuffle=True, num_workers=2))
     other = Loader(Noisy(), 8, shuffle=True, num_workers=1, prefetch_factor=3)
     resumed, _ = live(tmp_path / "cut", everything(), train=other, validate_every="2 updates", log_every=5)
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "one_cycle"])
@@ -185,7 +185,7 @@ def test_the_order_of_the_stack_and_its_observers_are_free(tmp_path: Path) -> No
     straight, _ = live(tmp_path / "straight", everything())
     die(tmp_path / "cut", everything(), 4)
     resumed, _ = live(tmp_path / "cut", [p for p in reversed(everything()) if p.name != "jsonl"])
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     data[-1] ^= 1
     (newest / "state.safetensors").write_bytes(bytes(data))
     resumed, _ = live(tmp_path / "cut", everything())
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert f"Skipping the checkpoint {newest.name}" in caplog.text
 
 
@@ -362,7 +362,7 @@ def test_one_checkpoint_is_where_a_new_run_begins(tmp_path: Path) -> None:
     straight, _ = live(tmp_path / "first", [Checkpoint(every="2 updates", keep=99)])
     chosen = tmp_path / "first" / "checkpoints" / "update-00000004"
     branch, result = live(tmp_path / "second", [Checkpoint()], resume=chosen)
-    assert_same_weights(branch, straight)
+    assert_same(branch, straight)
     assert result.run_dir == tmp_path / "second"
     assert len(list((tmp_path / "first" / "checkpoints").glob("update-*"))) == 8
 
@@ -459,7 +459,7 @@ def test_resuming_a_finished_run_gives_its_result_and_logs_nothing_twice(tmp_pat
     first, expected = again()
     before = log_of(tmp_path)
     task, result = again()
-    assert_same_weights(task, first)
+    assert_same(task, first)
     assert result == expected
     assert log_of(tmp_path) == before
 

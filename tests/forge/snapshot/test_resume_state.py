@@ -15,7 +15,7 @@ from torch import nn
 import forge
 from forge.report.page import page
 from forge.runs.folder import RunFolder
-from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.forge.snapshot.test_resume import die, live, log_of, resumes
 from tests.support.tasks import fit, make_batches
@@ -38,7 +38,7 @@ def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options
     straight, expected = live(folder / "straight", [saver, JSONL()], task=make(), **options)
     die(folder / "cut", [Checkpoint(every="1 update"), JSONL()], cut, task=make(), **options)
     resumed, result = live(folder / "cut", [Checkpoint(every="1 update"), JSONL()], task=make(), **options)
-    assert_same_weights(resumed, straight)
+    assert_same(resumed, straight)
     assert result.metrics == expected.metrics
     assert log_of(folder / "cut") == log_of(folder / "straight")
     return resumed
@@ -190,7 +190,7 @@ def test_another_optimizer_is_refused_and_nothing_changed(tmp_path: Path, then: 
     task = Built(lambda p: now(p, lr=0.1))
     with pytest.raises(forge.CheckpointError, match=said):
         live(tmp_path, [Checkpoint()], task=task)
-    assert_same_weights(task, TinyTask())
+    assert_same(task, TinyTask())
 
 
 def test_an_lr_that_is_not_used_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -244,7 +244,7 @@ class OddState(forge.Plugin):
 PLANTED: dict[type[forge.Plugin], list[str]] = {
     LeaksHook: ["'leaks_hook' leaves a hook on the task after a fit", "LeaksHook.look", "of net", "handle.remove()"],
     LeaksParameterHook: ["'leaks_parameter_hook' leaves a hook on the parameter net.0.weight", "handle.remove()"],
-    MutatesWeights: ["'mutates_weights' declares observer = True", "net.0.weight differs"],
+    MutatesWeights: ["'mutates_weights' declares observer = True", "in the weights (net.0.weight)"],
     LosesState: ["'loses_state' that is resumed at update 4 ends differently", "forge_state_dict"],
     DependsOnOrder: ["'depends_on_order' depends on its place", "'clip'", "forge_edit_grads", "before = ('clip',)"],
     Swallows: ["'swallows' swallows an error in the task's training_step", "finally"],
@@ -266,7 +266,8 @@ PLANTED: dict[type[forge.Plugin], list[str]] = {
     CarriesState: ["'carries_state' carries state from one run into the next", "forge_start, not in __init__"],
     LeavesEvalMode: [
         "'leaves_eval_mode' declares observer = True",
-        "It leaves the task in eval mode. Save `training` of",
+        "in the modes of modules (the task, ",
+        "'eval' instead of 'train'. Save `training` of",
     ],
     KeepsGraph: ["'keeps_graph' keeps", "alive with their autograd graph", "memory grows", "detach()"],
     GoesByTheClock: ["'goes_by_the_clock' makes a fit end differently each time", "the time", "trainer.seed"],
@@ -275,7 +276,7 @@ PLANTED: dict[type[forge.Plugin], list[str]] = {
     WritesEverywhere: ["'writes_everywhere' writes run/own.log on rank 1", "trainer.env.is_main"],
     CountsAnew: [
         "'counts_anew' that is resumed at update 4 logs other metrics",
-        "'counts_anew/seen at update 5'",
+        "at update 5, in the metrics (counts_anew/seen): ",
         "forge_state_dict",
     ],
     OddState: ["forge_state_dict of 'odd_state'['queue']['lock'] is a lock", "numbers, strings, tensors"],

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge.testing import EventTrace, assert_same_weights, fit_tiny
-from forge_plugins import Checkpoint, Clip, Ledger
+from forge.testing import EventTrace, assert_same, fit_tiny
+from forge_plugins import Checkpoint, Clip, Spans
 
 pytest_plugins = ["pytester"]
 
@@ -37,7 +37,7 @@ def test_every_run_has_a_folder_of_its_own_and_can_go_on_in_it(forge_run) -> Non
     assert first.run_dir != second.run_dir
     again = forge_run([Checkpoint()], max_updates=6, run_dir=first.run_dir, resume="auto")
     assert sorted(again.metrics) == [4, 5, 6]
-    assert_same_weights(again.task, forge_run(max_updates=6).task)
+    assert_same(again.task, forge_run(max_updates=6).task)
 
 
 # -- tiny_task --------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_trace_has_every_call_in_order_by_plugin(event_trace) -> None:
 
 
 def test_a_trace_changes_nothing(event_trace) -> None:
-    assert_same_weights(fit_tiny([Clip(0.1), event_trace])[0], fit_tiny([Clip(0.1)])[0])
+    assert_same(fit_tiny([Clip(0.1), event_trace])[0], fit_tiny([Clip(0.1)])[0])
 
 
 def test_a_trace_sees_hooks_that_are_called_plugin_by_plugin(event_trace) -> None:
@@ -96,9 +96,9 @@ def test_a_trace_says_what_was_called_instead(event_trace) -> None:
 
 def test_a_trace_stands_beside_who_times_hooks_too() -> None:
     trace = EventTrace()
-    task, _ = fit_tiny([Ledger(), trace], max_updates=3)
-    assert trace.count("forge_boundary", plugin="ledger") == 3
-    assert_same_weights(task, fit_tiny(max_updates=3)[0])
+    task, _ = fit_tiny([Spans(), trace], max_updates=3)
+    assert trace.count("forge_boundary", plugin="spans") == 3
+    assert_same(task, fit_tiny(max_updates=3)[0])
 
 
 # -- the plugin in pytest ---------------------------------------------------------------------------------------------
