@@ -31,10 +31,11 @@ from forge.data.splits import live_loaders
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError
 from forge.snapshot.left_out import is_left_out
-from forge_doctor import in_fit
 from forge_doctor.deadline import Deadline
 from forge_doctor.experiments import motion
+from forge_doctor.facts import facts_of
 from forge_doctor.findings import LEVELS, Finding
+from forge_doctor.memory import Growth, KeptGraphs
 from forge_doctor.patient import (
     NotApplicable,
     OutOfTime,
@@ -67,6 +68,8 @@ STEPS = 1500
 """Steps of an examination, about: where they would take longer than there is time, they are made on fewer samples."""
 OVERTIME = 0.25
 """The share of their time by which probes may be late that need no step."""
+LOOKS = (3, 6, 9)
+"""Updates after which what the task holds is looked through, and the graph of the next one is marked."""
 SETTLED = 3
 """Updates after which new attributes are watched too."""
 NOT_REPEATED = {"unseeded"}
@@ -175,7 +178,7 @@ class Examination(Plugin):
         self.plugins: list[Plugin] = []
         self._weights: dict[str, Tensor] = {}
         self._hidden: dict[str, str] = {}
-        self._holdings = in_fit.Holdings()
+        self._growth, self._kept = Growth(), KeptGraphs()
         self._within = self.deadline
 
     @hookimpl
@@ -254,8 +257,8 @@ class Examination(Plugin):
         patient.updates = step.index + 1
         if patient.updates == SETTLED:  # what is made at its first use counts from then on
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
-        if patient.updates in in_fit.LOOKS:
-            self._holdings.look(patient.task)
+        if patient.updates in LOOKS:
+            self._growth.look(step.trainer)
         if patient.updates >= self.updates or self._within.is_over:
             step.trainer.max_updates = patient.updates
 
@@ -284,6 +287,8 @@ class Examination(Plugin):
             found = loss_of(output)
             if isinstance(found, Tensor) and found.numel() == 1:
                 self.patient.losses.append(float(found.detach()))
+                if self.patient.updates in LOOKS:
+                    self._kept.put(found)
         return output
 
     @hookimpl
@@ -292,8 +297,11 @@ class Examination(Plugin):
         if patient is None or not patient.updates:
             return
         with no_trace(trainer.env.device):
+            with suppress(Exception):  # a step that cannot run again is named elsewhere
+                self.report.facts = facts_of(trainer, patient)
             self.probe(self.last_probes, self.deadline.part(AFTER_SHARE))
-        self.report.findings.extend(self._holdings.found(patient.task))
+        for what in (self._kept.found, self._growth.found):
+            self.report.findings.extend(what())
         now = fingerprint_hidden(trainer)
         paths = {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
         changed = [path for path in sorted(paths) if path.startswith("task") and not is_a_librarys(trainer, path)]

@@ -27,7 +27,7 @@ from forge.torch_internals import profiler_enabled, pytree
 from forge_doctor import in_fit
 from forge_doctor.experiments import motion, values
 from forge_doctor.findings import Finding
-from forge_doctor.kept_graphs import KeptGraphs
+from forge_doctor.memory import Growth, KeptGraphs
 from forge_doctor.patient import Patient, copied, loss_of, rows, tensors
 from forge_doctor.probes import aliases, class_labels, data, graph, losses, measures, serving, start
 from forge_doctor.watch import ActivationWatch, StepWatch, first_input, gradient_sizes
@@ -111,9 +111,10 @@ class FirstLook(Plugin):
 
     What the fit's own steps compute is looked at: the calls of torch's functions, the graph of the loss, the batch, the
     gradients and the weights. No step runs for it, nothing of yours is called or copied, and no process, thread or file
-    is made. After the first updates and the first validation it is called at logs alone, on a CPU: a mark in the graph
-    of one step of each interval tells whether graphs are kept. Where the loss of a run has not fallen at its end, one
-    line says so. `forge doctor` makes experiments as well, and names more::
+    is made. After the first updates and the first validation it is called at logs alone, to find memory that grows: a
+    mark in the graph of one step of each interval tells whether graphs are kept, and the sizes of what the task, its
+    optimizers and its data hold are compared. Where the loss of a run has not fallen at its end, one line says so.
+    `forge doctor` makes experiments as well, and names more::
 
         forge fit quickstart -p first_look
     """
@@ -138,8 +139,7 @@ class FirstLook(Plugin):
         self._graphs: graph.Graphs | None = None
         self._looks = self._evaluates = False
         self._finite: in_fit.FiniteWatch | None = None
-        self._holdings, self._updates = in_fit.Holdings(), 0
-        self._kept, self._marked_at = KeptGraphs(), 0
+        self._kept, self._growth, self._marked_at = KeptGraphs(), Growth(), 0
         self._began: float | None = None
         "The mean loss of the first steps."
 
@@ -210,7 +210,7 @@ class FirstLook(Plugin):
         """Mark the graph of the first step after a log, and look at no other."""
         if self._looks or not step.recording:
             return
-        if self._patient is not None and has_loss(output):
+        if self._patient is not None and has_loss(output) and not is_captured(step.trainer):
             attempt(lambda: self._kept.put(loss_of(output)))
             self._marked_at = step.index
         step.trainer.switch_hooks(self, "forge_forward", on=False)
@@ -218,12 +218,13 @@ class FirstLook(Plugin):
     @hookimpl
     def forge_log(self, trainer: Run) -> None:
         """See whether graphs of past intervals live, and have the next step marked."""
-        if self._patient is None or self._looks or not is_on_host(trainer):
+        if self._patient is None or self._looks:
             return
         if trainer.progress.update - self._marked_at < trainer.log_every:  # of a validation, or of the user's
             return
+        attempt(lambda: self._growth.look(trainer))
         with saying(trainer.said):
-            self._tell(trainer, [self._kept.found])
+            self._tell(trainer, [self._kept.found, self._growth.found])
         if trainer.progress.update < (trainer.planned_updates or math.inf):
             trainer.switch_hooks(self, "forge_forward", on=True)
 
@@ -252,18 +253,7 @@ class FirstLook(Plugin):
         if self._looks and not self.waiting and self.done >= set(step.trainer.optimizers):
             self._looks = False
             step.trainer.switch_hooks(self, "forge_forward", "forge_optimizer_step", on=False)
-        self._count(step)
-
-    def _count(self, step: Step) -> None:
-        """Look at what the task holds after some updates, and then no more."""
-        task = step.trainer.task
-        self._updates += 1
-        if self._updates in in_fit.LOOKS and task.check_first_batch and step.trainer.env.is_main:
-            attempt(lambda: self._holdings.look(task))
-            if self._updates == in_fit.LOOKS[-1]:
-                with saying(step.trainer.said):
-                    self._tell(step.trainer, [lambda: self._holdings.found(task)])
-        if self._updates >= in_fit.LOOKS[-1] and not self._looks:
+        if not self._looks:
             step.trainer.switch_hooks(self, "forge_step_end", on=False)
 
     @hookimpl(wrapper=True)
@@ -423,7 +413,7 @@ def why_not(step: Step) -> str:
         return "check_first_batch is False"
     if is_compiled(trainer.model):
         return "the model is compiled"
-    if trainer.env.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(trainer):
         return "the step is captured as a CUDA graph"
     if any(isinstance(p, UninitializedParameter) for p in trainer.task.parameters()):
         return LAZY
@@ -432,6 +422,10 @@ def why_not(step: Step) -> str:
     if trainer.resumed_from:
         return "the run goes on from a checkpoint"
     return "" if trainer.env.is_main else "another rank looks"
+
+
+def is_captured(trainer: Run) -> bool:
+    return trainer.env.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_small(trainer: Run, batch: Any) -> bool:

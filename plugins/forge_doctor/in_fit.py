@@ -1,26 +1,20 @@
-"""What a plain fit sees at no cost: class labels in a regression, values that are not finite, tensors that pile up."""
+"""What a plain fit sees at no cost: class labels in a regression, and values that are not finite."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
-from forge.util.walk import walk
 from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient, tensors
 from forge_doctor.watch import REGRESSION, origin
 
 BOUNDED = ("Sigmoid", "Softmax")
 """What makes probabilities: their squared error is the Brier score, and meant."""
-LEAK = 2**16
-"""Bytes that an update may leave in any case: states of metrics, what waits to be logged."""
-LOOKS = (2, 5, 8, 11)
-"""Updates after which what the task holds is counted."""
 
 
 def class_targets(patient: Patient) -> Iterator[Finding]:
@@ -96,43 +90,3 @@ class FiniteWatch:
                 "values, and so do the results of the step."
             )
             yield Finding("bad_values", text, stage, {"batches": count})
-
-
-class Holdings:
-    """Counts the tensors that a task holds in lists and dicts of its own, by attribute, after some updates.
-
-    What is kept for the end of an epoch is small, and has no graph; anything else should not grow.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: list[dict[str, tuple[int, int, bool]]] = []
-
-    def look(self, task: nn.Module) -> None:
-        """Note how many tensors each attribute holds, how many bytes they have, and whether one has a graph."""
-        found: dict[str, tuple[int, int, bool]] = {}
-        for path, module in task.named_modules():
-            own = {k: v for k, v in vars(module).items() if isinstance(v, (list, dict)) and not k.startswith("_")}
-            for name, value in own.items():
-                inside = [
-                    x for _, x in walk({name: value}) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-                ]
-                if inside:
-                    size = sum(x.numel() * x.element_size() for x in inside)
-                    has_graph = any(x.grad_fn is not None for x in inside)
-                    found[f"{path}.{name}".lstrip(".")] = (len(inside), size, has_graph)
-        self.sizes.append(found)
-
-    def found(self, task: nn.Module) -> Iterator[Finding]:
-        """Attributes that hold more tensors at every look, with their graphs or in bytes that count."""
-        for where in self.sizes[-1] if len(self.sizes) == len(LOOKS) else ():
-            counts, sizes, graphs = zip(*(look.get(where, (0, 0, False)) for look in self.sizes), strict=True)
-            each = (sizes[-1] - sizes[0]) / (LOOKS[-1] - LOOKS[0])
-            grows = all(before < after for before, after in itertools.pairwise(counts))
-            if grows and (graphs[-1] or each > LEAK):
-                with_graph = ", with the graphs of their updates" if graphs[-1] else ""
-                text = (
-                    f"{type(task).__name__}.{where} holds {counts[-1]} tensors after {LOOKS[-1]} updates and "
-                    f"{counts[0]} after {LOOKS[0]}{with_graph}: every update leaves {each:.3g} bytes more, or their "
-                    "graph."
-                )
-                yield Finding("memory_grows", text, where, {"tensors": list(counts), "bytes": list(sizes)})

@@ -62,13 +62,14 @@ def checks(target: Sequence[str], tell: Callable[[str], object]) -> Iterator[Che
 
 
 def examined(words: list[str]) -> Iterator[Check]:
-    """Yield what a quick examination finds."""
+    """Yield what the run consists of, and what a quick examination finds."""
     what, ended = "mistakes that raise no error", forge([*words, "--json"])
     try:
         said = json.loads(ended.out)
     except ValueError:
         yield Check(what, "error", ended.last, command(words))
         return
+    yield from (Check(about, "good", fact) for about, fact in said["facts"].items())
     loud = [finding for finding in said["findings"] if finding["level"] != "note"]
     for finding in loud:
         yield Check(what, finding["level"], f"{finding['name']}: {finding['message']}", command(words))

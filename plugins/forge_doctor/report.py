@@ -23,6 +23,8 @@ class DoctorReport:
     partial: str = ""
     "Why the examination ended before it was whole: the time was over, or a signal came; empty if it is whole."
     seconds: float = 0.0
+    facts: dict[str, str] = field(default_factory=dict)
+    "What the run consists of, by what it is about."
 
     @property
     def errors(self) -> list[Finding]:

@@ -1,11 +1,10 @@
-"""What a plain fit sees: labels of classes in a regression, values that are not finite in val, tensors that pile up."""
+"""What a plain fit sees: labels of classes in a regression, values that are not finite in val."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -68,25 +67,3 @@ def test_values_of_val_that_are_not_finite_where_the_results_are_not(task: type[
     x, y = numbers(48, seed=5)
     x[40, 3] = float("nan")  # in the last batch
     assert said(task(), splits()[0], loader(x, y, shuffle=False), max_epochs=2) == names
-
-
-class Keeps(Healthy):
-    """Keeps something of every update in a list."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self.what = what
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        scores = self(x)
-        loss = F.cross_entropy(scores, y)
-        kept = {"graph": scores.sum(), "bytes": torch.zeros(2**15), "numbers": loss.detach()}
-        self.kept.append(kept[self.what])
-        return loss
-
-
-@pytest.mark.parametrize(("what", "names"), [("graph", ["memory_grows"]), ("bytes", ["memory_grows"]), ("numbers", [])])
-def test_tensors_that_pile_up_are_named_by_what_holds_them(what: str, names: list[str]) -> None:
-    assert said(Keeps(what), max_epochs=2) == names

@@ -19,7 +19,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def answers(words: list[str]) -> Ended:
         run.append(words)
-        clean = {"findings": [], "seconds": 3.0}
+        clean = {"findings": [], "seconds": 3.0, "facts": {"the data": "train: 8 samples"}}
         return Ended(0, json.dumps(clean) if words[0] == "doctor" else "smoke  it runs\n", "")
 
     monkeypatch.setattr(ready, "forge", answers)
@@ -34,6 +34,7 @@ def test_every_verb_that_answers_is_asked_of_the_same_target(commands: list[list
     found = table("quickstart", "task.hidden=4")
     assert [words[0] for words in commands] == ["plan", "fit", "doctor", "verify-resume", "determinism"]
     assert all(words[1:3] == ["quickstart", "task.hidden=4"] for words in commands)
+    assert found["the data"].evidence == "train: 8 samples"
     assert found["mistakes that raise no error"].evidence == "none found in 3 s"
     assert ready.may_start(list(found.values()))
 

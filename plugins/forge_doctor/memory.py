@@ -1,0 +1,234 @@
+"""Memory that grows with every update: graphs that outlive theirs, and objects that hold more and more.
+
+A mark in the graph of one step of each log interval tells whether graphs live on, whatever keeps them. What the task,
+the optimizers and the data hold is looked through at logs, and its sizes are compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge.torch_internals import pytree
+from forge.util.walk import walk
+from forge_doctor.findings import Finding
+from forge_doctor.probes.graph import nodes
+
+if TYPE_CHECKING:
+    from forge.contract.run import Run
+
+KEY = "forge_doctor.mark"
+CONTAINERS = (dict, list, tuple, set, deque)
+DEPTH = 3
+"""Containers inside each other that are looked through for the name of what holds a graph."""
+LOOKS, SHARE = 16, 0.01
+"""Looks at what is held that are made in any case, and the share of the time since then that others may take."""
+MUCH, LITTLE = 2**18, 512
+"""Bytes of an update that tell within an epoch, whose end may let go of them, and after one."""
+LONG = 16
+"""Entries of a container from which they are not looked into."""
+
+
+class GraphMark:
+    """Lives as long as the graph that it was put into."""
+
+    __slots__ = ("__weakref__",)
+
+
+class KeptGraphs:
+    """The marks of a run. The graph of a step is gone at the next log, unless something keeps it."""
+
+    def __init__(self) -> None:
+        self._marks: list[weakref.ref[GraphMark]] = []
+        self._is_told = False
+
+    def put(self, loss: Tensor) -> None:
+        """Mark the nodes at which a graph begins: whatever is kept of a step, of its loss or before it, has some."""
+        mark = GraphMark()
+        for node in nodes(loss):
+            if not any(hasattr(child, "next_functions") and child.next_functions for child, _ in node.next_functions):
+                node.metadata[KEY] = mark
+        self._marks = [*self._marks[-1:], weakref.ref(mark)]
+
+    def found(self) -> Iterator[Finding]:
+        """What is kept where the graphs of the last two intervals are alive; told once."""
+        if self._is_told or len(self._marks) < 2 or not self._live():
+            return
+        gc.collect()  # what only a cycle keeps is let go of sooner or later
+        if not self._live():
+            self._marks.clear()
+            return
+        self._is_told = True
+        where = holder(self._marks[-1]())
+        by = f" {where} holds one." if where else ""
+        text = f"Graphs of steps live on through two log intervals: memory grows with every update.{by}"
+        yield Finding("memory_grows", text, where)
+
+    def _live(self) -> bool:
+        return all(mark() is not None for mark in self._marks)
+
+
+def holder(mark: GraphMark | None) -> str:
+    """Name what holds a tensor with a marked graph; "" if that has no name."""
+    for x in gc.get_objects():
+        if issubclass(type(x), Tensor) and x.grad_fn is not None and any(_has(node, mark) for node in nodes(x)):
+            name = _name_of(x)
+            if name:
+                return name
+    return ""
+
+
+def _has(node: Any, mark: GraphMark | None) -> bool:
+    return KEY in node.metadata and node.metadata[KEY] is mark
+
+
+def _name_of(value: Any, depth: int = DEPTH) -> str:
+    """Name a value by the attribute, the global or the closure that leads to it."""
+    for owner in gc.get_referrers(value):
+        kind = type(owner)
+        inside = owner if kind is dict else getattr(owner, "__dict__", None)
+        key = _key(inside, value) if isinstance(inside, dict) else ""
+        if kind is CellType:
+            return "a closure"
+        if key and kind is dict and "__name__" in owner:
+            return f"{owner['__name__']}.{key}"
+        if key and kind is dict:
+            owner = _object_of(owner)
+        if key and type(owner) is not dict:
+            return f"{type(owner).__name__}.{key}"
+        if depth and kind in CONTAINERS and (name := _name_of(owner, depth - 1)):
+            return name
+    return ""
+
+
+def _object_of(inside: dict[str, Any]) -> Any:
+    """The object whose attributes these are; a plain dict itself."""
+    return next((each for each in gc.get_referrers(inside) if getattr(each, "__dict__", None) is inside), inside)
+
+
+def _key(inside: dict[str, Any], value: Any) -> str:
+    return next((str(key) for key, each in inside.items() if each is value), "")
+
+
+@dataclass(slots=True)
+class Held:
+    """What one container, or one tensor, holds: entries of so many bytes, or functions and modules, or bytes alone."""
+
+    count: int
+    each: int = 1
+    runs: bool = False
+    "Whether the entries are run or trained: then each update takes longer as well."
+    bounds: frozenset[tuple[str, int]] = frozenset()
+    "Numbers above the length of a list that its owner has: one that stays may be its capacity."
+
+
+@dataclass(slots=True)
+class Look:
+    """The sizes of everything that was held at an update."""
+
+    update: int
+    epoch: int
+    held: dict[str, Held]
+
+
+class Growth:
+    """What a run's objects hold at its logs. Of something that grows, the rate between two looks counts."""
+
+    def __init__(self) -> None:
+        self._looks: deque[Look] = deque(maxlen=3)
+        self._told: set[str] = set()
+        self._count, self._spent, self._began = 0, 0.0, 0.0
+
+    def look(self, trainer: Run) -> None:
+        """Note the sizes of what the run holds, if that is not too dear."""
+        began = time.perf_counter()
+        if self._count == LOOKS:
+            self._began = began
+        if self._count > LOOKS and self._spent > SHARE * (began - self._began):
+            return
+        self._looks.append(Look(trainer.progress.update, trainer.progress.epoch, held_by(trainer)))
+        self._count += 1
+        self._spent = (self._spent if self._count > LOOKS else 0.0) + time.perf_counter() - began
+
+    def found(self) -> Iterator[Finding]:
+        """What has grown at each of the last looks; each told once."""
+        if len(self._looks) < 3:
+            return
+        first, middle, last = self._looks
+        for path, now in last.held.items():
+            before, start = middle.held.get(path), first.held.get(path, Held(0))
+            if before is None or path in self._told or not start.count < before.count < now.count:
+                continue
+            if before.bounds & now.bounds:
+                continue
+            added = (now.count - before.count) / (last.update - middle.update)
+            size = added * now.each
+            if size > (LITTLE if middle.epoch > first.epoch else MUCH) or (now.runs and added >= 0.5):
+                self._told.add(path)
+                if any(path.startswith(other) for other in self._told - {path}):
+                    continue
+                what = f"{added:.3g} more entries" if now.each > 1 or now.runs else f"{size:,.0f} bytes more"
+                text = (
+                    f"{path} holds {what} after every update: {start.count:,} at update {first.update}, "
+                    f"{now.count:,} at update {last.update}."
+                )
+                evidence = {"counts": [start.count, before.count, now.count], "bytes per update": size}
+                cure = "Remove it where its update ends." if now.runs else ""
+                yield Finding("memory_grows", text, path, evidence, cure)
+
+
+def held_by(trainer: Run) -> dict[str, Held]:
+    """Return what the task, its optimizers and the data hold, by path, and what a CUDA device has given out."""
+    found: dict[str, Held] = {}
+    task, seen = trainer.task, dict[str, Any]()
+    optimizers = {name or "": entry.optimizer for name, entry in trainer.optimizers.entries.items()}
+    for path, value in walk({"task": task, **trainer.given_loaders}, _is_short):
+        seen[path] = value
+        size = _size(value)
+        if size is not None:
+            size.bounds = _bounds(value, seen.get(path.rpartition(".")[0]))
+            found[path] = size
+    for name, module in task.named_modules():
+        hooks = [hook for key, held in vars(module).items() if key.endswith("_hooks") and held for hook in held]
+        found[f"task.{name} (hooks)"] = Held(len(hooks), runs=True)
+        found[f"task.{name} (modules)"] = Held(len(module._modules), runs=True)
+    for name, optimizer in optimizers.items():
+        found[f"optimizer {name}".strip()] = Held(len(optimizer.param_groups), runs=True)
+    if trainer.env.device.type == "cuda":
+        found["the memory of the device"] = Held(torch.cuda.memory_allocated(trainer.env.device))
+    return found
+
+
+def _is_short(path: str, value: Any) -> bool:
+    return not isinstance(value, CONTAINERS) or len(value) <= LONG
+
+
+def _size(value: Any) -> Held | None:
+    """The size of a container by its newest entry, or of a tensor or an array; None of anything else."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return None if isinstance(value, nn.Parameter) else Held(value.nbytes)
+    if isinstance(value, (dict, list, deque)) and value and getattr(value, "maxlen", None) is None:
+        newest = next(reversed(value.values())) if isinstance(value, dict) else value[-1]
+        return Held(len(value), _bytes_of(newest), callable(newest))
+    return None
+
+
+def _bytes_of(entry: Any) -> int:
+    leaves = pytree.tree_leaves(entry)
+    known = [x.nbytes if isinstance(x, (Tensor, np.ndarray)) else len(x) for x in leaves if hasattr(x, "__len__")]
+    return sum(known) or 1
+
+
+def _bounds(value: Any, owner: Any) -> frozenset[tuple[str, int]]:
+    own = getattr(owner, "__dict__", {}) if isinstance(value, list) else {}
+    return frozenset((name, x) for name, x in own.items() if type(x) is int and x > len(value))
