@@ -19,18 +19,20 @@ BOUNDED = ("Sigmoid", "Softmax")
 
 def class_targets(patient: Patient) -> Iterator[Finding]:
     """Class labels of the batch, as numbers or as rows with a single one, in a loss of numbers."""
-    size = batch_size(patient.batches[0])
-    labels = [x for x in tensors(patient.batches[0]) if x.ndim and len(x) == x.numel() == size and _is_whole(x)]
+    size, given = batch_size(patient.batches[0]), tensors(patient.batches[0])
+    labels = [x for x in given if x.ndim and len(x) == x.numel() == size and _is_whole(x)]
     for call in patient.watched.losses:
         x, y = call.input, call.target
-        if (
-            call.name not in REGRESSION
-            or not isinstance(x, Tensor)
-            or not isinstance(y, Tensor)
-            or origin(x) in BOUNDED
-        ):
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             continue
-        what = _numbers_of_classes(y) or _two_classes(y, labels) or _rows_of_classes(y, labels)
+        is_given = any(y.shape == z.shape and torch.equal(y, z.to(y)) for z in given)
+        if call.name == "cross_entropy" and is_given and _is_one_hot(y):
+            text = f"cross_entropy gets rows of {y.shape[1]} with a single one as targets: they are numbers of classes."
+            cure = "Pass y.argmax(1), unless some samples have several classes: weights and ignore_index ask for it."
+            yield Finding("class_ids_in_regression", text, call.where, cure=cure, level="note")
+        if call.name not in REGRESSION or origin(x) in BOUNDED:
+            continue
+        what = _numbers_of_classes(y) or _two_classes(y, given) or _rows_of_classes(y, labels, is_given)
         if what:
             text = f"{call.name} gets {what} as targets: they are labels of classes."
             yield Finding("class_ids_in_regression", text, call.where)
@@ -48,19 +50,28 @@ def _numbers_of_classes(y: Tensor) -> str:
     return f"the whole numbers 0 to {count - 1}" if several and values.tolist() == list(range(count)) else ""
 
 
-def _two_classes(y: Tensor, labels: list[Tensor]) -> str:
-    """The two values of a label that the batch holds as whole numbers."""
-    same = any(y.numel() == x.numel() and bool((y.flatten() == x.flatten().to(y)).all()) for x in labels)
+def _two_classes(y: Tensor, given: list[Tensor]) -> str:
+    """The two values of a label that the batch holds, one for each sample."""
+    same = any(
+        y.numel() == len(x) == x.numel() and bool((y.flatten() == x.flatten().to(y)).all()) for x in given if x.ndim
+    )
     return "0 and 1" if same and y.detach().unique().tolist() == [0, 1] else ""
 
 
-def _rows_of_classes(y: Tensor, labels: list[Tensor]) -> str:
-    """Rows of zeros with a one at the place of a label that the batch holds as a whole number."""
-    if y.ndim != 2 or y.shape[1] < 2 or not bool(((y == 0) | (y == 1)).all()) or not bool((y.sum(1) == 1).all()):
+def _rows_of_classes(y: Tensor, labels: list[Tensor], is_given: bool) -> str:
+    """Rows of zeros with a one, as the batch holds them, or at the place of a label that it holds."""
+    if not _is_one_hot(y):
         return ""
     place = y.argmax(1)
-    same = any(len(x) == len(y) and bool((place == x.flatten().to(place)).all()) for x in labels)
-    return f"rows of {y.shape[1]} with a single one" if same and len(place.unique()) > 1 else ""
+    same = is_given or any(len(x) == len(y) and bool((place == x.flatten().to(place)).all()) for x in labels)
+    return f"rows of {y.shape[1]} with a single one" if same else ""
+
+
+def _is_one_hot(y: Tensor) -> bool:
+    """Whether all rows are of zeros with a single one, not always at the same place."""
+    if y.ndim != 2 or y.shape[1] < 2 or not y.is_floating_point() or not bool(((y == 0) | (y == 1)).all()):
+        return False
+    return bool((y.sum(1) == 1).all()) and len(y.argmax(1).unique()) > 1
 
 
 class FiniteWatch:

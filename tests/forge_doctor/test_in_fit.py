@@ -16,6 +16,21 @@ def two() -> Any:
     return loader(x, (y > 1).long())
 
 
+def two_as_floats() -> Any:
+    x, y = numbers()
+    return loader(x, (y > 1).float())
+
+
+def rows_of_ones() -> Any:
+    x, y = numbers()
+    return loader(x, F.one_hot(y, 4).float())
+
+
+class Plain(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores, y)
+
+
 class OneOutput(Healthy):
     def loss(self, scores: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(scores[:, 0], y.float())
@@ -45,7 +60,10 @@ class SoftLabels(Healthy):
     ("task", "data", "names"),
     [
         (OneOutput, two, ["class_ids_in_regression"]),
+        (OneOutput, two_as_floats, ["class_ids_in_regression"]),
         (OneHot, None, ["class_ids_in_regression"]),
+        (Plain, rows_of_ones, ["class_ids_in_regression"]),
+        (Healthy, rows_of_ones, []),
         (Brier, two, []),
         (BrierOfRows, None, []),
         (SoftLabels, None, []),
