@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -271,14 +270,6 @@ class Examination(Plugin):
         if self.patient is not None and any(plugin.name == "clip" for plugin in step.trainer.stack):
             gradients = [p.grad for p in step.parameters() if p.grad is not None]
             self.patient.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
-
-    @hookimpl(wrapper=True)
-    def forge_train_step(self, step: Any) -> Any:
-        began = time.perf_counter()
-        result = yield
-        if self.patient is not None:
-            self.patient.times.append((step.data_wait, time.perf_counter() - began))
-        return result
 
     @hookimpl(wrapper=True)
     def forge_forward(self, step: Any, batch: Any) -> Any:

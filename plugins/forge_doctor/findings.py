@@ -163,7 +163,6 @@ FINDINGS = {
     # learning, and long runs
     "labels_no_easier": ("note", "Look at samples beside their labels: they may be shuffled apart, or a row apart."),
     "memory_grows": ("warning", "Keep loss.detach() or loss.item(), and empty lists that outlive an update."),
-    "slow_loader": ("note", "Read ahead with num_workers, prepare samples once, or keep tensors in a TensorLoader."),
     "state_not_saved": ("note", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
     "method_name": ("warning", "Rename the method: forge never calls it by this name."),
     "never_validates": ("warning", "Validate more often, or train for longer: validate_every='1 epoch'."),

@@ -75,8 +75,6 @@ class Patient:
     "Each update's size against its weights', by parameter."
     norms: list[float] = field(default_factory=list)
     "Of the gradients of each update, before they are clipped."
-    times: list[tuple[float, float]] = field(default_factory=list)
-    "Seconds that each update waited for its batch, and that it took."
     plugins: list[Any] = field(default_factory=list)
     "Of the planned run, those included that the examination leaves out."
     make: Any = None

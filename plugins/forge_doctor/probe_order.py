@@ -93,7 +93,6 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "gradients by layer": motion.gradients,
     "clipping": motion.clipping,
     "losses of the first updates": motion.losses,
-    "waiting for batches": motion.waits,
 }
 """Probes after a few updates."""
 

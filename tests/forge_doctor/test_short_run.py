@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
@@ -113,12 +112,3 @@ class Amplified(Deep):
 def test_gradients_that_explode() -> None:
     assert "exploding_gradient" in found(Amplified(), motion.gradients)
     assert found(Deep(), motion.gradients) == {}
-
-
-def test_a_loader_that_is_slower_than_the_step() -> None:
-    patient: Any = types.SimpleNamespace(times=[(0.5, 0.5), *11 * [(0.03, 0.01)]])
-    (slow,) = motion.waits(patient)
-    assert slow.message == "An update waits 30 ms for its batch and takes 10 ms."
-    patient.times = [(0.5, 0.001), *11 * [(0.004, 0.001)]]
-    assert list(motion.waits(patient)) == []
-    assert found(Healthy(), motion.waits, after=8).keys() <= {"slow_loader"}  # the times are noted

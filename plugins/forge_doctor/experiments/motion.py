@@ -18,8 +18,6 @@ from forge_doctor.probes.start import lost_eps
 
 CLOSE = 0.5
 """The share of the way to the trained weights, in every update, from which an average is no average."""
-SLOW = 0.005
-"""Seconds that a batch may take in any case."""
 NEVER, ALWAYS, HARDLY, FEWEST_NORMS = 1e4, 1e3, 1e-6, 4
 """How far a clip is above each norm that never acts, and below that decides; the norm and the updates to judge by."""
 
@@ -206,14 +204,3 @@ def losses(patient: Patient) -> Iterator[Finding]:
     if len(found) > 3 and (any(loss != loss for loss in found) or found[-1] > 10 * abs(found[0]) + 10):
         text = f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates."
         yield Finding("diverges", text, type(patient.task).__name__, {"losses": found[:10]})
-
-
-def waits(patient: Patient) -> Iterator[Finding]:
-    """Batches that take longer than the steps on them."""
-    later = patient.times[2:]
-    if len(later) < 6:
-        return
-    wait, step = median(wait for wait, _ in later), median(step for _, step in later)
-    if wait > 2 * step and wait > SLOW:
-        text = f"An update waits {1e3 * wait:.3g} ms for its batch and takes {1e3 * step:.3g} ms."
-        yield Finding("slow_loader", text, "train", {"waits": wait, "takes": step})
