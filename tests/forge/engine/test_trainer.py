@@ -292,3 +292,20 @@ def test_a_requested_checkpoint_captures_once_by_plugin() -> None:
     assert captured[1]["plugins"] == {"keeper": {"kept": 1}}
     assert captured[1]["model"].keys() == task.state_dict().keys()
     assert "optimizer" in captured[1]["optimizers"][""]
+
+
+def test_splits_are_taken_in_the_place_of_loaders() -> None:
+    batches = make_batches(3)
+    by_hand, given = Classifier(), Classifier()
+    given.load_state_dict(by_hand.state_dict())
+    trainer = forge.Trainer(max_epochs=1, plugins=[], run_dir=False)
+    trainer.fit(by_hand, batches, batches[:1])
+    assert trainer.fit(given, forge.data.Splits(train=batches, val=batches[:1])).metrics
+    assert all(torch.equal(x, y) for x, y in zip(by_hand.parameters(), given.parameters(), strict=True))
+
+
+def test_a_trainer_whose_fit_failed_at_its_start_can_fit() -> None:
+    trainer = forge.Trainer(max_epochs=1, plugins=[], run_dir=False)
+    with pytest.raises(forge.ForgeError):
+        trainer.fit(Classifier(), 5)
+    assert trainer.fit(Classifier(), make_batches(2)).updates == 2
