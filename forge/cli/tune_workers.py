@@ -49,9 +49,11 @@ def run(args: Namespace, recipe: Recipe, name: str) -> int:
 
 def _option(recipe: Recipe, name: str) -> str:
     """Return the option of the data that sets the number of workers."""
+    from forge.tuning.workers import OPTIONS
+
     known = options_of("data", recipe.config, recipe.local, recipe.origin) or ()
     for option in known:
-        if option.name in ("workers", "num_workers"):
+        if option.name in OPTIONS:
             return option.name
     raise ForgeError(
         f"The data of {name!r} have no option num_workers. Add one to the function, and pass it to the loader: "

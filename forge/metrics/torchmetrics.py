@@ -320,8 +320,9 @@ def _join(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
             joined = torch.stack(parts)
         else:
             joined = [entry for part in parts for entry in part]
-        reduced = reduction is not None and len(parts) > 1 and len(joined) > 0
-        setattr(metric, name, reduction(joined) if reduced else joined)
+        if reduction is not None and len(parts) > 1 and len(joined):
+            joined = reduction(joined)
+        setattr(metric, name, joined)
 
 
 def _listed(value: Any) -> Any:

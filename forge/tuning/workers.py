@@ -15,6 +15,8 @@ from forge.errors import DataError, ForgeError
 from forge.tuning.step_timer import StepTimer
 from forge.tuning.trial import run_trial
 
+OPTIONS = ("workers", "num_workers")
+"""Names of the option of a data function that sets the number of worker processes."""
 SECONDS = 2.0
 """The least seconds of a measurement."""
 LEAST = 3
