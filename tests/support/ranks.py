@@ -134,6 +134,10 @@ class Pair(Env):
 
     world = 2
 
+    @property
+    def mean_rank(self) -> int:
+        return dist.get_rank()
+
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None, None]
         dist.all_gather_object(values, value)
