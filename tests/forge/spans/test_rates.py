@@ -17,7 +17,7 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.spans.rates import StepClock, TimedUpdate
+from forge.spans.device import DeviceTimes
 from forge_plugins import Accumulate, Guard, Spans
 from forge_plugins.spans.flops import Counting
 from forge_plugins.spans.peaks import as_computed, peak_of
@@ -130,18 +130,20 @@ class Event:
 
 def stepped(clock: Clock, *, host: float, device: float, wait: float = 0.0, pause: float = 0.0) -> list[float]:
     """How many ms four of five steps took, given what host and device need for one; a pause is before the fourth."""
-    queue = Device(clock)
-    steps = StepClock(queue.event)
+    queue, times, found = Device(clock), DeviceTimes(), []
+    times.make_event = queue.event
+    times.start(None)
+    times.lap()
     for index in range(5):
-        if index == 3:
-            clock.spend(pause)
-        steps.begin()
+        times.pause()
+        clock.spend(pause * (index == 3))
+        times.go_on()
         clock.spend(wait)
         queue.launch(device)
         clock.spend(host)
-        steps.end(TimedUpdate(1, waited=wait / 1e3))
+        found.append(times.lap())
     clock.spend(1e6)
-    return [round(1e3 * done.seconds, 3) for done in steps.take()][1:]
+    return [round(1e3 * times.seconds(parts), 3) for parts in found][1:]
 
 
 def test_a_step_takes_as_long_as_the_slower_of_host_and_device(clock: Clock) -> None:
@@ -232,8 +234,7 @@ def test_values_that_the_step_reads_are_counted_by_line_and_what_plugins_read_is
 
     spans = Spans(rates=True)
     forge.Trainer(plugins=[spans, Guard()], max_updates=3, run_dir=False).fit(Reads(6, 3), [torch.ones(5, 6)] * 3)
-    assert spans._rates is not None
-    (where, count), *others = spans._rates.flops.reads.items()
+    (where, count), *others = spans._flops.reads.items()
     assert (count, others) == (6, [])
     assert "test_rates.py" in where
 
