@@ -62,9 +62,6 @@ class TimedAttempt:
     marks: list[Mark]
     "The first one when training began, then one for each checkpoint."
 
-    def as_json(self) -> dict[str, Any]:
-        return {"began": self.began, "update": self.update, "parts": self.parts, "marks": self.marks}
-
 
 class TimeAccount:
     """Counts the time of the attempt that runs. `compiled` returns the seconds that torch compiled since its last call.

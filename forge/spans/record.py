@@ -124,6 +124,8 @@ class HookTimes:
         """Return the seconds of an update by phase, of the host or of the device; `rest` is what hooks and the rhythm
         take beside the others."""
         found, parts, many = dict.fromkeys(PHASES.values(), 0.0), self.parts(), max(self.updates, 1)
+        if self.account.device is not None:
+            self.account.device.collect()
         for total in self._known():
             if total.hook in PHASES and not total.aside:
                 found[PHASES[total.hook]] += (total.device if on_device else total.spent) / many / 1e9

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import forge
 from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
-from forge_plugins import Accumulate, Checkpoint, Profiler
+from forge_plugins import Accumulate, Checkpoint, Clip, Profiler
 from tests.support.profiler_kit import SHORT, Breaks, events_of, ranges, traces
 from tests.support.profiles import some
 from tests.support.tasks import fit, make_batches
@@ -59,6 +59,11 @@ def test_with_two_optimizers_each_has_its_update(tmp_path: Path) -> None:
     paths = [path.removeprefix("ProfilerStep#1/") for path in nested(traces(tmp_path)[0])]
     turn = [f"update/{name}" for name in ("forward", "backward", "optimizer")]
     assert paths[1:] == ["data", "update", "update/to_device", *turn, "update", *turn]
+
+
+def test_what_plugins_do_is_named_after_them(tmp_path: Path) -> None:
+    fit(plugins=[Clip(max_norm=1.0), Profiler(wait=1, warmup=0, active=1)], run_dir=tmp_path)
+    assert "ProfilerStep#1/update/clip.edit_grads" in nested(traces(tmp_path)[0])
 
 
 def test_an_evaluation_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from forge.torch_internals import dynamo_is_loaded
 from forge.util.files import atomic_write
 from forge_plugins import torch_internals as internals
 from forge_plugins.spans.flops import FlopCount
-from forge_plugins.spans.limits import OFTEN, batches_of, limit_of
+from forge_plugins.spans.limits import batches_of, limit_of
 from forge_plugins.spans.syncs import NamedSyncs
 from forge_plugins.spans.updates import UpdateRates
 from forge_plugins.spans.waiting import WaitingGpu
@@ -236,8 +236,12 @@ class Spans(forge.Plugin):
         times.update(step.index)
         if not times.updates and self._syncs is not None:
             self._syncs.start()
-        if times.spans is not None and (step.ends_interval or len(times.spans) > MANY):
-            self._file.take(times.spans) if self._file is not None else times.spans.clear()
+        if times.spans is None:
+            return
+        if self._file is None:  # without a run folder
+            times.spans.clear()
+        elif step.ends_interval or len(times.spans) > MANY:
+            self._file.take(times.spans)
 
     def _tell(self, step: forge.Step) -> None:
         """Log the rates of an interval, and what each plugin costs on average since the first update."""
@@ -256,8 +260,6 @@ class Spans(forge.Plugin):
         if "syncs" in report:
             costs["costs/syncs_per_update"] = sum(row["per_update"] for row in report["syncs"])
         if self._ranks is not None:
-            if times.account.device is not None:
-                times.account.device.collect()
             found = self._ranks.compare(times.phases(on_cuda), report["update_us"] / 1e6 + times.parts()["data"])
             costs |= {f"rates/{name}": value for name, value in found.items()}
         return costs
@@ -273,22 +275,9 @@ class Spans(forge.Plugin):
         """Return what limits the updates since the first."""
         if self.times is None or self.times.updates < 1:
             return None
-        if self.times.account.device is not None:
-            self.times.account.device.collect()
         works = self._waiting.works if self._waiting is not None else None
-        busy = None if works is None else works - self.times.phases(on_device=True)["to_device"]  # a copy is no work
-        syncs = self.report.get("syncs", ())
-        if sum(row["per_update"] for row in syncs) >= OFTEN:
-            busy = self._flops.least_seconds(trainer)  # a host that waits in the update hides what the GPU works
-        return limit_of(
-            trainer,
-            self.times,
-            busy=busy,
-            calls=self._flops.calls,
-            reads=self._flops.reads,
-            syncs=syncs,
-            ranks=() if self._ranks is None else self._ranks.own,
-        )
+        ranks = () if self._ranks is None else self._ranks.own
+        return limit_of(trainer, self.times, self._flops, works, self.report.get("syncs", ()), ranks)
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -301,7 +290,7 @@ class Spans(forge.Plugin):
             resumes = trainer.resumed_from is not None
             self._earlier = goodput.attempts_in(RunFolder(self._folder).spans) if resumes else []
         attempts = [*self._earlier, account.attempt]
-        content: dict[str, Any] = {"attempts": [each.as_json() for each in attempts]}
+        content: dict[str, Any] = {"attempts": [asdict(each) for each in attempts]}
         if self.times is not None:
             content |= {"hooks": self.report, "verdict": str(self.limit(trainer) or "")}
         if self._rates is not None:
