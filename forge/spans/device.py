@@ -17,7 +17,7 @@ Marks = tuple[Any, Any]
 
 
 class DeviceTimes:
-    """What the device takes for calls of functions, and for updates: from one `lap` to the next, without the pauses.
+    """What the device takes for calls, and for updates: from one `lap` to the next, without the pauses.
 
     So an update lasts from where the device began to wait for it, or still worked on the one before, to its end: the
     time of the slower of host and device.
@@ -39,19 +39,18 @@ class DeviceTimes:
         """Time from here on."""
         self._started, self._stream = True, stream
 
-    def timed(self, function: Callable[..., Any], total: Any) -> Callable[..., Any]:
-        """Return a function that adds the nanoseconds of its calls to `total.device`."""
+    def begin(self) -> Any:
+        """Return where a call begins; None before the start, and in a graph, whose events cannot be read."""
+        return self._mark() if self._started and not torch.cuda.is_current_stream_capturing() else None
 
-        def call(*args: Any) -> Any:
-            if not self._started or torch.cuda.is_current_stream_capturing():  # an event of a graph cannot be read
-                return function(*args)
-            start = self._mark()
-            try:
-                return function(*args)
-            finally:
-                self._pending.append((total, (start, self._mark())))
+    def end(self, began: Any, total: Any) -> None:
+        """Add the nanoseconds of a call to `total.device`, once they are known."""
+        if began is not None:
+            self._pending.append((total, (began, self._mark())))
 
-        return call
+    def forget(self) -> None:
+        """Leave out the calls so far."""
+        self._pending.clear()
 
     def collect(self) -> None:
         """Add the calls that the device has finished to their totals."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from types import FrameType, GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pluggy import HookImpl
 
 from forge.contract.stack import ACTIONS, CORE, ONE_BY_ONE
 from forge.spans.goodput import BESIDE, TimeAccount
+
+if TYPE_CHECKING:
+    from forge.spans.device import DeviceTimes
 
 PHASES = {
     "forge_prepare_batch": "to_device",
@@ -63,7 +66,7 @@ class HookTimes:
 
     def instrument(self, hook: str, impl: HookImpl) -> Function:
         """Return an implementation that is recorded."""
-        function, device = self.account.instrument(hook, impl), self.account.device
+        function = self.account.instrument(hook, impl)
         is_rhythm = impl.plugin_name == CORE and hook not in PHASES and hook not in BESIDE
         if impl.plugin is self.leave_out or hook in ONE_BY_ONE or is_rhythm:
             return function
@@ -73,9 +76,7 @@ class HookTimes:
         if role == "wrap":
             before, after = self._timed(next, totals), self._timed(GeneratorType.send, totals)
             return lambda *args: TimedWrapper(function(*args), before, after)
-        if role == "work" and hook in PHASES and device is not None:
-            function = device.timed(function, totals[0])
-        return self._timed(function, totals)
+        return self._timed(function, totals, self.account.device if role == "work" and hook in PHASES else None)
 
     def update(self, number: int) -> None:
         """Count an update that has ended; what came before the end of the first one is not counted."""
@@ -85,13 +86,16 @@ class HookTimes:
         if self.updates == 0:
             for total in self._known():
                 total.clear()
+            if self.account.device is not None:
+                self.account.device.forget()
             self._before = dict(self.account.attempt.parts)
 
-    def _timed(self, function: Function, totals: tuple[Total, Total]) -> Function:
+    def _timed(self, function: Function, totals: tuple[Total, Total], device: DeviceTimes | None = None) -> Function:
         account, keep = self.account, None if self.spans is None else self.spans.append
 
         def call(*args: Any) -> Any:
             outside, self._inside = self._inside, 0
+            mark = None if device is None else device.begin()
             began = clock()
             try:
                 return function(*args)
@@ -105,6 +109,8 @@ class HookTimes:
                 total.spent += own
                 if own > total.worst:
                     total.worst = own
+                if device is not None:
+                    device.end(mark, total)
                 if keep is not None:
                     keep((total, began, ended))
 

@@ -48,11 +48,6 @@ class Slow(Classifier):
 # -- rates ------------------------------------------------------------------------------------------------------------
 
 
-def test_samples_per_second_are_over_the_time_of_the_steps(clock: Clock) -> None:
-    logs = logged(Slow(clock), train=make_batches(6, size=4))
-    assert logs[6]["rates/samples_per_s"] == pytest.approx(4 / 0.010)
-
-
 def test_logs_validations_and_checkpoints_are_no_time_of_a_step(clock: Clock, tmp_path: Path) -> None:
     class Slows(forge.Plugin):
         @forge.hookimpl
@@ -267,24 +262,14 @@ def test_the_peak_and_the_formula_are_named(caplog: pytest.LogCaptureFixture) ->
     ("device", "dtype", "peak"),
     [
         ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA H200", "tf32", 494.7),
         ("NVIDIA H100 80GB HBM3", "fp32", 66.9),
         ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA A100-SXM4-80GB", "fp16", 312),
         ("NVIDIA A10", "bf16", 125),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
-        ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-16GB", "fp16", 125),
         ("Tesla V100-PCIE-16GB", "fp16", 112),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("AMD Instinct MI300X", "bf16", 1307.4),
-        ("NVIDIA B200", "bf16", 2250),
         ("Something New", "bf16", None),
-        ("CPU", "fp32", None),
     ],
 )
 def test_peaks_are_found_by_the_words_of_a_devices_name(device: str, dtype: str, peak: float | None) -> None:
