@@ -18,6 +18,8 @@ from torch import nn
 import forge
 from forge.errors import RecipeError
 from forge.spans.device import DeviceTimes
+from forge.spans.goodput import TimeAccount
+from forge.spans.record import HookTimes
 from forge_plugins import Accumulate, Guard, Spans
 from forge_plugins.spans.flops import Counting
 from forge_plugins.spans.peaks import as_computed, peak_of
@@ -145,6 +147,39 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device(clock: Clock) -> 
     assert stepped(clock, host=2, device=10) == [10] * 4
     assert stepped(clock, host=10, device=2) == [10] * 4
     assert stepped(clock, host=10, device=2, wait=5, pause=500) == [15] * 4
+
+
+def test_the_first_update_and_validations_are_no_time_of_a_phase_on_the_device(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    queue, device = Device(clock), DeviceTimes()
+    device.make_event = queue.event
+    device.start(None)
+
+    class Launches(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            assert self.trainer is not None
+            queue.launch(10.0 if self.trainer.progress.update else 9000.0)
+            return super().training_step(batch)
+
+        def validation_step(self, batch: Any) -> Any:
+            queue.launch(5000)
+            clock.spend(20_000)  # as it reads its metrics, the device has ended all
+            return super().training_step(batch)
+
+    account = TimeAccount(device=device)
+    times = HookTimes(account)
+
+    @forge.on("boundary")
+    def count(step: forge.Step) -> None:
+        account.update(step)
+        times.update(step.index)
+
+    trainer = forge.Trainer(plugins=[count], max_updates=5, run_dir=False, validate_every="1 updates")
+    trainer.instrument = times.instrument
+    trainer.fit(Launches(), make_batches(5), make_batches(1))
+    assert times.phases(on_device=True)["forward"] == pytest.approx(0.010)
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
