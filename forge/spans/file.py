@@ -24,6 +24,7 @@ class SpanFile:
     updates, which an event in the file says."""
 
     def __init__(self, folder: Path, rank: int):
+        folder.mkdir(parents=True, exist_ok=True)  # on another host it may not be there yet
         self._file = (folder / NAME.format(f"-rank{rank}" if rank else "")).open("w")
         self._rank, self._size, self._every, self._room = rank, 0, 1, MOST // 2
         self._open: list[tuple[Total, int, int]] = []

@@ -276,6 +276,6 @@ def test_the_list_and_the_report_show_the_share(
     assert "90%" in page
 
 
-@pytest.mark.parametrize("options", [{}, {"hooks": True, "rates": True}])
+@pytest.mark.parametrize("options", [{}, {"hooks": True, "rates": True, "file": True}])
 def test_it_is_a_pure_observer(options: dict[str, bool]) -> None:
     check_plugin(lambda: Spans(**options))
