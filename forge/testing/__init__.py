@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from forge.testing.events import EventTrace
     from forge.testing.fit_record import RecordFit
     from forge.testing.loaders import check_loader
-    from forge.testing.runs import TinyRun, run_tiny
+    from forge.testing.runs import TinyRun
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.twin.compare import Difference, assert_same, first_difference
     from forge.twin.record import Record
@@ -56,7 +56,6 @@ _HOME = {
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.twin.compare",
     "fit_tiny": "forge.testing.tiny",
-    "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
     "twin": "forge.twin.start",
 }
@@ -75,7 +74,6 @@ __all__ = [
     "check_plugin",
     "first_difference",
     "fit_tiny",
-    "run_tiny",
     "tiny_batches",
     "twin",
 ]

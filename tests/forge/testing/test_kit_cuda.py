@@ -9,7 +9,7 @@ from forge.testing import check_plugin
 from forge_plugins import EMA, Clip
 
 pytestmark = pytest.mark.gpu
-LEFT = ["leaks", "state", "runs", "files", "graphs", "exceptions", "order"]
+LEFT = ["leaks", "runs", "files", "graphs", "exceptions", "order"]
 """All but `capturable`: the others run on the CPU."""
 
 
