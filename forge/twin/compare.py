@@ -58,16 +58,21 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
     assert found is None, f"They differ {found}."
 
 
-def first_difference(actual: Any, expected: Any, tolerance: float = 0.0) -> Difference | None:
+def first_difference(
+    actual: Any, expected: Any, tolerance: float = 0.0, noise: Iterable[Difference] = ()
+) -> Difference | None:
     """Return where two records, modules or nested values part; None if they are the same.
 
     A tolerance of 0 asks for the same bits (NaN equals NaN, 0.0 is not -0.0). Any other is relative to the largest
     entry of a value, or to its norm where a record kept no values; whole numbers and texts must be equal all the same.
     A value far smaller than others of its kind in the update is noise (the gradient of a bias before a BatchNorm): it
     is compared with `tolerance` of the largest. What a record has aside is the answer if something after it in the same
-    update differs too, or if nothing else differs.
+    update differs too, or if nothing else differs. `noise` are differences of two that should be the same, such as
+    times: what they name is not compared.
     """
+    odd = {(each.kind, each.path) for each in noise}
     apart = differences(marks_of(actual), marks_of(expected), tolerance)
+    apart = (each for each in apart if (each.kind, each.path) not in odd)
     found = [each for each in apart if not tolerance or not each.distance.relative <= tolerance]
     first = next((each for each in found if not each.aside), found[0] if found else None)
     if first is None:
