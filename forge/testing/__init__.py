@@ -32,7 +32,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forge.testing.conformance import PluginReport, check_plugin
+    from forge.testing.conformance import check_plugin
     from forge.testing.events import EventTrace
     from forge.testing.fit_record import RecordFit
     from forge.testing.loaders import check_loader
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _HOME = {
     "Difference": "forge.twin.compare",
     "EventTrace": "forge.testing.events",
-    "PluginReport": "forge.testing.conformance",
     "Record": "forge.twin.record",
     "RecordFit": "forge.testing.fit_record",
     "TinyGAN": "forge.testing.tiny",
@@ -63,7 +62,6 @@ _HOME = {
 __all__ = [
     "Difference",
     "EventTrace",
-    "PluginReport",
     "Record",
     "RecordFit",
     "TinyGAN",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from forge import options
 from forge.contract.plugin import Plugin
@@ -31,25 +30,13 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
 """The checks in order: the first failure is the most informative."""
 
 
-@dataclass(frozen=True, slots=True)
-class PluginReport:
-    """The result of check_plugin for a plugin that keeps the contract."""
-
-    name: str
-    checked: tuple[str, ...]
-    "The checks that were run."
-
-    def __str__(self) -> str:
-        return f"{self.name} keeps the contract ({', '.join(self.checked)})."
-
-
 def check_plugin(
     plugin: Given,
     *,
     beside: Callable[[], Iterable[Plugin]] = tuple,
     leave_out: Iterable[str] = (),
-) -> PluginReport:
-    """Raise AssertionError unless the plugin keeps the contract. One line is a whole test::
+) -> tuple[str, ...]:
+    """Raise AssertionError unless the plugin keeps the contract; return the checks that were run. A whole test::
 
         def test_it_keeps_the_contract():
             check_plugin(lambda: MyPlugin(every="2 updates"))
@@ -91,7 +78,7 @@ def check_plugin(
         checks.pop("purity", None)
     for check in checks.values():
         check(checked)
-    return PluginReport(checked.name, tuple(checks))
+    return tuple(checks)
 
 
 def check_class(plugin: Plugin) -> None:

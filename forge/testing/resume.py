@@ -69,7 +69,8 @@ def _check_again(subject: Subject, situation: Situation, plugin: Plugin, straigh
 def _check_resumed(subject: Subject, situation: Situation, straight: Record, folder: Path) -> None:
     saved = Checkpoints(folder / "checkpoints")
     for other in saved.all():  # of the plugin itself
-        saved.remove(other)
+        if other.name >= saved.path(CUT).name:
+            saved.remove(other)
     saved.folder.mkdir(exist_ok=True)
     (folder / SaveOnce.FOLDER / saved.path(CUT).name).rename(saved.path(CUT))
     with subject.surviving(f"{situation.name} that is resumed at update {CUT}"):
