@@ -24,7 +24,7 @@ EXAMPLES = f"""\
 examples:
   forge plugins check forge-weight-norm                    all plugins of an installed package
   forge plugins check forge-weight-norm --out docs         write docs/{RESULT} and docs/{BADGE}
-  forge plugins check forge-weight-norm --leave-out cost   faster: nothing is timed
+  forge plugins check forge-weight-norm --leave-out order  faster: not beside other plugins
 
 Plugins are made with the options that their class declares in `example`, or with none. Exit code 0: all keep the
 contract; 1: one does not.
