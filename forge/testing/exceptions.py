@@ -137,12 +137,8 @@ def _logged_failures() -> Iterator[list[tuple[str, str]]]:
                 failures.append((str(name), f"{hook} raises {kind}: {text}"))
 
     handler, logger = Listen(), logging.getLogger("forge")
-    level = logger.level
     logger.addHandler(handler)
-    if not logger.isEnabledFor(logging.ERROR):
-        logger.setLevel(logging.ERROR)
     try:
         yield failures
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
