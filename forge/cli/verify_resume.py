@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
@@ -31,7 +30,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--updates", type=int, default=60, metavar="N", help="number of updates to compare (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kills (default: %(default)s)")
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their traces in this folder")
     parser.add_argument("--life", help=SUPPRESS)
     parser.add_argument("--kill-at", type=int, help=SUPPRESS)
@@ -86,7 +84,7 @@ def verify(args: Namespace, folder: Path) -> int:
     if not straight.marks:
         raise ForgeError("The uninterrupted run made no update, so nothing can be compared. Check the data.")
     last = straight.updates[-1]
-    kills = choose_kills(random.Random(args.seed), args.kills, last, every)
+    kills = choose_kills(args.kills, last)
     for attempt, kill in enumerate([*kills, None], 1):
         end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
         console.print(f"Killed run, attempt {attempt} of {len(kills) + 1}: {end} ...", style="dim")
@@ -108,16 +106,9 @@ def verify(args: Namespace, folder: Path) -> int:
     return 1
 
 
-def choose_kills(dice: random.Random, count: int, last: int, every: int) -> list[int]:
-    """Return the updates after which to kill; the last kill, if possible, when a checkpoint is on disk for certain.
-
-    After a kill before the first checkpoint the run starts again, which must give the same result as well.
-    """
-    kills = sorted(dice.sample(range(1, last), min(count, last - 1)))
-    written = 2 * every + 1  # the second checkpoint waits for the first
-    if kills and kills[-1] < written < last:
-        kills[-1] = dice.randrange(written, last)
-    return kills
+def choose_kills(count: int, last: int) -> list[int]:
+    """Return the updates after which to kill: at equal distances, so that a checkpoint is on disk at the last."""
+    return sorted({max(1, last * number // (count + 1)) for number in range(1, count + 1)} - {last})
 
 
 def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
