@@ -62,12 +62,13 @@ def mean_over(group: Any, outcome: Outcome, parameters: Mapping[str, nn.Paramete
 def difference(own: Outcome, expected: Outcome, dtype: torch.dtype) -> Difference | None:
     """Return the first difference of two outcomes; None if they differ only by rounding.
 
-    Metrics count as a share of the largest, gradients of the largest norm: an argmax may tip over.
+    A metric beside the loss is noise by the largest of them: an argmax may tip over.
     """
     known = [name for name, value in expected[0].items() if not value.isnan()]
     records = Record(), Record()
     for record, (metrics, gradients) in zip(records, (own, expected), strict=True):
-        record.mark("", {name: metrics[name] for name in known}, kind="the metrics")
+        for name in known:
+            record.mark(name, metrics[name], kind="" if name == "loss" else "the metrics")
         record.mark("", gradients, kind="the gradients")
     return first_difference(*records, tolerance=ROUNDING.get(dtype, ROUNDING[torch.bfloat16]))
 
