@@ -126,30 +126,6 @@ def observe(task: TaskModule, loader: Any, device: str, batches: int | None = No
     return Interface(method, seen.calls, seen.rebuild, metrics, counted, seen.rebuild_output, seen.left_out, returns)
 
 
-def from_examples(task: TaskModule, device: str, needed: bool = True) -> Interface:
-    """Learn the interface from `task.example_inputs`, a tuple of tensors, for an export without data."""
-    examples = getattr(task, "example_inputs", None)
-    examples = getattr(task, "example_input_array", None) if examples is None else examples
-    method = method_of(task) if needed or examples is not None else "forward"
-    if examples is None:
-        if needed:
-            raise ExportError(
-                f"Without data, an export needs example inputs: set {type(task).__name__}.example_inputs to a tuple of "
-                "tensors, as in (torch.zeros(2, 1, 28, 28),)."
-            )
-        return Interface(method, [SeenCall({}, {})], lambda tensors: ((), {}), {}, 0, next)
-    given = examples if isinstance(examples, tuple) else (examples,)
-    args = tuple(each.to(device) if isinstance(each, Tensor) else each for each in given)
-    real = getattr(task, method)
-    with torch.no_grad():
-        outputs = real(*args)
-    tensors, rebuild, _ = take_call_apart(real, args, {})
-    found, left_out = outputs_of(outputs)
-    again = take_apart(outputs, "output")[1]
-    returns = structure_of(plain(outputs))
-    return Interface(method, [SeenCall(tensors, found)], rebuild, {}, 0, again, left_out, returns)
-
-
 def validate(task: TaskModule, loader: Any, device: str, batches: int | None = None) -> dict[str, float]:
     """Return a task's validation metrics that are numbers; none for a task without validation_step."""
     if not defines(task, "validation_step"):
