@@ -198,7 +198,7 @@ class Fixed(Classifier):
 
 
 REFUSED = {
-    "no method": (Bare, {}, ["neither forward nor predict_step", "def forward(self, images)"]),
+    "no method": (Bare, {}, ["has no forward", "def forward(self, images)"]),
     "control flow": (Branching, {"to": "pt2"}, ["torch.cond", "--to torchscript", "test_export.py"]),
     "a size": (Fixed, {"to": "pt2"}, ["'batch'", "fixes"]),
     "format": (Classifier, {"to": "tflite"}, ["no format 'tflite'"]),
