@@ -13,8 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import functional
 
 import forge
@@ -225,55 +223,6 @@ def test_another_name_that_comes_later_is_refused() -> None:
 
 def test_torchs_functions_are_put_back() -> None:
     assert ranks(2)(undone) == [True, True]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is sent
-
-
-GATHER = "all_gather_single" if hasattr(_attention.ft_c, "all_gather_single") else "all_gather_tensor"
-"""What torch's ring calls."""
-
-
-def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
-    """Messages and values of the ring in each update."""
-    seen: list[dict[str, int]] = [{"gathered": 0, "gathers": 0, "passed": 0, "passes": 0}]
-    gather, permute = getattr(_attention.ft_c, GATHER), _attention.ft_c.permute_tensor
-
-    def gathered(tensor: Tensor, *args: Any, **named: Any) -> Any:
-        seen[-1]["gathers"] += 1
-        seen[-1]["gathered"] += tensor.numel()
-        return gather(tensor, *args, **named)
-
-    def passed(tensor: Tensor, *args: Any, **named: Any) -> Any:
-        seen[-1]["passes"] += 1
-        seen[-1]["passed"] += tensor.numel()
-        return permute(tensor, *args, **named)
-
-    @forge.on("step_end")
-    def next_one(step: forge.Step) -> None:
-        seen.append(dict.fromkeys(seen[-1], 0))
-
-    for name, counted in ((GATHER, gathered), ("permute_tensor", passed)):
-        setattr(_attention.ft_c, name, counted)
-    try:
-        data = kit.token_batches(sizes=(4,) * 3)
-        kit.fit_tokens(kit.Tokens(), [next_one], {**options, "check": False}, data=data, val=None, max_epochs=1)
-    finally:
-        for name, own in ((GATHER, gather), ("permute_tensor", permute)):
-            setattr(_attention.ft_c, name, own)
-    return seen[:-1]
-
-
-@pytest.mark.parametrize("method", some(["allgather", "alltoall"]))
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
-    """Over gloo nothing is gathered into one tensor, whatever the method: `safe_method` says why."""
-    layers, slice_of_both = 2, 2 * 4 * (kit.LENGTH // count) * kit.WIDTH  # keys and values of one rank
-    passes = layers * (3 * count - 2)
-    expected = {"gathers": 0, "gathered": 0, "passes": passes, "passed": passes * slice_of_both}
-    for updates in ranks(count)(traffic, {"method": method}):
-        assert updates == [expected] * 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

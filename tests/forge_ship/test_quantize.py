@@ -19,8 +19,8 @@ from forge.testing import fit_tiny
 from forge_plugins import Checkpoint
 from forge_ship import quantize as module
 from forge_ship.engine import ExportError
-from forge_ship.int8 import activation_grid, weight_scale
-from forge_ship.qat import QAT, install, remove, round_weight
+from forge_ship.int8 import activation_grid
+from forge_ship.qat import QAT, install, remove
 from forge_ship.quantize import (
     DOES_NOT_WORK,
     KINDS,
@@ -215,13 +215,6 @@ def test_the_grid_of_activations_is_torchaos(low: float, high: float) -> None:
     found = activation_grid(torch.tensor(low), torch.tensor(high))
     assert found[0] == scale
     assert found[1] == zero
-
-
-def test_a_folded_batch_norm_keeps_the_integers() -> None:
-    weight, factor = torch.randn(5, 3, 3, 3), torch.tensor([-2.0, 0.5, 1.0, 4.0, -0.25]).view(-1, 1, 1, 1)
-    plain = round_weight(weight) / weight_scale(weight).view(-1, 1, 1, 1)
-    folded = round_weight(weight * factor) / weight_scale(weight * factor).view(-1, 1, 1, 1)
-    assert torch.equal(folded.round(), (plain * factor.sign()).round())
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
