@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch.nn import functional
 import forge
 from forge.distributed.positions import set_slice
 from forge.errors import DataError, RecipeError, StackError, TaskError
-from forge_cluster import context_parallel
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.calls import SequenceCalls
 from forge_cluster.context_parallel.slices import Slicing
@@ -62,13 +60,13 @@ def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     return kit.fit_tokens(task, plugins, {**options, **({"positions": "arange"} if kind == "stranger" else {})}, **data)
 
 
-QUICK = [(2, "both sides", {"method": "alltoall"})]
+QUICK = [(2, "both sides", {})]
 SLOW = [
     (4, "counted items", {"size": 2, "balance": False}),
     *((count, kind, {}) for count in (2, 4) for kind in kinds()),
     *((8, kind, {}) for kind in ("levers", "both sides", "counted items", "padded")),
-    (8, "levers", {"balance": False, "method": "alltoall"}),
-    (8, "levers", {"size": 4, "method": "alltoall"}),
+    (8, "levers", {"balance": False}),
+    (8, "levers", {"size": 4}),
     (8, "counted items", {"size": 2}),
 ]
 
@@ -82,20 +80,6 @@ def test_slices_train_what_one_process_trains(count: int, kind: str, options: di
     for rank in together:
         close(rank, alone, 1e-11)
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
-
-
-def run_gathered(kind: str) -> dict[str, Any]:
-    """As over NCCL: with the gather that is left out over gloo."""
-    with patch.object(context_parallel, "safe_method", lambda method, *_: method):
-        return run(kind, {"method": "allgather"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_gather_trains_the_same(count: int) -> None:
-    alone = run("levers", {})
-    for rank in ranks(count)(run_gathered, "levers"):
-        close(rank, alone, 1e-11)
 
 
 class Single(kit.Tokens):
@@ -317,7 +301,6 @@ def test_a_stack_that_makes_no_sense_is_refused(plugin: Any) -> None:
     [
         ({"size": 1}, "context_parallel.size is 1"),
         ({"dim": -1}, "context_parallel.dim is -1"),
-        ({"method": "ring"}, "ring"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) -> None:
