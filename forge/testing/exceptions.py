@@ -39,15 +39,15 @@ def check_exceptions(subject: Subject) -> None:
     plugin = subject.make()
     wrapped = [hook for hook in SPECS if wraps(plugin, hook) and hook not in ONE_BY_ONE]
     for step in STEPS:
-        fail = Failure(f"the task's {step}", FOURTH)
+        fail = PlantedFailure(f"the task's {step}", FOURTH)
         _check_place(subject, fail, failing_task(step, fail), [], expected)
     for hook in dict.fromkeys((*ALWAYS, *wrapped)):
-        fail = Failure(f"another plugin's {hook}", 1 if hook in CALLED_ONCE else 2)
+        fail = PlantedFailure(f"another plugin's {hook}", 1 if hook in CALLED_ONCE else 2)
         _check_place(subject, fail, TinyTask(), [FailingPlugin(hook, fail)], expected)
 
 
 def _check_place(
-    subject: Subject, fail: Failure, task: TaskModule, failing: Sequence[Plugin], expected: TaskModule
+    subject: Subject, fail: PlantedFailure, task: TaskModule, failing: Sequence[Plugin], expected: TaskModule
 ) -> None:
     what, plugin = f"an error in {fail.place}", subject.make()
     raised: BaseException | None = None
@@ -82,7 +82,7 @@ def _check_place(
     )
 
 
-class Failure:
+class PlantedFailure:
     """Raises at its n-th call."""
 
     def __init__(self, place: str, call: int):
@@ -96,7 +96,7 @@ class Failure:
             raise self.error
 
 
-def failing_task(step: str, fail: Failure) -> TaskModule:
+def failing_task(step: str, fail: PlantedFailure) -> TaskModule:
     """Return a task that fails at the end of a step."""
     task = TinyTask()
     compute = getattr(task, step)
@@ -113,7 +113,7 @@ def failing_task(step: str, fail: Failure) -> TaskModule:
 class FailingPlugin(Plugin):
     """Fails in one hook."""
 
-    def __init__(self, hook: str, fail: Failure):
+    def __init__(self, hook: str, fail: PlantedFailure):
         super().__init__()
         self.name = "forge.testing.failing"
 
