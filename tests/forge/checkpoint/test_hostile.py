@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.checkpoint import StoredCheckpoint, manifest, tensors, write_checkpoint
+from forge.checkpoint import StoredCheckpoint, captured, manifest, tensors, write_checkpoint
 from forge.errors import CheckpointError
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -395,6 +395,26 @@ def test_a_hostile_state_json_is_refused(case: str, victim: Path) -> None:
     (victim / "state.json").write_bytes(STATES[case])
     sign(victim)
     check_refused(victim, r"state\.json|safetensors holds no matching tensor")
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "counting",
+    [
+        lambda count: {"progress": {"update": count}},
+        lambda count: {"left_out": [count]},
+        lambda count: {"requests": [{"update": count}]},
+        lambda count: {"planned_updates": count},
+    ],
+)
+def test_a_count_is_one_that_a_float_holds_exactly(counting: Callable[[int], dict[str, Any]]) -> None:
+    for count in (0, 2**53 - 1):
+        captured.check(counting(count), "it", counting(count))
+    for count in (-1, 2**53, 2**64):
+        with pytest.raises(CheckpointError, match=r"it: .* is .*; a count is a whole number from 0 to 2\^53"):
+            captured.check(counting(count), "it", counting(count))
 
 
 # -- bombs: time and memory -------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
     ((3, 2), [_StridedShard(1, split_factor=2), S1]),
     ((1, 2), [S0, S1]),
 ]
-OTHERS = [*LAYOUTS[:2], *LAYOUTS[6:11]] if PROFILE == "full" else [LAYOUTS[1], LAYOUTS[9]]
+OTHERS = [*LAYOUTS[:2], *LAYOUTS[6:11]] if PROFILE == "full" else [LAYOUTS[1], LAYOUTS[10]]
+"""Into which others are loaded; of the last, a rank's shard lies in several places of the tensor."""
 
 
 @pytest.mark.parametrize(("mesh", "placements"), LAYOUTS, ids=[f"{mesh} {places}" for mesh, places in LAYOUTS])

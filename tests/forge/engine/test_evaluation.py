@@ -98,6 +98,17 @@ def test_metrics_are_weighted_by_items_over_uneven_batches() -> None:
     assert metrics["val/loss"] == pytest.approx(expected["loss"].item())
 
 
+def test_a_plain_tensor_from_validation_is_its_loss() -> None:
+    class Plain(Classifier):
+        def validation_step(self, batch: Any) -> torch.Tensor:
+            return self.training_step(batch)["loss"]
+
+    data = make_batches(2)
+    task = Plain()
+    losses = [task.validation_step(batch).item() for batch in data]
+    assert forge.Trainer(plugins=[]).validate(task, data) == {"val/loss": pytest.approx(sum(losses) / 2)}
+
+
 def test_several_validation_loaders_are_told_apart_by_name() -> None:
     metrics = fit(val={"seen": make_batches(1), "unseen": make_batches(1, seed=9)}).metrics
     assert {"val/seen/loss", "val/unseen/loss"} <= metrics.keys()

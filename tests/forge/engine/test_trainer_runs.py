@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import forge
 from forge_plugins import Clip
@@ -205,6 +206,24 @@ def test_the_stack_can_change_in_configure_and_only_there() -> None:
     assert trainer.stack.names == ["adds"]
     with pytest.raises(forge.StackError, match="fixed once forge_configure"):
         fit(plugins=[TooLate()])
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (TensorDataset(torch.zeros(4, 8)), r"train/own got the dataset TensorDataset itself\. Wrap it in a loader"),
+        (3, "train/own got a int, which cannot be iterated"),
+        ([], "The train/own loader is empty"),
+    ],
+)
+def test_what_a_plugin_builds_in_place_of_a_loader_is_looked_at(made: Any, said: str) -> None:
+    class Builds(forge.Plugin):
+        @forge.hookimpl
+        def forge_build_loader(self, stage: str) -> Any:
+            return {"own": made}
+
+    with pytest.raises(forge.DataError, match=said):
+        fit(plugins=[Builds()])
 
 
 def test_a_task_may_implement_hooks_itself_innermost() -> None:

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader, TensorLoader
-from forge.testing import TinyGAN, TinyTask, assert_same, tiny_batches
+from forge.snapshot.capture import capture
+from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
 from tests.support.profiles import few
 
@@ -305,6 +306,22 @@ def test_a_loader_that_cannot_continue_trains_and_is_refused_when_it_should(
     with pytest.raises(forge.DataError, match="This run cannot be continued exactly: Endless has neither seek"):
         live(tmp_path, [often], train=Endless())
     live(tmp_path, [often], train=Endless(), allow_inexact=True)
+
+
+def test_a_state_is_captured_at_a_boundary_alone() -> None:
+    taken: list[int] = []
+
+    @forge.on("step_end")
+    def inside(step: forge.Step) -> None:
+        with pytest.raises(RuntimeError, match="can be captured only at the boundary of an update: request a checkp"):
+            capture(step.trainer)
+
+    @forge.on("save")
+    def at_a_boundary(capture: dict[str, Any]) -> None:
+        taken.append(capture["progress"]["update"])
+
+    fit_tiny([inside, at_a_boundary], max_updates=2)
+    assert taken == [2]
 
 
 def test_state_that_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
