@@ -36,7 +36,6 @@ from forge.errors import CheckpointError
 from tests.conftest import PROFILE
 from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
 from tests.forge.checkpoint.test_tree import same, tensor_of
-from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support.patience import PATIENCE
 from tests.support.ranks import in_threads, pretending
 from tests.support.sharded_kit import S0, S1, R, write_pretended

@@ -20,9 +20,8 @@ from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
 from forge.errors import DataError
 from forge.runs.folder import RunFolder
-from forge.testing import assert_same
 from forge_plugins import Checkpoint, Rehearse
-from tests.forge.snapshot.test_resume import die, live
+from tests.forge.snapshot.test_resume import die, live, resumes
 from tests.support.profiles import some
 
 SHARDS = [range(0, 7), range(7, 25), range(25, 29), range(29, 45)]
@@ -88,17 +87,9 @@ ALL = sorted(sample(i)[0][0].item() for shard in SHARDS for i in shard)
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None:
+def check_resume(folder: Path, make: Callable[[], Any]) -> None:
     """Compare a run that is cut in its second epoch with one that is not."""
-
-    def saves() -> list[Any]:
-        return [Checkpoint(every="2 updates", keep=2, background=False)]
-
-    straight, expected = live(folder / "straight", saves(), train=make(), max_epochs=3)
-    die(folder / "cut", saves(), update, train=make(), max_epochs=3)
-    resumed, result = live(folder / "cut", saves(), train=make(), max_epochs=3)
-    assert_same(resumed, straight)
-    assert result.metrics == expected.metrics
+    resumes(folder, lambda: {"train": make()}, lambda updates: [9], every="2 updates")
 
 
 @pytest.mark.slow

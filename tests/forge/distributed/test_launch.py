@@ -102,6 +102,14 @@ def await_file(path: Path) -> None:
         time.sleep(0.02)
 
 
+def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as one of two, by torchrun's variables."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+
+
 def trained(run: Path) -> TinyTask:
     task = TinyTask()
     load_weights(task, run)
@@ -220,14 +228,7 @@ def test_processes_without_a_strategy_are_refused(capsys: pytest.CaptureFixture[
 def test_a_worker_whose_stack_joins_nobody_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    as_rank(0, monkeypatch)
     assert main(["fit", "small.py", "-p", "no:progress"]) == 2
     assert "one of 2 processes" in capsys.readouterr().err
 
@@ -331,14 +332,7 @@ def test_other_ranks_than_the_first_only_warn(capsys: pytest.CaptureFixture[str]
 def test_of_several_ranks_the_first_alone_writes_predictions(
     empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    as_rank(1, monkeypatch)
     assert main(["predict", "quickstart", "-p", "no:progress", "trainer.device=cpu", "--out", "p.safetensors"]) == 0
     assert not (empty_folder / "p.safetensors").exists()
     assert "p.safetensors" not in capsys.readouterr().out

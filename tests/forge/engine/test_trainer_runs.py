@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import forge
 from forge_plugins import Clip
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 
 def test_fit_writes_weights_that_the_other_verbs_read(tmp_path: Any) -> None:
@@ -260,33 +260,12 @@ def test_a_copy_of_a_running_task_takes_no_trainer_with_it() -> None:
     assert task.trainer is None
 
 
-def test_a_skipped_update_is_not_edited() -> None:
-    edited: list[int] = []
-
-    @forge.on("inspect_grads", mutates=True)
-    def skip(step: forge.Step) -> None:
-        if step.index == 1:
-            step.skip_update("test")
-
-    @forge.on("edit_grads")
-    def edit(step: forge.Step) -> None:
-        edited.append(step.index)
-
-    fit(plugins=[skip, edit])
-    assert edited == [0, 2, 3]
-
-
 def test_what_a_plugin_publishes_reaches_every_sink_at_once() -> None:
-    seen: list[tuple[int, dict[str, Any]]] = []
-
     @forge.on("step_end", every="2 updates")
     def make(step: forge.Step) -> None:
         step.trainer.publish({"shape": forge.Histogram.of(torch.ones(3)), "height": 2})
 
-    @forge.on("log")
-    def sink(update: int, metrics: dict[str, Any]) -> None:
-        seen.append((update, metrics))
-
+    sink, seen = noting("log", lambda update, metrics: (update, metrics))
     result = fit(plugins=[make, sink])
     assert [update for update, metrics in seen if "shape" in metrics] == [2, 4]
     assert result.metrics["height"] == 2

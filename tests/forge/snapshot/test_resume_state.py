@@ -18,7 +18,7 @@ from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.forge.snapshot.test_resume import die, live, log_of, resumes
-from tests.support.tasks import fit, make_batches
+from tests.support.tasks import fit, make_batches, noting
 
 
 class Built(TinyTask):
@@ -34,14 +34,15 @@ class Built(TinyTask):
 
 def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options: Any) -> Any:
     """The resumed task, after it was held equal to one that ran straight."""
-    saver = Checkpoint(every="1 update")
-    straight, expected = live(folder / "straight", [saver, JSONL()], task=make(), **options)
-    die(folder / "cut", [Checkpoint(every="1 update"), JSONL()], cut, task=make(), **options)
-    resumed, result = live(folder / "cut", [Checkpoint(every="1 update"), JSONL()], task=make(), **options)
-    assert_same(resumed, straight)
-    assert result.metrics == expected.metrics
+    made: list[Any] = []
+
+    def given() -> dict[str, Any]:
+        made.append(make())
+        return {"task": made[-1], **options}
+
+    resumes(folder, given, lambda updates: [cut], plugins=lambda: [JSONL()])
     assert log_of(folder / "cut") == log_of(folder / "straight")
-    return resumed
+    return made[-1]
 
 
 class Finer(torch.optim.SGD):
@@ -240,12 +241,8 @@ class Odd(torch.optim.SGD):
 
 
 def test_unsavable_optimizer_state_is_refused_at_once(tmp_path: Path) -> None:
-    seen: list[int] = []
 
-    @forge.on("boundary")
-    def count(trainer: forge.Trainer) -> None:
-        seen.append(trainer.progress.update)
-
+    count, seen = noting("boundary", lambda trainer: trainer.progress.update)
     with pytest.raises(forge.CheckpointError, match=r"seen.*is a set"):
         live(tmp_path, [Checkpoint(), count], task=Built(lambda p: Odd(p, lr=0.1)))
     assert seen == [1]
