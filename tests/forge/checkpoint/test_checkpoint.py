@@ -109,13 +109,6 @@ def test_the_folder_is_made_and_is_the_owners_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "run" / "checkpoints").stat().st_mode) == 0o700
 
 
-def test_a_second_write_replaces_the_first(tmp_path: Path) -> None:
-    for number in (1, 2):
-        write_checkpoint(tmp_path / "update-00000001", tree_of(number))
-    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree_of(2))
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 # -- errors while writing ---------------------------------------------------------------------------------------------
 
 

@@ -285,12 +285,6 @@ def test_weights_of_another_kind_are_no_average(tmp_path: Path, weights: Any) ->
     assert_same(TinyTask.from_checkpoint(checkpoint), task)
 
 
-def test_an_average_of_another_shape_is_a_misfit_by_name(tmp_path: Path) -> None:
-    checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(2, 2)}})
-    with pytest.raises(forge.TaskError, match=r"net\.0\.weight is \(2, 2\) in the file"):
-        load_weights(TinyTask(), checkpoint, weights="polyak")
-
-
 def test_complex_weights_are_averaged_as_what_they_are(tmp_path: Path) -> None:
     class Spectral(TinyTask):
         def __init__(self) -> None:

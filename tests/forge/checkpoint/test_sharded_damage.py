@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from forge.checkpoint import (
     BackgroundWriter,
@@ -33,10 +31,10 @@ from forge.checkpoint import (
 from forge.errors import CheckpointError
 from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
 from tests.forge.checkpoint.test_hostile import check_refused, header, sign_text
-from tests.forge.checkpoint.test_tree import ALL_DTYPES, same, tensor_of
+from tests.forge.checkpoint.test_tree import same
 from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support.ranks import in_threads
-from tests.support.sharded_kit import MANIFESTS, S0, write_in_threads, write_pretended
+from tests.support.sharded_kit import MANIFESTS, write_in_threads
 
 # -- errors while writing ---------------------------------------------------------------------------------------------
 
@@ -290,24 +288,3 @@ def test_forge_ckpt_reads_what_several_ranks_wrote(call: Any, tmp_path: Path) ->
     code, out = call("verify", tmp_path / "several")
     assert code == 1
     assert any("state-00001" in line and "unknown without its manifest" in line for line in out.splitlines())
-
-
-def test_every_dtype_can_be_in_pieces(tmp_path: Path) -> None:
-    full = {str(dtype): tensor_of(dtype, (3, 4)) for dtype in ALL_DTYPES}
-    write_pretended(
-        tmp_path / "it",
-        2,
-        lambda: {
-            "state": {
-                name: DTensor.from_local(
-                    t[:2] if dist.get_rank() == 0 else t[2:],
-                    init_device_mesh("cpu", (2,)),
-                    [S0],
-                    shape=t.shape,
-                    stride=t.stride(),
-                )
-                for name, t in full.items()
-            }
-        },
-    )
-    assert same(StoredCheckpoint(tmp_path / "it").load(), {"state": full})

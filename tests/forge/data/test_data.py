@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import forge
 from forge.data import Feed, Loader, TensorLoader, batch_size, epoch_order
-from forge_plugins import Accumulate
 from tests.support.profiles import some
-from tests.support.tasks import fit, make_batches, noting
+from tests.support.tasks import fit, make_batches
 
 
 class Endless:
@@ -166,18 +165,3 @@ class TestOrder:
 
         assert order(None, 1) == order(None, 1) == order(1, 2)
         assert order(None, 1) != order(None, 2)
-
-
-def test_accumulation_without_a_length_knows_its_last_window() -> None:
-
-    watch, ends = noting("step_end", lambda step: (len(step.window), step.ends_epoch))
-    fit(train=Endless(make_batches(5)), max_epochs=2, plugins=[Accumulate(2), watch])
-    assert ends == [(2, False), (2, False), (1, True)] * 2
-
-
-def test_the_step_says_how_long_it_waited_for_data() -> None:
-
-    watch, waits = noting("step_end", lambda step: step.data_wait)
-    fit(plugins=[watch], max_updates=2)
-    assert len(waits) == 2
-    assert all(wait >= 0 for wait in waits)

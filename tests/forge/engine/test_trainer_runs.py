@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -270,26 +269,6 @@ def test_what_a_plugin_publishes_reaches_every_sink_at_once() -> None:
     assert [update for update, metrics in seen if "shape" in metrics] == [2, 4]
     assert result.metrics["height"] == 2
     assert "shape" not in result.metrics
-
-
-def test_a_plugin_can_put_other_weights_in_place_for_the_export(tmp_path: Path) -> None:
-    class Zeros(forge.Plugin):
-        """Exports zeros."""
-
-        @forge.hookimpl(wrapper=True)
-        def forge_export(self, trainer: forge.Trainer) -> Any:
-            kept = {name: value.clone() for name, value in trainer.task.state_dict().items()}
-            for value in trainer.task.state_dict().values():
-                value.zero_()
-            yield
-            trainer.task.load_state_dict(kept)
-            return True
-
-    task = Classifier()
-    fit(task, plugins=[Zeros()], run_dir=tmp_path)
-    exported = load_file(tmp_path / "weights.safetensors")
-    assert all(not value.any() for value in exported.values())
-    assert all(value.any() for value in task.state_dict().values())
 
 
 @pytest.mark.parametrize("every", ["2 updates", "1 epoch", "9 samples"])

@@ -58,14 +58,20 @@ def test_a_fit_without_plugins_ends_with_its_last_metrics(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("on purpose"), "failed"), (KeyboardInterrupt("on purpose"), "interrupted")]
+    ("error", "told"),
+    [
+        (RuntimeError("on purpose"), ("failed", "RuntimeError: on purpose")),
+        (KeyboardInterrupt(), ("interrupted", "KeyboardInterrupt")),
+    ],
 )
-def test_an_error_is_named_and_an_interrupt_is_no_failure(tmp_path: Path, error: BaseException, status: str) -> None:
+def test_an_error_is_named_and_an_interrupt_is_no_failure(
+    tmp_path: Path, error: BaseException, told: tuple[str, str]
+) -> None:
     task = Raises()
     task.error = error
     with pytest.raises(type(error)):
         fit(task, plugins=[], run_dir=tmp_path)
-    assert status_of(tmp_path) == (status, f"{type(error).__name__}: on purpose")
+    assert status_of(tmp_path) == told
 
 
 def test_an_error_at_the_end_is_named_too(tmp_path: Path) -> None:
@@ -155,12 +161,8 @@ def test_a_last_life_without_jsonl_is_told_as_it_was(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert (run.status, run.updates, run.epochs) == ("finished", 8, 2)
     assert run.final == result.metrics
-
-
-def test_the_time_of_a_last_life_without_jsonl_is_added(tmp_path: Path) -> None:
-    twice(tmp_path, [JSONL()], [])
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert RunFolder(tmp_path).seconds == pytest.approx(json.loads(lines[-1])["time"] + end_of(tmp_path)["seconds"])
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+    assert run.seconds == pytest.approx(first + end_of(tmp_path)["seconds"])
 
 
 def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:

@@ -336,17 +336,6 @@ def test_a_folder_with_a_run_in_it_is_not_trained_over(tmp_path: Path) -> None:
         live(tmp_path, [Checkpoint()], resume=None)
 
 
-def test_auto_without_a_folder_continues_the_newest_run(empty_folder: Path) -> None:
-    def fit(**options: Any) -> forge.FitResult:
-        trainer = forge.Trainer(plugins=[Checkpoint()], seed=0, device="cpu", **options)
-        return trainer.fit(TinyTask(), tiny_batches())
-
-    first = fit(max_epochs=1, resume="auto")  # there is nothing yet
-    second = fit(max_epochs=2, resume="auto")
-    assert second.run_dir == first.run_dir
-    assert second.updates == 10
-
-
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     straight, _ = live(tmp_path / "straight", everything())
     die(tmp_path / "cut", everything(), 7)
@@ -374,13 +363,6 @@ def test_one_checkpoint_is_where_a_new_run_begins(tmp_path: Path) -> None:
     assert_same(branch, straight)
     assert result.run_dir == tmp_path / "second"
     assert len(list((tmp_path / "first" / "checkpoints").glob("update-*"))) == 8
-
-
-def test_the_card_says_what_a_run_was_resumed_from(tmp_path: Path) -> None:
-    die(tmp_path, [Checkpoint(every="1 update")], 3)
-    live(tmp_path, [Checkpoint()])
-    assert json.loads((tmp_path / "card.json").read_text())["resumed_from"] == 2
-    assert "| resumed from | update 2 |" in (tmp_path / "card.md").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

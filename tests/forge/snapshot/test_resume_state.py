@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import forge
 from forge.report.page import page
@@ -58,25 +57,6 @@ class Finer(torch.optim.SGD):
                     p.data -= (0.1 * kept[0] / kept[1]).float()
 
 
-class Image(forge.TaskModule):
-    """Convolutions in channels-last, with a fused optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-            self.net.to(memory_format=torch.channels_last)
-
-    def training_step(self, batch: Any) -> Any:
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    validation_step = training_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
-
-
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "multi-step": lambda o: (o, torch.optim.lr_scheduler.MultiStepLR(o, [2, 5, 5])),
     "sequential": lambda o: (
@@ -109,16 +89,6 @@ def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
 )
 def test_optimizers_go_on_where_they_were(tmp_path: Path, make: Callable[[Any], Any]) -> None:
     ends_the_same(tmp_path, lambda: Built(make))
-
-
-@pytest.mark.slow
-def test_optimizer_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(4, 3, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(5)
-    ]
-    make = lambda: {"task": Image(), "train": batches, "validate_every": None}  # noqa: E731
-    resumes(tmp_path, make, lambda updates: [4])
 
 
 class Thaws(TinyTask):
