@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import forge
 from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import SAM, Accumulate, Clip, Freeze, Guard
+from tests.support import reference
+from tests.support.averages import loss_of
 
 pytestmark = pytest.mark.gpu
 
@@ -47,49 +47,6 @@ def fit(plugins: list[Any], task: Any = None, train: Any = None, **options: Any)
     return task
 
 
-def loop(task: Any, train: Any, window: int, clip: float, *, rho: float | None = None, adaptive: bool = False) -> None:
-    """Two epochs by hand, in the loop that one writes for a GPU; with `rho` each window is run twice."""
-    task.cuda().train()
-    optimizer = task.configure_optimizers()
-    torch.manual_seed(0)
-    for _ in range(2):
-        for start in range(0, len(train), window):
-            one_update(task, optimizer, train[start : start + window], clip, rho, adaptive)
-
-
-def one_update(task: Any, optimizer: Any, micros: Any, clip: float, rho: float | None, adaptive: bool) -> None:
-    random_numbers = torch.cuda.get_rng_state()
-    backward(task, micros)
-    if rho is not None:
-        parameters = [p for p in task.parameters() if p.grad is not None]
-        weights, buffers = [p.detach().clone() for p in parameters], [b.clone() for b in task.buffers()]
-        climb(parameters, rho, adaptive)
-        optimizer.zero_grad()
-        torch.cuda.set_rng_state(random_numbers)
-        backward(task, micros)
-        with torch.no_grad():
-            for tensor, before in zip([*parameters, *task.buffers()], [*weights, *buffers], strict=True):
-                tensor.copy_(before)
-    torch.nn.utils.clip_grad_norm_(task.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def backward(task: Any, micros: Any) -> None:
-    for x, y in micros:
-        loss = F.cross_entropy(task(x.cuda()), y.cuda())
-        (loss / len(micros) if len(micros) > 1 else loss).backward()
-
-
-@torch.no_grad()
-def climb(parameters: list[nn.Parameter], rho: float, adaptive: bool) -> None:
-    sizes = [p.abs() + 0.01 if adaptive else torch.ones_like(p) for p in parameters]
-    scaled = [p.grad * size for p, size in zip(parameters, sizes, strict=True) if p.grad is not None]
-    length = rho / (torch.nn.utils.get_total_norm(scaled) + 1e-12)
-    for parameter, size, gradient in zip(parameters, sizes, scaled, strict=True):
-        parameter.add_(gradient * size * length)
-
-
 # -- sam --------------------------------------------------------------------------------------------------------------
 
 
@@ -106,8 +63,10 @@ def test_sam_waits_for_nothing(adaptive: bool, window: int, syncs_are_errors: fo
 @pytest.mark.parametrize("window", [1, 2])
 def test_sam_equals_a_hand_written_loop_bit_for_bit(adaptive: bool, window: int) -> None:
     ours = fit([SAM(0.5, adaptive=adaptive), Clip(0.5), Accumulate(window)])
-    theirs = Fused()
-    loop(theirs, batches(), window, 0.5, rho=0.5, adaptive=adaptive)
+    theirs = Fused().cuda()
+    levers = reference.Levers(window=window, clip_norm=0.5, rho=0.5, adaptive=adaptive)
+    data = [(x.cuda(), y.cuda()) for x, y in batches()]
+    reference.train_with_levers(theirs, loss_of, theirs.configure_optimizers(), data, 2, levers, 0)
     assert_same(ours, theirs)
 
 
