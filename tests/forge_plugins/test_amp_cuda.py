@@ -13,7 +13,7 @@ import torch
 
 import forge
 from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
-from forge_plugins import AMP, Accumulate, Clip, Guard
+from forge_plugins import AMP, Accumulate, Clip
 from tests.forge_plugins.test_amp import WithSchedule, train_by_hand
 from tests.support.amp_kit import made, trained
 
@@ -55,18 +55,6 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(
 
 
 # -- host syncs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("guarded", [True, False])
-def test_bf16_waits_for_nothing(window: int, guarded: bool) -> None:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    plugins = [AMP("bf16"), Clip(0.1), Accumulate(window), *([Guard()] if guarded else []), strict]
-    options: dict[str, Any] = {"max_updates": 8, "device": "cuda", "log_every": 1000, "validate_every": None}
-    assert fit_tiny(plugins, task=Fused(), train=pinned(40), **options)[1].updates == 8
 
 
 def syncs_per_update(*plugins: forge.Plugin, task: Any, log_every: int = 1000) -> list[int]:

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import forge
 from forge.data import TensorLoader
-from forge_plugins import EMA, SWA, Accumulate, Clip, Guard, Prefetch
+from forge_plugins import EMA, SWA, Prefetch
 from forge_plugins.averaging.average import Average
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -33,17 +32,6 @@ class Normed(Classifier):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
-
-
-class Half(Classifier):
-    """bfloat16 weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.to(torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.to(torch.bfloat16)).float()
 
 
 def made(kind: Any = Normed, **options: Any) -> Any:
@@ -76,24 +64,6 @@ def by_hand(model: Any, average: AveragedModel | None, epochs: int = 1) -> None:
         optimizer.step()
         if average is not None:
             average.update_parameters(model)
-
-
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        EMA(),
-        EMA(start=2, every=2, warmup=True, buffers="average"),
-        SWA(0, every="1 updates", lr=0.01, anneal=3),
-    ],
-    ids=["ema", "ema with everything", "swa"],
-)
-@pytest.mark.parametrize("kind", [Normed, Half])
-def test_nothing_waits_for_the_device(plugin: forge.Plugin, kind: Any, syncs_are_errors: forge.Plugin) -> None:
-    stack = [syncs_are_errors, plugin, Guard(), Clip(0.1), Accumulate(2)]
-    if kind is Half:
-        stack = [syncs_are_errors, plugin]
-    task = made(kind)
-    assert fit(task, batches(20), max_updates=8, device="cuda", plugins=stack, log_every=1000).updates == 8
 
 
 def test_the_average_is_torchs_own_bit_for_bit() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import forge
 from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError
 from forge.snapshot.non_finite import all_finite
-from forge_plugins import Accumulate, Anomaly, Checkpoint, Clip, Guard
+from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
 from tests.support.tasks import Classifier, fit, make_batches
 
 pytestmark = pytest.mark.gpu
@@ -52,17 +51,6 @@ def parameters(task: torch.nn.Module) -> list[torch.Tensor]:
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("policy", ["stop", "rewind"])
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
-def test_nothing_waits_for_the_device_with_a_fused_optimizer(
-    policy: str, window: int, kind: str, syncs_are_errors: forge.Plugin
-) -> None:
-    plugins = [Guard(policy), Clip(0.1), Accumulate(window), syncs_are_errors]
-    task = made(kind=kind)
-    assert fit(task, batches(count=30), max_updates=8, device="cuda", plugins=plugins, log_every=1000).updates == 8
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
