@@ -5,23 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import forge
 from forge.errors import StackError
 from forge.testing import assert_same, tiny_batches
 from forge_plugins import (
     AMP,
     EMA,
-    JSONL,
     Accumulate,
     Anomaly,
-    Checkpoint,
     Clip,
     Compile,
     CudaGraph,
@@ -29,7 +25,6 @@ from forge_plugins import (
     Prefetch,
     Schedule,
 )
-from tests.forge.snapshot.test_resume import ends_as_if_it_had_not_been_cut
 from tests.support import emulated_graphs
 from tests.support.emulated_graphs import Net
 
@@ -189,24 +184,6 @@ def wide(count: int = 20) -> list[Any]:
 @pytest.mark.parametrize("stack", [lambda: [], lambda: [Accumulate(2)], lambda: [Prefetch()]])
 def test_large_batches_come_by_a_stream_of_their_own(stack: Any) -> None:
     compare(stack, 15, wide(), Wide)
-
-
-def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
-    graph = CudaGraph(strict=True)
-    plugins = [Accumulate(2), Clip(0.5), Schedule("cosine", warmup=3), Guard(), EMA(0.9), graph]
-    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
-    settings: dict[str, Any] = {"seed": 3, "device": "cuda", "log_every": 4, "max_epochs": 6, **options}
-    task = Net()
-    trainer = forge.Trainer(plugins=plugins, run_dir=folder, resume="auto", **settings)
-    data = batches(14, last=7)
-    trainer.fit(task, data, data[:3])
-    assert graph.replayed > 10
-    return task
-
-
-@pytest.mark.parametrize("update", [5, 17, 30])
-def test_a_captured_run_that_was_cut_ends_the_same(tmp_path: Path, update: int) -> None:
-    ends_as_if_it_had_not_been_cut(live, tmp_path, update)
 
 
 def test_garbage_of_an_earlier_run_is_not_collected_in_a_capture() -> None:
