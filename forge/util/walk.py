@@ -127,7 +127,12 @@ def _is_pythons(kind: type) -> bool:
 
 def is_librarys(value: Any) -> bool:
     """Whether the class of a value belongs to an installed package."""
-    return _is_installed(type(value).__module__)
+    return is_of_a_package(type(value))
+
+
+def is_of_a_package(kind: type) -> bool:
+    """Whether a class belongs to an installed package."""
+    return _is_installed(kind.__module__)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from functools import lru_cache, partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forge import registry
 from forge.torch_internals import pytree
-from forge.util.walk import walk
+from forge.util.tracebacks import is_users
+from forge.util.walk import is_of_a_package
 from forge_doctor.findings import Finding
 from forge_doctor.probes.graph import nodes
 
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 
 KEY = "forge_doctor.mark"
 CONTAINERS = (dict, list, tuple, set, deque)
+ATOMS = (type(None), str, bytes, int, float, complex, torch.dtype, torch.device, torch.Size, ModuleType, nn.Parameter)
+MOST_VALUES = 20_000
+"""Values that are looked through."""
 DEPTH = 3
 """Containers inside each other that are looked through for the name of what holds a graph."""
 LOOKS, SHARE = 16, 0.01
@@ -136,7 +143,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Look:
+class Sizes:
     """The sizes of everything that was held at an update."""
 
     update: int
@@ -148,7 +155,7 @@ class Growth:
     """What a run's objects hold at its logs. Of something that grows, the rate between two looks counts."""
 
     def __init__(self) -> None:
-        self._looks: deque[Look] = deque(maxlen=3)
+        self._looks: deque[Sizes] = deque(maxlen=3)
         self._told: set[str] = set()
         self._count, self._spent, self._began = 0, 0.0, 0.0
 
@@ -159,7 +166,8 @@ class Growth:
             self._began = began
         if self._count > LOOKS and self._spent > SHARE * (began - self._began):
             return
-        self._looks.append(Look(trainer.progress.update, trainer.progress.epoch, held_by(trainer)))
+        before = self._looks[-1].held if self._looks else {}
+        self._looks.append(Sizes(trainer.progress.update, trainer.progress.epoch, held_by(trainer, before)))
         self._count += 1
         self._spent = (self._spent if self._count > LOOKS else 0.0) + time.perf_counter() - began
 
@@ -190,44 +198,95 @@ class Growth:
                 yield Finding("memory_grows", text, path, evidence, cure)
 
 
-def held_by(trainer: Run) -> dict[str, Held]:
-    """Return what the task, its optimizers and the data hold, by path, and what a CUDA device has given out."""
+def held_by(trainer: Run, before: dict[str, Held]) -> dict[str, Held]:
+    """Return what the task, its optimizers and the data hold, by path, and what a CUDA device has given out.
+
+    `before` is what was returned last time: what is as long as then is not looked at again.
+    """
     found: dict[str, Held] = {}
-    task, seen = trainer.task, dict[str, Any]()
-    optimizers = {name or "": entry.optimizer for name, entry in trainer.optimizers.entries.items()}
-    for path, value in walk({"task": task, **trainer.given_loaders}, _is_short):
-        seen[path] = value
-        size = _size(value)
-        if size is not None:
-            owner, _, name = path.rpartition(".")
-            size.bounds = _bounds(value, name, seen.get(owner))
-            found[path] = size
-    for name, module in task.named_modules():
-        hooks = [hook for key, held in vars(module).items() if key.endswith("_hooks") and held for hook in held]
-        found[f"task.{name} (hooks)"] = Held(len(hooks), runs=True)
-        found[f"task.{name} (modules)"] = Held(len(module._modules), runs=True)
-    for name, optimizer in optimizers.items():
-        found[f"optimizer {name}".strip()] = Held(len(optimizer.param_groups), runs=True)
+    roots = {"task": trainer.task, **trainer.given_loaders}
+    roots |= {f"optimizer {name or ''}".strip(): entry.optimizer for name, entry in trainer.optimizers.entries.items()}
+    seen = set[int]()
+    todo: list[tuple[str, Any, Any]] = [(path, value, None) for path, value in roots.items()]
+    while todo and len(seen) < MOST_VALUES:
+        path, x, owner = todo.pop()
+        if isinstance(x, ATOMS) or (isinstance(x, CONTAINERS) and not x) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, (Tensor, np.ndarray)) or (isinstance(x, CONTAINERS) and x):
+            size = _size(x, before.get(path))
+            if size is not None:
+                if size is not before.get(path):
+                    size.bounds = _bounds(x, path.rpartition(".")[2], owner)
+                found[path] = size
+        if not isinstance(x, CONTAINERS) or len(x) <= LONG:
+            for name, value in _inside(x, owner is None):
+                todo.append((path + name, value, x))
     if trainer.env.device.type == "cuda":
         found["the memory of the device"] = Held(torch.cuda.memory_allocated(trainer.env.device))
     return found
 
 
-def _is_short(path: str, value: Any) -> bool:
-    return not isinstance(value, CONTAINERS) or len(value) <= LONG
+def _inside(x: Any, is_root: bool) -> list[tuple[str, Any]]:
+    """What is directly inside a value: items, attributes, those of a user's class, what code closes over or names."""
+    if isinstance(x, dict):
+        return [(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", value) for key, value in x.items()]
+    if isinstance(x, CONTAINERS):
+        return [(f"[{i}]", value) for i, value in enumerate(x)]
+    if isinstance(x, partial):
+        return [("", x.func), ("", x.args), ("", x.keywords)]
+    if isinstance(x, MethodType):
+        return [("", x.__self__), ("", x.__func__)]
+    if isinstance(x, FunctionType):
+        if not _is_users(x.__code__.co_filename):
+            return []
+        cells = [(f".{name}", cell) for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=False)]
+        return cells + [(f" ({x.__module__}.{name})", x.__globals__.get(name)) for name in x.__code__.co_names]
+    if isinstance(x, CellType):
+        return [("", value) for value in gc.get_referents(x)]
+    if isinstance(x, type):
+        return (
+            []
+            if _is_closed(x) or x.__module__ in sys.stdlib_module_names
+            else [(f".{name}", getattr(value, "__func__", value)) for name, value in vars(x).items()]
+        )
+    if isinstance(x, nn.Module):
+        held = [(f".{name}", value) for name, value in vars(x).items() if name not in ("trainer", "_parameters")]
+        return [*held, (f" ({type(x).__qualname__})", type(x))]
+    if not is_root and _is_closed(type(x)):
+        return []
+    held = [(f".{name}", value) for name, value in getattr(x, "__dict__", {}).items()]
+    return [*held, (f" ({type(x).__qualname__})", type(x))]
 
 
-def _size(value: Any) -> Held | None:
-    """The size of a container by its newest entry, of a tensor with a graph by that, of others by their memory; None of
-    anything else."""
+@lru_cache(maxsize=4096)
+def _is_closed(kind: type) -> bool:
+    """Whether objects of a class are not looked into: those of a package."""
+    return is_of_a_package(kind) or kind.__module__.partition(".")[0] in registry.libraries()
+
+
+@lru_cache(maxsize=4096)
+def _is_users(file: str) -> bool:
+    return is_users(file)
+
+
+def _size(value: Any, before: Held | None) -> Held | None:
+    """The size of a container by its newest entry, of a tensor with a graph by that, of others by their memory."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return Held(sum(1 for _ in itertools.islice(nodes(value), MOST_NODES)), runs=True)
     if isinstance(value, (Tensor, np.ndarray)):
         return None if isinstance(value, nn.Parameter) else Held(value.nbytes)
-    if isinstance(value, (dict, list, deque)) and value and getattr(value, "maxlen", None) is None:
+    if before is not None and before.count == len(value):
+        return before
+    if isinstance(value, (dict, list, deque)) and getattr(value, "maxlen", None) is None:
         newest = next(reversed(value.values())) if isinstance(value, dict) else value[-1]
-        return Held(len(value), _bytes_of(newest), callable(newest))
+        return Held(len(value), _bytes_of(newest), callable(newest) or _is_group(newest))
     return None
+
+
+def _is_group(entry: Any) -> bool:
+    """Whether this is a group of an optimizer's parameters."""
+    return isinstance(entry, dict) and "params" in entry
 
 
 def _bytes_of(entry: Any) -> int:
@@ -238,7 +297,7 @@ def _bytes_of(entry: Any) -> int:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         elif isinstance(x, np.ndarray):
             other += x.nbytes if x.base is None else max(x.nbytes, getattr(x.base, "nbytes", 0))
-        elif hasattr(x, "__len__"):
+        elif isinstance(x, (str, bytes)):
             other += len(x)
     return sum(kept.values()) + other or 1
 
@@ -247,7 +306,6 @@ def _bounds(value: Any, name: str, owner: Any) -> frozenset[tuple[str, int]]:
     """Numbers of the owner above the length of its list that code of its class reads where it reads this length."""
     own = getattr(owner, "__dict__", {}) if isinstance(value, list) else {}
     larger = {(key, x) for key, x in own.items() if type(x) is int and x > len(value)}
-    read = (
-        [set(f.__code__.co_names) for f in vars(type(owner)).values() if isinstance(f, FunctionType)] if larger else []
-    )
+    code = [f.__code__ for f in vars(type(owner)).values() if isinstance(f, FunctionType)] if larger else []
+    read = [set(each.co_names) for each in code]
     return frozenset((key, x) for key, x in larger if any({"len", name, key} <= names for names in read))
