@@ -238,6 +238,7 @@ def test_a_missing_package_is_named_with_its_pip_line(tmp_path: Path, monkeypatc
 
 # -- cards from elsewhere ---------------------------------------------------------------------------------------------
 
+PORT = {"name": "x", "dtype": "float32", "shape": ["batch", 4]}
 HOSTILE = {
     "no JSON": b"\x00",
     "a list": b"[]",
@@ -250,6 +251,12 @@ HOSTILE = {
     "a negative size": {"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", -5]}]},
     "half a size": {"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 0.5]}]},
     "libraries that are no names": {"libraries": [1]},
+    "10^12 columns": {"inputs": [{**PORT, "shape": ["batch", 10**12]}]},
+    "10^400 columns": {"inputs": [{**PORT, "shape": ["batch", 10**400]}]},
+    "columns that multiply": {"inputs": [{**PORT, "shape": ["batch", *[1000] * 20]}]},
+    "many inputs": {"inputs": [{**PORT, "name": f"x{i}", "shape": ["batch", 10**7]} for i in range(900)]},
+    "a least size of 10^12": {"inputs": [{**PORT, "shape": ["batch", "n"], "seen": {"n": [10**12, 10**12]}}]},
+    "outputs of 10^12": {"outputs": [{**PORT, "name": "y", "shape": ["batch", 10**12]}]},
     "no files": {"files": {}},
     "another hash": {"files": {"model.ts": {"sha256": "0" * 64}}},
 }
