@@ -82,16 +82,8 @@ def test_slices_train_what_one_process_trains(count: int, kind: str, options: di
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
 
 
-class Single(kit.Tokens):
-    """In float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.float()
-
-
 def in_bf16(amp: bool) -> dict[str, Any]:
-    return kit.fit_tokens(Single(), [AMP("bf16")] if amp else [], {})["weights"]
+    return kit.fit_tokens(kit.Tokens().float(), [AMP("bf16")] if amp else [], {})["weights"]
 
 
 @pytest.mark.slow

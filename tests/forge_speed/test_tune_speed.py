@@ -12,28 +12,7 @@ from forge.cli import main
 from forge.config import read_recipe
 from forge.tuning import Change, step_timer
 from forge_speed.commands import tune_speed
-
-MADE = """
-import torch
-from torch import nn
-import forge
-
-class Task(forge.TaskModule):
-    def __init__(self, lr: float = 0.05):
-        super().__init__()
-        self.lr = lr
-        self.net = nn.Linear(4, 2)
-
-    def training_step(self, batch):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-def data(batch_size: int = 16):
-    x = torch.randn(128, 4, generator=torch.Generator().manual_seed(0))
-    return forge.data.Splits(train=forge.data.TensorLoader(x, (x[:, 0] > 0).long(), batch_size=batch_size))
-"""
+from tests.forge.cli.test_tune import TASK
 
 
 @pytest.fixture
@@ -42,7 +21,7 @@ def file(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
         monkeypatch.setattr(step_timer, name, value)
     path = Path(f"task_{empty_folder.name}.py")  # modules are kept by their name
-    path.write_text(MADE)
+    path.write_text(TASK)
     return f"{path}:Task"
 
 
