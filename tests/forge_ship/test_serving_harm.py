@@ -119,17 +119,26 @@ async def test_a_second_request_has_its_own_deadline() -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_by_default_a_local_server_has_local_names() -> None:
-    with serving() as (_, port):
-        for host, status in {"localhost": 200, f"127.0.0.1:{port}": 200, "[::1]": 200, "rebound.example": 400}.items():
+@pytest.mark.parametrize(
+    ("words", "names", "refused"),
+    [
+        ((), ["localhost", "127.0.0.1:{port}", "[::1]"], "rebound.example"),
+        (
+            ("--host-header", "a.example,*.b.example", "--host-header", "c.example"),
+            ["a.example", "x.b.example", "c.example"],
+            "localhost",
+        ),
+    ],
+)
+def test_a_local_server_has_local_names_or_those_that_it_was_given(
+    words: tuple[str, ...], names: list[str], refused: str
+) -> None:
+    with serving(*words) as (_, port):
+        for host, status in {**dict.fromkeys(names, b"200"), refused: b"400"}.items():
             with socket.create_connection(("127.0.0.1", port), 30) as connection:
-                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
-    with serving("--host-header", "a.example,*.b.example", "--host-header", "c.example") as (_, port):
-        for host, status in {"a.example": 200, "x.b.example": 200, "c.example": 200, "localhost": 400}.items():
-            with socket.create_connection(("127.0.0.1", port), 30) as connection:
-                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
+                head = f"GET /health HTTP/1.1\r\nHost: {host.format(port=port)}\r\nConnection: close\r\n\r\n"
+                connection.sendall(head.encode())
+                assert connection.makefile("rb").readline().split()[1] == status, host
 
 
 def test_the_model_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
