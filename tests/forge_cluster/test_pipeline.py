@@ -250,7 +250,6 @@ def read_from_device() -> list[int]:
     return seen[:-1]
 
 
-@pytest.mark.slow
 def test_metrics_stay_on_the_device() -> None:
     for updates in ranks(2)(read_from_device):
         assert len(updates) == 6

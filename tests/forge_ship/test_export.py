@@ -413,7 +413,6 @@ def test_a_program_of_another_structure_is_refused(tmp_path: Path, monkeypatch: 
         exported(Classifier(), tmp_path)
 
 
-@pytest.mark.slow
 def test_of_what_a_card_names_only_libraries_for_torch_are_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
