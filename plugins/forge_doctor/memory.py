@@ -7,12 +7,13 @@ the optimizers and the data hold is looked through at logs, and its sizes are co
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,8 @@ LOOKS, SHARE = 16, 0.01
 """Looks at what is held that are made in any case, and the share of the time since then that others may take."""
 MUCH, LITTLE = 2**18, 512
 """Bytes of an update that tell within an epoch, whose end may let go of them, and after one."""
+MOST_NODES = 20_000
+"""Nodes of a graph that are counted."""
 LONG = 16
 """Entries of a container from which they are not looked into."""
 
@@ -122,12 +125,12 @@ def _key(inside: dict[str, Any], value: Any) -> str:
 
 @dataclass(slots=True)
 class Held:
-    """What one container, or one tensor, holds: entries of so many bytes, or functions and modules, or bytes alone."""
+    """What a container or a tensor holds: entries of so many bytes, functions, modules, nodes of a graph, or bytes."""
 
     count: int
     each: int = 1
     runs: bool = False
-    "Whether the entries are run or trained: then each update takes longer as well."
+    "Whether the entries are run, trained or gone back through: then each update takes longer as well."
     bounds: frozenset[tuple[str, int]] = frozenset()
     "Numbers above the length of a list that its owner has: one that stays may be its capacity."
 
@@ -196,7 +199,8 @@ def held_by(trainer: Run) -> dict[str, Held]:
         seen[path] = value
         size = _size(value)
         if size is not None:
-            size.bounds = _bounds(value, seen.get(path.rpartition(".")[0]))
+            owner, _, name = path.rpartition(".")
+            size.bounds = _bounds(value, name, seen.get(owner))
             found[path] = size
     for name, module in task.named_modules():
         hooks = [hook for key, held in vars(module).items() if key.endswith("_hooks") and held for hook in held]
@@ -214,7 +218,10 @@ def _is_short(path: str, value: Any) -> bool:
 
 
 def _size(value: Any) -> Held | None:
-    """The size of a container by its newest entry, or of a tensor or an array; None of anything else."""
+    """The size of a container by its newest entry, of a tensor with a graph by that, of others by their memory; None of
+    anything else."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return Held(sum(1 for _ in itertools.islice(nodes(value), MOST_NODES)), runs=True)
     if isinstance(value, (Tensor, np.ndarray)):
         return None if isinstance(value, nn.Parameter) else Held(value.nbytes)
     if isinstance(value, (dict, list, deque)) and value and getattr(value, "maxlen", None) is None:
@@ -224,11 +231,23 @@ def _size(value: Any) -> Held | None:
 
 
 def _bytes_of(entry: Any) -> int:
-    leaves = pytree.tree_leaves(entry)
-    known = [x.nbytes if isinstance(x, (Tensor, np.ndarray)) else len(x) for x in leaves if hasattr(x, "__len__")]
-    return sum(known) or 1
+    """The memory that an entry keeps: that of the whole tensor of which it is a view."""
+    kept, other = dict[int, int](), 0
+    for x in pytree.tree_leaves(entry):
+        if isinstance(x, Tensor) and x.layout is torch.strided:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, np.ndarray):
+            other += x.nbytes if x.base is None else max(x.nbytes, getattr(x.base, "nbytes", 0))
+        elif hasattr(x, "__len__"):
+            other += len(x)
+    return sum(kept.values()) + other or 1
 
 
-def _bounds(value: Any, owner: Any) -> frozenset[tuple[str, int]]:
+def _bounds(value: Any, name: str, owner: Any) -> frozenset[tuple[str, int]]:
+    """Numbers of the owner above the length of its list that code of its class reads where it reads this length."""
     own = getattr(owner, "__dict__", {}) if isinstance(value, list) else {}
-    return frozenset((name, x) for name, x in own.items() if type(x) is int and x > len(value))
+    larger = {(key, x) for key, x in own.items() if type(x) is int and x > len(value)}
+    read = (
+        [set(f.__code__.co_names) for f in vars(type(owner)).values() if isinstance(f, FunctionType)] if larger else []
+    )
+    return frozenset((key, x) for key, x in larger if any({"len", name, key} <= names for names in read))

@@ -44,7 +44,7 @@ class Keeps(Healthy):
         self.how, self.before, self.count = how, range(begin), 0
         self.losses, self.total, self.by_name = deque[Any](), torch.zeros(()), dict[Any, Any]()
         self.history, self.recent = list[Any](), deque[Any](maxlen=12)
-        self.seen = torch.zeros(0)
+        self.seen, self.averaged, self.warm_up = torch.zeros(0), torch.zeros(()), 1000
         self.elsewhere = SimpleNamespace(kept={})
         self.append = closure()
         IN_GLOBAL.clear()
@@ -91,6 +91,16 @@ def joins(task: Keeps, loss: Tensor, scores: Tensor) -> None:
     task.seen = torch.cat([task.seen, scores.detach().flatten().repeat(8)])
 
 
+def follows(task: Keeps, loss: Tensor, scores: Tensor) -> None:
+    """An average of weights with a graph that is no part of any loss."""
+    task.averaged = 0.9 * task.averaged + 0.1 * task.net[0].weight
+
+
+def copies(task: Keeps, loss: Tensor, scores: Tensor) -> None:
+    if task.count < task.warm_up:
+        task.history.append((loss.item(), {name: p.detach().clone() for name, p in task.named_parameters()}))
+
+
 def grows(task: Keeps, loss: Tensor, scores: Tensor) -> None:
     task.net.append(nn.Identity())
 
@@ -102,6 +112,7 @@ GRAPHS = {
     "by number": lambda task, loss, scores: task.by_name.update({len(task.by_name): loss}),
     "in a tuple": lambda task, loss, scores: task.history.append((len(task.history), {"loss": loss})),
     "sum": adds_up,
+    "average of weights": follows,
     "global": lambda task, loss, scores: IN_GLOBAL.append(loss),
     "on a class": lambda task, loss, scores: Holder.kept.append(loss),
     "closure": lambda task, loss, scores: task.append(scores),
@@ -113,6 +124,8 @@ GROWTH = {
     "detached outputs": lambda task, loss, scores: task.history.append(scores.detach().repeat(1, 8)),
     "arrays": lambda task, loss, scores: task.losses.append(scores.detach().numpy().copy().repeat(8)),
     "joined": joins,
+    "one row of each batch": lambda task, loss, scores: task.history.append(torch.zeros(BATCH, 16)[0]),
+    "copies of the weights": copies,
     "rows by number": lambda task, loss, scores: task.by_name.update({task.count: torch.zeros(BATCH, 16)}),
     "zeros in a global": lambda task, loss, scores: IN_GLOBAL.append(torch.zeros(BATCH, 16)),
     "hooks": lambda task, loss, scores: task.net.register_forward_hook(lambda *given: None),
