@@ -61,7 +61,6 @@ STRATEGIES = {
     "fsdp that asks": lambda: [FSDP(find_unused=True)],
     "hybrid that asks": lambda: [FSDP(find_unused=True, replicate=2)],
     "windows": lambda: [FSDP(find_unused=True), Accumulate(2)],
-    "ddp": lambda: [DDP(find_unused=True)],
     "ddp, windows": lambda: [DDP(find_unused=True), Accumulate(2)],
     "zero, windows": lambda: [Zero(find_unused=True), Accumulate(2)],
     "pipeline": lambda: [Pipeline(2)],
@@ -95,7 +94,6 @@ def fit(strategy: str, choices: list[list[int]]) -> dict[str, Tensor]:
     [
         pytest.param(2, "fsdp that asks", ALTERNATING, marks=pytest.mark.slow),
         pytest.param(2, "windows", ALTERNATING, marks=pytest.mark.slow),
-        pytest.param(2, "ddp", ALTERNATING, marks=pytest.mark.slow),
         (2, "ddp, windows", ALTERNATING),
         (2, "ddp, windows", [[0, 0, 0, 0], [1, 1, 1, 1]] * 2),
         (2, "zero, windows", [[0, 0, 0, 0], [1, 1, 1, 1]] * 2),

@@ -367,14 +367,3 @@ def test_secrets_reach_no_file_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         assert secret not in str(caught.value)
         assert not [text for text in texts if secret.encode() in text]
     assert redacted(said) == "GET https://***@host/b?*** with ***"
-
-
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(CheckpointError, match="needs a package that is not installed"):
-        RemoteCheckpoints("oci://bucket/x")
-
-
-def test_without_remote_the_plugin_wraps_nothing() -> None:
-    assert Checkpoint().forge_setup_env is None
-    assert Checkpoint(remote=PLACE).forge_setup_env is not None
-    assert isinstance(forge.Trainer(plugins=[Checkpoint(remote=PLACE)]), forge.Trainer)

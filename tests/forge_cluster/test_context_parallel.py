@@ -82,16 +82,8 @@ def test_slices_train_what_one_process_trains(count: int, kind: str, options: di
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
 
 
-class Single(kit.Tokens):
-    """In float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.float()
-
-
 def in_bf16(amp: bool) -> dict[str, Any]:
-    return kit.fit_tokens(Single(), [AMP("bf16")] if amp else [], {})["weights"]
+    return kit.fit_tokens(kit.Tokens().float(), [AMP("bf16")] if amp else [], {})["weights"]
 
 
 @pytest.mark.slow
@@ -228,17 +220,13 @@ DIFFERS = "does not compute the same on divided sequences"
             ("Shifting", {}, "Shift targets in the data set"),
             ("Pooling", {}, DIFFERS),
             ("Drawing", {}, "set context_parallel.check=false"),
-            ("Masking", {}, "passes a mask to scaled_dot_product_attention"),
             ("Dropping", {}, "drops attention weights (dropout_p=0.1)"),
-            ("Summarising", {}, "attention of 9 queries over 9 keys, where the rank's slice of the sequence has 8"),
-            ("ByHand", {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
-            ("Stranger", {}, DIFFERS),
-            ("Shifting", {"balance": False}, DIFFERS),
         ],
         quick=3,
     ),
 )
 def test_a_task_that_mixes_positions_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+    """Masks, tokens that a model adds and attention by hand: see test_strangers_parallel."""
     for error in ranks(2).errors(broken, kind, options):
         assert error.startswith((f"{TaskError.__name__}: context_parallel", "PeerFailed"))
         assert said in error

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from forge.errors import RecipeError, TaskError
 from forge.optim.sharded import local, whole
 from forge_cluster.expert_parallel import ExpertParallel
 from forge_cluster.expert_parallel.routing import Ranks, route
-from forge_plugins import DDP, EMA, SAM, Accumulate, Checkpoint, Clip, Compile, Freeze, Guard, Remat, Schedule
+from forge_plugins import DDP, EMA, SAM, Accumulate, Clip, Compile, Freeze, Guard, Remat, Schedule
 from forge_plugins.tensor_parallel import TensorParallel
 from tests.support import expert_kit as kit
 from tests.support import strangers_kit as strangers
@@ -263,35 +262,6 @@ def test_models_of_transformers_as_they_are(kind: str, most: float) -> None:
     alone = others(kind)
     for rank in ranks(2)(others, kind):
         assert strangers.apart(rank, alone) < most
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From one mesh to another
-
-
-def resumed(folder: str, epochs: int, mesh: dict[str, int]) -> dict[str, Any]:
-    plugins = [Accumulate(2), Clip(0.05), EMA(0.5), Checkpoint(every="1 epoch")]
-    return kit.fit_experts(mesh, plugins, max_epochs=epochs, run_dir=folder, resume="auto", validate_every=None)
-
-
-CHAINS: list[Any] = [
-    [{"expert": 2}, {}, {"data": 2, "expert": 2}],
-    [{}, {"shard": 2, "expert": 2}, {"expert": 2}],
-    [{"data": 1, "expert": 4}, {"expert": 2}, {}],
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS)
-def test_a_checkpoint_continues_on_another_mesh_and_in_one_process(chain: list[Any], tmp_path: Path) -> None:
-    straight = resumed(str(tmp_path / "straight"), len(chain), {})
-    found: list[Any] = []
-    for epochs, mesh in enumerate(chain, 1):
-        each = ranks(math.prod(mesh.values())) if mesh else lambda call, *given: [call(*given)]
-        found = each(resumed, str(tmp_path / "cut"), epochs, mesh)
-    for rank in found:
-        assert rank["updates"] == straight["updates"]
-        assert apart(rank["weights"], straight["weights"]) < EXACT
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from forge.distributed.loss_over_ranks import _kind_of
 from forge_cluster.zero import Zero
 from forge_plugins import DDP, FSDP
 from tests.support.lasting_ranks import ranks
+from tests.support.profiles import some
 
 LENGTH, CLASSES = 6, 5
 
@@ -188,8 +189,7 @@ def weights(task: type[Texts], looks: bool) -> list[Tensor]:
     return [*made.state_dict().values(), torch.get_rng_state(), torch.tensor(made.calls)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", [Texts, Noisy, Statistics])
+@pytest.mark.parametrize("task", some([Noisy, Texts, Statistics]))
 def test_the_comparison_leaves_no_trace(task: Any) -> None:
     for looked, left in zip(ranks(2)(weights, task, True), ranks(2)(weights, task, False), strict=True):
         assert all(map(torch.equal, looked, left))

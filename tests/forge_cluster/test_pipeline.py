@@ -62,16 +62,6 @@ class Conditioned(Deep):
         return self.head(x + condition)
 
 
-class Skipping(Deeper):
-    """The first block's output is added to the last one's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = early = self.blocks[0](self.stem(x))
-        for block in list(self.blocks)[1:]:
-            x = block(x)
-        return self.head(x + early)
-
-
 def kinds() -> dict[str, Any]:
     return {
         "levers": lambda: (
@@ -260,7 +250,6 @@ def read_from_device() -> list[int]:
     return seen[:-1]
 
 
-@pytest.mark.slow
 def test_metrics_stay_on_the_device() -> None:
     for updates in ranks(2)(read_from_device):
         assert len(updates) == 6
@@ -293,7 +282,6 @@ class Curved(Deeper):
     ("kind", "said"),
     some(
         [
-            (Skipping, "as a skip connection does"),
             (Backwards, "out of order"),
             (Tied, "is shared by blocks of two stages"),
             (Curved, "LBFGS needs all parameters on one rank"),
@@ -302,6 +290,7 @@ class Curved(Deeper):
     ),
 )
 def test_a_task_that_cannot_be_cut_is_refused_by_name(kind: type[Deep], said: str) -> None:
+    """A skip from an early block: see test_strangers_parallel."""
     for error in ranks(2).errors(broken, kind):
         assert said in error
 

@@ -96,16 +96,12 @@ def test_ranks_with_divided_state_train_what_one_trains(count: int, name: str, s
     assert max(rank["held"]["state"] for rank in together) < alone["held"]["state"]
 
 
-def with_ddp() -> dict[str, Any]:
-    return fit(deep(), [Accumulate(2), Clip(0.5), DDP()])
-
-
-def with_zero() -> dict[str, Any]:
-    return fit(deep(), [Accumulate(2), Clip(0.5), Zero()])
+def with_strategy(kind: type[forge.Plugin]) -> dict[str, Any]:
+    return fit(deep(), [Accumulate(2), Clip(0.5), kind()])
 
 
 def test_stage_one_is_ddp_bit_for_bit() -> None:
-    ours, theirs = ranks(2)(with_zero), ranks(2)(with_ddp)
+    ours, theirs = ranks(2)(with_strategy, Zero), ranks(2)(with_strategy, DDP)
     for rank in range(2):
         for name, value in theirs[rank]["weights"].items():
             assert torch.equal(ours[rank]["weights"][name], value), name

@@ -20,13 +20,8 @@ from tests.forge_lightning.both import Scenario, Subject, hearing, loader, numbe
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: lr.StepLR(o, 2, 0.5),
-    "multistep": lambda o: lr.MultiStepLR(o, [1, 3, 7], 0.5),
     "exponential": lambda o: lr.ExponentialLR(o, 0.8),
-    "cosine": lambda o: lr.CosineAnnealingLR(o, 5),
-    "restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
-    "linear": lambda o: lr.LinearLR(o, 0.2, 1.0, 4),
     "onecycle": lambda o: lr.OneCycleLR(o, 0.05, total_steps=20),
-    "lambda": lambda o: lr.LambdaLR(o, lambda n: 1 / (n + 1)),
     "cyclic": lambda o: lr.CyclicLR(o, 0.001, 0.02, 2, cycle_momentum=False),
     "sequential": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o, 0.1, 2), lr.ExponentialLR(o, 0.9)], [2]),
 }

@@ -18,7 +18,7 @@ from forge.data import TensorLoader
 from forge.errors import TaskError
 from forge_lightning.names import short
 from forge_lightning.optimizer_config import read
-from forge_plugins import JSONL, SAM, Checkpoint
+from forge_plugins import SAM
 from tests.support.ranks import Pair, launch
 from tests.support.tasks import make_batches
 
@@ -209,52 +209,6 @@ def test_a_module_can_stop_the_run_and_is_left_as_it_was() -> None:
     assert fit(module).updates == 3
     assert "log" not in vars(module)
     assert module.trainer is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-class Saves(Module):
-    """Keeps something that only its own checkpoint hooks know of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen += 1
-        self.log("train_seen", self.seen)
-        return super().training_step(batch, batch_idx)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seen"] = self.seen
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen = checkpoint["seen"]
-
-
-def test_a_run_cut_in_an_epoch_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    @forge.on("step_end")
-    def power_cut(step: forge.Step) -> None:
-        if step.index == 6:
-            raise RuntimeError("power cut")
-
-    def run(folder: str, *more: Any, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        torch.manual_seed(0)
-        module = Saves()
-        plugins = [JSONL(), Checkpoint("2 updates"), *more]
-        fit(module, make_batches(2), plugins=plugins, run_dir=tmp_path / folder, log_every=3, **options)
-        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in line.items() if key != "time"} for line in lines], module.state_dict()
-
-    whole, weights = run("whole")
-    with pytest.raises(RuntimeError, match="power cut"):
-        run("cut", power_cut)
-    lines, again = run("cut", resume="auto")
-    assert lines == whole
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert set(weights) == {"net.weight", "net.bias"}  # nothing of the adapter's in the names
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,18 +132,3 @@ def test_a_module_without_a_validation_step_or_loader_is_not_validated() -> None
     for kind in (Trains, NoLoader):
         run, task = ours(made(kind))
         assert not [name for name in run.fit(task).metrics if name.startswith("val/")]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_that_was_cut_makes_its_loaders_again_and_goes_on(tmp_path: Path) -> None:
-    whole = made(Owns)
-    run, task = ours(whole)
-    run.fit(task)
-    settings = {"plugins": ["checkpoint"], "resume": "auto", "run_dir": tmp_path / "run"}
-    run, task = ours(made(Owns), max_updates=4, **settings)
-    run.fit(task)
-    module = made(Owns)
-    run, task = ours(module, **settings)
-    assert run.fit(task).updates == 9
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value)

@@ -14,7 +14,6 @@ from forge_ship.engine import ExportError
 from tests.support.ships import Classifier, batches, trained_run
 
 
-@pytest.mark.slow
 def test_engines_are_timed_at_every_size() -> None:
     source = Source(Classifier().eval())
     found = bench(source, batches(), engines=["eager", "torchscript"], batches=[1, 4], seconds=0.01)

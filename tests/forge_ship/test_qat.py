@@ -16,7 +16,6 @@ from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, TensorParallel
 from forge_ship.qat import QAT, RANGE, SEEN, install
-from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of
 from tests.support.lasting_ranks import ranks as pair
@@ -135,16 +134,6 @@ def test_layers_can_be_kept_in_float() -> None:
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_resume_is_exact(tmp_path: Path) -> None:
-    def plugins() -> list[Any]:
-        return [QAT(), Checkpoint(every="2 updates")]
-
-    with pytest.raises(PowerCut):
-        fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
-    resumed, _ = fit_tiny(plugins(), run_dir=tmp_path, resume="auto")
-    assert_same(resumed, fit_tiny(plugins())[0])
 
 
 def test_a_resume_with_other_layers_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 
+import forge
+import forge_ship.export
 from forge.checkpoint.folder import find
 from forge.errors import ForgeError
 from forge.testing import fit_tiny
@@ -24,19 +27,17 @@ from forge_ship.qat import QAT, install, remove
 from forge_ship.quantize import (
     DOES_NOT_WORK,
     KINDS,
-    in_torchs_operators,
-    onnx_translations,
     quantize,
     ranges_of,
     refusal,
     weight_bytes,
 )
+from forge_ship.verify import ExportMismatch
 from tests.support.profiles import some
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 CPU = ["int8-dynamic", "int8-static", "int8-weights"]
-BATCHES = (1, 3, 64)
 
 
 class Net(nn.Module):
@@ -113,46 +114,48 @@ def test_the_model_itself_stays_as_it_is(made: dict[str, nn.Module]) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+class Pictures(forge.TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net().task
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        logits = self(batch[0])
+        accuracy = (logits.argmax(1) == batch[1]).float().mean()
+        return {"loss": F.cross_entropy(logits, batch[1]), "accuracy": accuracy}
+
+
+def export(to: str, folder: Path, kind: str | None = None, **options: Any) -> forge_ship.export.Export:
+    data = [(x, torch.arange(len(x)) % 16) for (x,) in examples()]
+    return forge.export(Pictures(), to=to, out=folder, data=data, quantize=kind, **options)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CPU)
-def test_a_pt2_file_runs_in_a_fresh_process(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
-    program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
-    torch.export.save(in_torchs_operators(program), tmp_path / "model.pt2")
-    inputs = [examples((batch,))[0][0] for batch in BATCHES]
-    torch.save((inputs, [made[kind](x)[0] for x in inputs]), tmp_path / "cases.pt")
+@pytest.mark.parametrize(("kind", "to"), [(kind, to) for kind in CPU for to in ("pt2", "onnx")])
+def test_a_file_is_verified_is_smaller_and_needs_no_torchao(kind: str, to: str, tmp_path: Path) -> None:
+    onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    made = export(to, tmp_path, kind)
+    assert made.card["verification"]["metrics_after"].keys() == {"val/loss", "val/accuracy"}
+    if to == "onnx":
+        stored = sum(len(tensor.raw_data) for tensor in onnx.load(made.path).graph.initializer)
+        assert stored < 0.38 * weight_bytes(Net())
     code = (
         "import sys, torch\n"
-        "model = torch.export.load('model.pt2').module()\n"
-        "for x, expected in zip(*torch.load('cases.pt')): assert torch.equal(model(x)[0], expected)\n"
+        "from forge_ship.open_engine import open_engine\n"
+        "open_engine('model." + to + "')({'images': torch.zeros(3, 1, 8, 8)})\n"
         "assert 'torchao' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, check=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in CPU if (kind, "onnx") not in DOES_NOT_WORK])
-def test_an_onnx_file_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
-    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    file = tmp_path / "model.onnx"
-    torch.onnx.export(
-        made[kind],
-        examples((4,))[0],
-        file,
-        dynamo=True,
-        dynamic_shapes=shapes(),
-        external_data=False,
-        verbose=False,
-        custom_translation_table=onnx_translations(),
-    )
-    session = onnxruntime.InferenceSession(str(file))
-    name = session.get_inputs()[0].name
-
-    def run(x: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in session.run(None, {name: x.numpy()})]
-
-    assert all(difference(made[kind], run, batch) < 0.05 for batch in BATCHES)
-    stored = sum(len(tensor.raw_data) for tensor in onnx.load(file).graph.initializer)
-    assert stored < 0.38 * weight_bytes(Net())
+def test_a_loss_of_the_metric_beyond_what_is_allowed_is_refused(tmp_path: Path) -> None:
+    export("torchscript", tmp_path / "kept", "int8-weights", max_drop=1.0)
+    with pytest.raises(ExportMismatch, match=r"val/accuracy goes from \S+ to \S+: a loss of .*--max-drop is -1"):
+        export("torchscript", tmp_path / "refused", "int8-weights", max_drop=-1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 # -- ranges that qat has learnt ---------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""`forge serve` against those who hold connections, call it by other names, look around, or write its card."""
+"""`forge serve` against those who hold connections, call it by other names, or look around."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from starlette.testclient import TestClient
 from uvicorn.server import ServerState
 
 from forge import cli
-from forge_ship import card
 from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.server_process import bounded_protocol
 from tests.forge_ship.test_serving_process import serving
-from tests.support import limited
 from tests.support.serving_kit import in_a_loop
 from tests.support.small_engines import LinearEngine
 
@@ -123,17 +119,26 @@ async def test_a_second_request_has_its_own_deadline() -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_by_default_a_local_server_has_local_names() -> None:
-    with serving() as (_, port):
-        for host, status in {"localhost": 200, f"127.0.0.1:{port}": 200, "[::1]": 200, "rebound.example": 400}.items():
+@pytest.mark.parametrize(
+    ("words", "names", "refused"),
+    [
+        ((), ["localhost", "127.0.0.1:{port}", "[::1]"], "rebound.example"),
+        (
+            ("--host-header", "a.example,*.b.example", "--host-header", "c.example"),
+            ["a.example", "x.b.example", "c.example"],
+            "localhost",
+        ),
+    ],
+)
+def test_a_local_server_has_local_names_or_those_that_it_was_given(
+    words: tuple[str, ...], names: list[str], refused: str
+) -> None:
+    with serving(*words) as (_, port):
+        for host, status in {**dict.fromkeys(names, b"200"), refused: b"400"}.items():
             with socket.create_connection(("127.0.0.1", port), 30) as connection:
-                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
-    with serving("--host-header", "a.example,*.b.example", "--host-header", "c.example") as (_, port):
-        for host, status in {"a.example": 200, "x.b.example": 200, "c.example": 200, "localhost": 400}.items():
-            with socket.create_connection(("127.0.0.1", port), 30) as connection:
-                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                assert connection.makefile("rb").readline().split()[1] == str(status).encode(), host
+                head = f"GET /health HTTP/1.1\r\nHost: {host.format(port=port)}\r\nConnection: close\r\n\r\n"
+                connection.sendall(head.encode())
+                assert connection.makefile("rb").readline().split()[1] == status, host
 
 
 def test_the_model_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,41 +157,3 @@ def test_the_model_is_named_without_its_folder(tmp_path: Path, monkeypatch: pyte
         assert cli.main(["serve", model, "--port", "0"]) == 0
         assert json.loads(shown[-1])["model"] == "run"
         assert "secret" not in shown[-1]
-
-
-# -- cards ------------------------------------------------------------------------------------------------------------
-
-GOOD = {"name": "x", "dtype": "float32", "shape": ["batch", 4], "seen": {}}
-CLAIMS: dict[str, dict[str, Any]] = {
-    "10^12 columns": {"inputs": [{**GOOD, "shape": ["batch", 10**12]}]},
-    "10^400 columns": {"inputs": [{**GOOD, "shape": ["batch", 10**400]}]},
-    "columns that multiply": {"inputs": [{**GOOD, "shape": ["batch", *[1000] * 20]}]},
-    "many inputs": {"inputs": [{**GOOD, "name": f"x{i}", "shape": ["batch", 10**7]} for i in range(900)]},
-    "a least size of 10^12": {"inputs": [{**GOOD, "shape": ["batch", "n"], "seen": {"n": [10**12, 10**12]}}]},
-    "outputs of 10^12": {"outputs": [{**GOOD, "name": "y", "shape": ["batch", 10**12]}]},
-}
-
-
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_a_card_that_claims_too_much_is_refused_in_a_line(claim: str, tmp_path: Path) -> None:
-    file = tmp_path / "model.pt2"
-    file.write_bytes(b"no program")
-    note = {"bytes": 10, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    values = {
-        "format": "pt2",
-        "inputs": [GOOD],
-        "outputs": [{**GOOD, "name": "y"}],
-        "files": {file.name: note},
-        **CLAIMS[claim],
-    }
-    card.place_of(file).write_text(json.dumps(values))
-    done = limited.call(partial(_main, ["serve", str(file), "--port", "0"]))
-    assert done.returncode == 2, done.stderr
-    assert "is no card of an export" in " ".join(done.stderr.split())
-
-
-def _main(words: list[str]) -> int:
-    import forge_ship.open_engine
-
-    assert forge_ship.open_engine
-    return cli.main(words)

@@ -106,8 +106,10 @@ def test_those_who_send_slowly_or_nothing_make_room_for_others() -> None:
         held = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(3)]
         held[1].sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\n")
         held[2].sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
-        for _ in range(3):
+        others: list[socket.socket] = []
+        for _ in held:
             assert request(port, "GET", "/health")[0] == 200
+            others.append(socket.create_connection(("127.0.0.1", port), 30))
         answers = [connection.makefile("rb").read() for connection in held]  # to the end: the server closes them
         assert [answer[:12] for answer in answers] == [b"", b"HTTP/1.1 408", b"HTTP/1.1 415"]
 

@@ -26,7 +26,6 @@ from forge_plugins import (
 from forge_ship.qat import QAT
 from forge_speed import fp8
 from forge_speed.fp8 import FP8, linear, linear_layers
-from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of
 from tests.support.float8 import emulate
@@ -80,16 +79,6 @@ def test_the_task_is_itself_again_after_a_fit(emulated: None) -> None:
     assert task.state_dict().keys() == before.state_dict().keys()
     for layer, plain in zip(task.modules(), before.modules(), strict=True):
         assert vars(layer).keys() - {"trainer"} == vars(plain).keys() - {"trainer"}
-
-
-def test_a_resume_is_exact(tmp_path: Path, emulated: None) -> None:
-    def plugins() -> list[Any]:
-        return [FP8("all"), Checkpoint(every="2 updates")]
-
-    with pytest.raises(PowerCut):
-        fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
-    resumed, _ = fit_tiny(plugins(), run_dir=tmp_path, resume="auto")
-    assert_same(resumed, by_hand())
 
 
 def test_a_run_can_go_on_without_it(tmp_path: Path, emulated: None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from forge.testing import TinyTask, tiny_batches
 from forge.tuning import Change, Lever, speed_range, step_timer
 from forge.util import peak_memory
 from forge.util.time_limit import TrialTooLong, time_limit
-from forge_plugins import Clip
 from forge_speed.speed import StepTrials
 from forge_speed.speed_search import LeverFailed
 from tests.forge_plugins.test_speed_switches import Pictures, pictures
@@ -93,20 +91,6 @@ def test_facts_are_learned_from_the_first_trial() -> None:
     assert facts.inputs == "float32[4, 3, 8, 8], int64[4]"
     assert not facts.not_fused
     assert facts.float32
-
-
-@pytest.mark.slow
-def test_the_whole_search_runs_and_writes_nothing(empty_folder: Path) -> None:
-    told: list[str] = []
-    report = speed_range(
-        Pictures, pictures, numbers="rounding", leave_out=["compile"], device="cpu", plugins=[Clip()], tell=told.append
-    )
-    tried = {row.lever.name for row in report.rows if row.alone is not None}
-    assert tried == {"fused_optimizer", "channels_last"}
-    assert report.reproducible
-    assert report.best is None or report.best.ms < report.start.ms
-    assert any(line.startswith("channels_last: ") for line in told)
-    assert not list(empty_folder.iterdir())
 
 
 @pytest.mark.parametrize("options", [{"numbers": "some"}, {"limit": 0.0}, {"budget": -1.0}])

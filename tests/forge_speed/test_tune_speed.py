@@ -12,28 +12,7 @@ from forge.cli import main
 from forge.config import read_recipe
 from forge.tuning import Change, step_timer
 from forge_speed.commands import tune_speed
-
-MADE = """
-import torch
-from torch import nn
-import forge
-
-class Task(forge.TaskModule):
-    def __init__(self, lr: float = 0.05):
-        super().__init__()
-        self.lr = lr
-        self.net = nn.Linear(4, 2)
-
-    def training_step(self, batch):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-def data(batch_size: int = 16):
-    x = torch.randn(128, 4, generator=torch.Generator().manual_seed(0))
-    return forge.data.Splits(train=forge.data.TensorLoader(x, (x[:, 0] > 0).long(), batch_size=batch_size))
-"""
+from tests.forge.cli.test_tune import TASK
 
 
 @pytest.fixture
@@ -42,16 +21,15 @@ def file(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
         monkeypatch.setattr(step_timer, name, value)
     path = Path(f"task_{empty_folder.name}.py")  # modules are kept by their name
-    path.write_text(MADE)
+    path.write_text(TASK)
     return f"{path}:Task"
 
 
-@pytest.mark.slow
 def test_it_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], file: str) -> None:
     given = [file, "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
     assert main(["tune", "speed", *given]) == 0
     out = capsys.readouterr().out
-    assert {path.name for path in Path("runs/tune").iterdir()} == {"Task-speed.yaml"}
+    assert [str(path) for path in Path("runs").rglob("*.*")] == ["runs/tune/Task-speed.yaml"]
     for lever in ("fused_optimizer", "micro-batch 4"):
         assert lever in out
     config = yaml.safe_load(Path("runs/tune/Task-speed.yaml").read_text())

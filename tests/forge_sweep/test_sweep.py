@@ -129,7 +129,6 @@ def test_a_trial_killed_while_it_is_pruned_stays_pruned(tmp_path: Path) -> None:
     assert [trial.value for trial in study.trials()] == [1.0, 1.0, 1.0, 5.0]
 
 
-@pytest.mark.slow
 def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) -> None:
     space = {"task.lr": "choice(0.1,0.95)", "task.hidden": "choice(4,8)"}
     found = sweep(tmp_path, space, trials=9, sampler="grid", overrides=[*OVERRIDES, "task.fails=true"])
@@ -138,7 +137,6 @@ def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) ->
     assert 'raise RuntimeError("the rate' in (tmp_path / "trial-0002" / "output.txt").read_text()
 
 
-@pytest.mark.slow
 def test_a_complete_sweep_grows_and_repeats_nothing(tmp_path: Path) -> None:
     first = sweep(tmp_path, trials=2)
     again = sweep(tmp_path, trials=2)

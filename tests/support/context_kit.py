@@ -159,44 +159,12 @@ class Pooling(Tokens):
         return self.head(h + h.mean(1, keepdim=True))
 
 
-class Masking(Tokens):
-    class Masked(Layer):
-        def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-
-    layer = Masked
-
-
 class Dropping(Tokens):
     class Dropped(Layer):
         def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True, enable_gqa=True)
 
     layer = Dropped
-
-
-class Summarising(Tokens):
-    """A token before all others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places(forge.positions(x))
-        h = torch.cat([self.places.weight[-1:].expand(len(h), 1, -1), h], 1)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h[:, 1:])
-
-
-class ByHand(Tokens):
-    """Attention by products."""
-
-    class Products(Layer):
-        def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-            return (q @ k.mT).masked_fill(mask, -torch.inf).softmax(-1) @ v
-
-    layer = Products
 
 
 class Drawing(Tokens):

@@ -16,7 +16,7 @@ from forge.config.recipe import DEFAULT, PYTHON
 from forge.config.schema import options_of
 from forge.errors import ForgeError
 from forge.util import show
-from forge.util.files import atomic_write
+from forge.util.files import atomic_write, make_folder
 
 if TYPE_CHECKING:
     from forge.tuning import Change, LeverRow, SpeedReport, StepReading
@@ -69,6 +69,7 @@ def run(args: Namespace) -> int:
     out = Path(args.out or Path("runs/tune") / f"{name}-speed.yaml")
     if out.suffix not in (".yaml", ".yml"):
         raise ForgeError(f"--out {out}: the recipe is a .yaml file.")
+    make_folder(out.parent)
     show.message(f"Up to {budget:g} minutes of trials on {device}; {_permitted(numbers, args.limit)} ...", "dim")
     report = speed_range(
         recipe.make_task,
