@@ -187,6 +187,6 @@ def test_later_looks_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     looks: list[int] = []
     monkeypatch.setattr(memory, "LOOKS", 3)
     monkeypatch.setattr(memory, "SHARE", 0.0)
-    monkeypatch.setattr(memory, "held_by", lambda trainer: looks.append(trainer.progress.update) or {})
+    monkeypatch.setattr(memory, "held_by", lambda trainer, before: looks.append(trainer.progress.update) or {})
     told(Keeps(LEFT["numbers"]), 20 * EVERY)
     assert len(looks) in (3, 4)
