@@ -58,9 +58,7 @@ def test_the_first_of_what_differs_is_named(start: Any) -> None:
     assert (found.update, found.path) == (3, "3.bias")
     assert found.kind == "the gradients"
     assert found.distance.relative == pytest.approx(0.01, rel=0.05)
-    assert (
-        str(found) == "at update 3, in the gradients (3.bias, 3.weight, 1.bias and 3 more): by about 0.01 of its norm"
-    )
+    assert str(found).startswith("at update 3, in the gradients (3.bias, 3.weight, 1.bias and 3 more): ")
 
 
 def touch_buffer(update: int, model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
