@@ -78,8 +78,6 @@ class Patient:
     "Of the gradients of each update, before they are clipped."
     plugins: list[Any] = field(default_factory=list)
     "Of the planned run, those included that the examination leaves out."
-    directions: dict[str, str] = field(default_factory=dict)
-    "Which way metrics go as answers get better, by experiment: max or min."
     track: Any = None
     "The weights before and after the last updates."
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
