@@ -57,9 +57,9 @@ SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
-READ, HALF = 0.1, 0.5
-"""Shares of the time that is left: for reading a split; for each part (the first probes, the short run, those after it,
-the last), and for one probe of its part."""
+READ, HALF, ALL = 0.1, 0.5, 1.0
+"""Shares of the time that is left: for reading a split; for each part (the first probes, the short run, those after it)
+and for the steps of a probe of its part; for the last, which trains copies."""
 NO_TIME = "there was no time for it"
 STEPS = 4500
 """Forward passes of an examination, about: where they would take longer than there is time, they get fewer samples."""
@@ -104,7 +104,7 @@ def doctor(
         try:
             _run(examination, copied_task(task), plugins, settings)
             if examination.patient is not None and not report.skipped.get("the run"):
-                examination.probe(LAST)
+                examination.probe(LAST, ALL)
         finally:
             _sort(report, task.expected)
             report.seconds = deadline.spent
@@ -193,17 +193,17 @@ class Examination(Plugin):
         self.patient.track = motion.Track()
         self.patient.track.note(trainer.task)
 
-    def probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
-        """Run probes in their order, within half of the time that is left; the steps of each take half of the rest at
-        most, and where nothing is left, others run that need no step."""
-        patient, within = self.patient, self.deadline.part(HALF)
+    def probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]], share: float = HALF) -> None:
+        """Run probes in their order, within a share of the time that is left; the steps of each take this share of the
+        rest at most, and where nothing is left, others run that need no step."""
+        patient, within = self.patient, self.deadline.part(share)
         assert patient is not None
         for number, (what, probe) in enumerate(probes.items(), 1):
             if self.deadline.is_over or patient.is_stopped:
                 self.report.skipped[what] = NO_TIME
                 continue
             self.tell(f"{what} ({number} of {len(probes)})")
-            patient.begin(within.part(HALF))
+            patient.begin(within.part(share))
             self._probe(what, probe)
         patient.begin(Deadline())
 
