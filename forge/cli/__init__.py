@@ -35,6 +35,7 @@ VERBS = {
     "ckpt": ("look", "Show, verify, compare or export checkpoints."),
     "plan": ("check", "Show what a recipe runs: plugins by hook, every value and its origin."),
     "verify-resume": ("check", "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run."),
+    "determinism": ("check", "Run a recipe twice, in fresh processes, and name the first tensor that differs."),
     "env": ("check", "Print versions, devices and what is installed, for bug reports."),
     "recipes": ("extend", "List recipes, show one, or copy one to start from."),
     "plugins": ("extend", "List installed plugins, or show one's options and hooks."),

@@ -55,13 +55,28 @@ SEARCH = (
 def mark_update(record: Record, trainer: Run, step: Step) -> None:
     """Mark everything of the update that has ended."""
     record.update = trainer.progress.update
-    mark_batches(record, trainer, step)
+    mark_batches(record, step)
+    mark_unsaved(record, trainer)
+    mark_numbers(record, trainer)
+    record.mark("", dict(_means(trainer)), kind=MEANS)
+    mark_state(record, trainer)
+
+
+def mark_unsaved(record: Record, trainer: Run) -> None:
+    """Mark what no checkpoint holds, aside."""
     for path, seal in unsaved(trainer):
         record.mark(path, seal, kind=UNSAVED, aside=True)
+
+
+def mark_numbers(record: Record, trainer: Run, kind: str = NUMBERS) -> None:
+    """Mark the state of every generator: the process's, and those of the task and the data."""
     rng = RNGState.capture(trainer.env.device).as_tree()
     for path, state in (rng | hidden.generator_states(trainer).get(hidden.HIDDEN, {})).items():
-        record.mark(path, digest(state), kind=NUMBERS)
-    record.mark("", dict(_means(trainer)), kind=MEANS)
+        record.mark(path, digest(state), kind=kind)
+
+
+def mark_state(record: Record, trainer: Run) -> None:
+    """Mark what a checkpoint holds of the task and its optimizers."""
     record.mark("", trainer.task.state_dict() | _changed_frozen(trainer.task), kind=WEIGHTS)
     for name, state in trainer.optimizers.state_dict(trainer.task).items():
         record.mark(name or "optimizer", state, kind=OPTIMIZER)
@@ -85,14 +100,14 @@ def read_traces(folder: str | Path) -> list[Record]:
     return [Record.read(path) for path in sorted(Path(folder).glob("trace-*.jsonl"))]
 
 
-def mark_batches(record: Record, trainer: Run, step: Step) -> None:
+def mark_batches(record: Record, step: Step) -> None:
     """Mark every part of every micro-batch of an update."""
     for i, batch in enumerate(step.window):
         named = isinstance(batch, (Mapping, list, tuple))
         found = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if named else [("", batch)]
         for key, part in found:
             place = f"micro-batch {i}, part {key!r}" if named else f"micro-batch {i}"
-            record.mark(place, digest(part), trainer.progress.update, kind=BATCH)
+            record.mark(place, digest(part), kind=BATCH)
 
 
 def attempts_apart(

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from forge.util.digest import digest, form, sketch
 from forge.util.tensors import tensors_in
 
+OUTPUTS, GRADIENTS = "the outputs", "the gradients"
+"""What `Record.watch` and `mark_gradients` mark."""
 NOT_KEPT: Any = ...
 """What a mark holds whose value was not kept."""
 
@@ -112,10 +114,10 @@ class Record:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.mark_update(model, [optimizer])))
 
     def mark_gradients(self, model: nn.Module) -> None:
-        """Mark the gradient of every parameter that has one."""
-        for name, parameter in model.named_parameters():
+        """Mark the gradient of every parameter that has one, the last first, about as a backward pass makes them."""
+        for name, parameter in reversed([*model.named_parameters()]):
             if parameter.grad is not None:
-                self.mark(name, parameter.grad, kind="the gradients")
+                self.mark(name, parameter.grad, kind=GRADIENTS)
 
     def mark_update(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Mark the weights, buffers and optimizers' state after an update, and begin the next."""
@@ -140,7 +142,7 @@ class Record:
     def _saw_output(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
-                self.mark(name, tensor, kind="the outputs")
+                self.mark(name, tensor, kind=OUTPUTS)
 
         return hook
 

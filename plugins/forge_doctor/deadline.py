@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
 class Deadline:
-    """A point in time; with None it never comes.
+    """A point in time; with None it never comes. `clock` is the wall's, or `time.process_time` for that of the CPU."""
 
-    `clock` is the wall's, or `time.process_time` for that of the CPU. `steps`: the time of as many steps comes on top.
-    """
-
-    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter, steps: int = 0):
-        self.seconds, self.clock, self.steps = math.inf if seconds is None else seconds, clock, steps
+    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter):
+        self.seconds, self.clock = math.inf if seconds is None else seconds, clock
         self._began = clock()
 
     @property
@@ -32,11 +28,4 @@ class Deadline:
 
     def part(self, share: float) -> Deadline:
         """Return a deadline for this share of what is left."""
-        return Deadline(max(0.0, share * self.left) if math.isfinite(self.left) else None, self.clock)
-
-    @contextmanager
-    def one_step(self) -> Iterator[None]:
-        """Run a step, by which the time of the others is known: not the first, which prepares what others find."""
-        began = self.clock()
-        yield
-        self.seconds += self.steps * (self.clock() - began)
+        return Deadline(max(0.0, share * self.left), self.clock)

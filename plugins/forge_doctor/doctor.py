@@ -23,7 +23,6 @@ from forge import registry
 from forge.config.recipe import as_recipe
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
-from forge.contract.requests import SIGNAL
 from forge.contract.task import TaskModule
 from forge.data.adapt import by_name
 from forge.data.splits import live_loaders
@@ -58,15 +57,12 @@ SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
-READ_SHARE, BEFORE_SHARE, RUN_SHARE, AFTER_SHARE, LAST_SHARE = 0.1, 0.6, 0.4, 0.4, 0.5
-"""Shares of the time that is left: for reading samples, the first probes, the short run, those after it, the last."""
+READ, HALF, ALL = 0.1, 0.5, 1.0
+"""Shares of the time that is left: for reading a split; for each part (the first probes, the short run, those after it)
+and for the steps of a probe of its part; for the last, which trains copies."""
 NO_TIME = "there was no time for it"
-PROBE_SHARES = 0.1, 0.5
-"""The share of this that a probe gets at first, and where it needs more."""
-STEPS = 1500
-"""Steps of an examination, about: where they would take longer than there is time, they are made on fewer samples."""
-OVERTIME = 0.25
-"""The share of their time by which probes may be late that need no step."""
+STEPS = 4500
+"""Forward passes of an examination, about: where they would take longer than there is time, they get fewer samples."""
 LOOKS = (3, 6, 9)
 """Updates after which what the task holds is looked through, and the graph of the next one is marked."""
 SETTLED = 3
@@ -107,10 +103,8 @@ def doctor(
         examination.validate_every = plan.get("validate_every")
         try:
             _run(examination, copied_task(task), plugins, settings)
-            patient = examination.patient
-            if patient is not None and not report.skipped.get("the run"):
-                patient.make = functools.partial(copied_task, task)
-                examination.probe(LAST, deadline.part(LAST_SHARE))
+            if examination.patient is not None and not report.skipped.get("the run"):
+                examination.probe(LAST, ALL)
         finally:
             _sort(report, task.expected)
             report.seconds = deadline.spent
@@ -173,12 +167,12 @@ class Examination(Plugin):
         self.original: TaskModule | None = None
         self.validate_every: str | None = None
         "Of the planned run; this one does not validate."
-        self.patient: TimedPatient | None = None
+        self.patient: Patient | None = None
         self.plugins: list[Plugin] = []
         self._weights: dict[str, Tensor] = {}
         self._hidden: dict[str, str] = {}
         self._growth, self._kept = Growth(), KeptGraphs()
-        self._within = self.deadline
+        self._run_ends = self.deadline
 
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
@@ -191,36 +185,26 @@ class Examination(Plugin):
         with no_trace(trainer.env.device):
             with suppress(Exception):  # many probes share the first step; its error is theirs to say
                 _ = self.patient.watched
-                began = self.deadline.spent
-                with self.deadline.one_step():
-                    self.patient.loss(self.patient.clone(), self.patient.batches[0]).backward()
-                self.patient.lighten(self.deadline.left / STEPS / max(self.deadline.spent - began, 1e-9))
-            self.probe(self.first_probes, self.deadline.part(BEFORE_SHARE))
-        self._within = self.deadline.part(RUN_SHARE)
+                self.patient.run(self.patient.clone(), self.patient.batches[0])  # not the first, which prepares others
+                self.patient.lighten(self.deadline.left / STEPS / max(self.patient.cost, 1e-9))
+            self.probe(self.first_probes)
+        self._run_ends = self.deadline.part(HALF)
         self._weights = copied(self.patient.task)
         self.patient.track = motion.Track()
         self.patient.track.note(trainer.task)
 
-    def probe(
-        self,
-        probes: dict[str, Callable[[Patient], Iterator[Finding]]],
-        within: Deadline,
-    ) -> None:
-        """Run probes in their order, each for a part of the time at most; those that need more then get what is left,
-        and others run that need no step."""
-        patient = self.patient
+    def probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]], share: float = HALF) -> None:
+        """Run probes in their order, within a share of the time that is left; the steps of each take this share of the
+        rest at most, and where nothing is left, others run that need no step."""
+        patient, within = self.patient, self.deadline.part(share)
         assert patient is not None
-        late = list(probes)
-        for share in PROBE_SHARES:
-            todo, late = late, []
-            for what in todo:
-                if within.left <= -OVERTIME * within.seconds or patient.is_stopped:
-                    self.report.skipped[what] = NO_TIME
-                    continue
-                self.tell(f"{what} ({list(probes).index(what) + 1} of {len(probes)})")
-                patient.begin(within.part(share))
-                self._probe(what, probes[what])
-                late += [what] if patient.is_late else []
+        for number, (what, probe) in enumerate(probes.items(), 1):
+            if self.deadline.is_over or patient.is_stopped:
+                self.report.skipped[what] = NO_TIME
+                continue
+            self.tell(f"{what} ({number} of {len(probes)})")
+            patient.begin(within.part(share))
+            self._probe(what, probe)
         patient.begin(Deadline())
 
     def _probe(self, what: str, probe: Callable[[Patient], Iterator[Finding]]) -> None:
@@ -228,7 +212,6 @@ class Examination(Plugin):
         patient, report = self.patient, self.report
         assert patient is not None
         before = len(report.findings)
-        report.skipped.pop(what, None)
         try:
             report.findings.extend(probe(patient))
         except NotApplicable:
@@ -258,7 +241,7 @@ class Examination(Plugin):
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
         if patient.updates in LOOKS:
             self._growth.look(step.trainer)
-        if patient.updates >= self.updates or self._within.is_over:
+        if patient.updates >= self.updates or self._run_ends.is_over:
             step.trainer.max_updates = patient.updates
 
     @hookimpl
@@ -290,7 +273,7 @@ class Examination(Plugin):
         with no_trace(trainer.env.device):
             with suppress(Exception):  # a step that cannot run again is named elsewhere
                 self.report.facts = facts_of(trainer, patient)
-            self.probe(self.last_probes, self.deadline.part(AFTER_SHARE))
+            self.probe(self.last_probes)
         for what in (self._kept.found, self._growth.found):
             self.report.findings.extend(what())
         now = fingerprint_hidden(trainer)
@@ -306,48 +289,13 @@ class Examination(Plugin):
                 self.report.findings.append(Finding("state_not_saved", text, changed[0], {"attributes": changed[:8]}))
 
 
-class TimedPatient(Patient):
-    """A patient whose steps end when the time of a probe is over."""
-
-    is_late = False
-    asked = "train"
-    "The stage of the last step."
-    refused: Exception | None = None
-    "The last error of a step."
-    _cost = 0.0
-    "What the last step took: another is not begun where less is left."
-
-    def begin(self, within: Deadline) -> None:
-        self.within, self.is_late = within, False
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has come: its fit sees it only after the probes."""
-        stop = self.trainer.requests.open.get("stop")
-        return stop is not None and stop.asker == SIGNAL
-
-    def is_out_of_time(self) -> bool:
-        self.is_late = self.is_late or self.within.left <= self._cost or self.is_stopped
-        return self.is_late
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked = kwargs.get("stage", args[2] if len(args) > 2 else "train")
-        began = self.within.clock()
-        try:
-            return super().run(*args, **kwargs)
-        except Exception as error:
-            self.refused = error
-            raise
-        finally:
-            self._cost = self.within.clock() - began
-
-
-def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> TimedPatient:
+def admitted(trainer: Trainer, train: Any, val: Any, deadline: Deadline | None = None) -> Patient:
     """Read the first batches and samples, on the run's device; of slow loaders as many as there is time for."""
     deadline, move = deadline or Deadline(), trainer.env.move
-    patient = TimedPatient(trainer.task, trainer, train, val, [], [])
-    served, patient.samples = _served(train, deadline.part(READ_SHARE))
-    val_served, patient.val_samples = _served(patient.loaders["val"], deadline.part(READ_SHARE))
+    patient = Patient(trainer.task, trainer, train, val, [], [])
+    patient.begin(deadline)
+    served, patient.samples = _served(train, deadline.part(READ))
+    val_served, patient.val_samples = _served(patient.loaders["val"], deadline.part(READ))
     patient.batches, patient.val_batches = move(served), move(val_served[:2])
     patient.headroom = start.headroom(trainer)
     return patient

@@ -94,7 +94,7 @@ class Observed(Patient):
 
 
 @dataclass
-class Look:
+class MicroBatchLook:
     """What was noted while a micro-batch ran forward."""
 
     name: str | None
@@ -128,7 +128,7 @@ class FirstLook(Plugin):
     def _begin(self) -> None:
         self.done: set[str | None] = set()
         "Optimizers whose micro-batches need no more looks."
-        self.waiting: list[Look] = []
+        self.waiting: list[MicroBatchLook] = []
         self._counts: dict[str | None, int] = {}
         self._patient: Observed | None = None
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
@@ -201,7 +201,7 @@ class FirstLook(Plugin):
                 if traces is not None and not attempt(traces.look_again):
                     traces = None
                 first = next(iter(given), None)
-                self.waiting.append(Look(step.name, batch, loss, watch, traces, activity.found, first))
+                self.waiting.append(MicroBatchLook(step.name, batch, loss, watch, traces, activity.found, first))
                 if not small:  # its scores may be the largest tensors of the step
                     self.judge(step)
             return output
@@ -294,7 +294,7 @@ class FirstLook(Plugin):
                 self._tell(step.trainer, self._at_last(self._patient, on_host and self._reads))
                 self._began = mean(self._patient.losses) if self._patient.names == [None] else None
 
-    def _judged(self, step: Step, look: Look, small: bool) -> Observed:
+    def _judged(self, step: Step, look: MicroBatchLook, small: bool) -> Observed:
         """Judge the first step, and return what the next looks add to."""
         patient = observed(step.trainer, look)
         patient.epoch = step.epoch
@@ -306,7 +306,7 @@ class FirstLook(Plugin):
             look.watch.losses.clear()
         return patient
 
-    def _keep(self, look: Look, patient: Observed, reads: bool, epoch: int) -> None:
+    def _keep(self, look: MicroBatchLook, patient: Observed, reads: bool, epoch: int) -> None:
         """Keep of a look what the last judgement needs."""
         if reads:
             self._reads = True
@@ -445,7 +445,7 @@ def is_telling(batch: Any) -> bool:
     return (batch_size(batch) or 0) >= FEWEST
 
 
-def observed(trainer: Run, look: Look) -> Observed:
+def observed(trainer: Run, look: MicroBatchLook) -> Observed:
     """The patient whose first step this was."""
     train = trainer.given_loaders.get("train")
     kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, look.batch)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from forge.contract.requests import SIGNAL
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.accumulation_windows import batch_size
@@ -77,10 +78,6 @@ class Patient:
     "Of the gradients of each update, before they are clipped."
     plugins: list[Any] = field(default_factory=list)
     "Of the planned run, those included that the examination leaves out."
-    make: Any = None
-    "A function that makes another copy of the user's own task."
-    directions: dict[str, str] = field(default_factory=dict)
-    "Which way metrics go as answers get better, by experiment: max or min."
     track: Any = None
     "The weights before and after the last updates."
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -89,11 +86,16 @@ class Patient:
     "The optimizers whose gradients are known not to be the slope of their losses."
     groups: dict[str, Any] = field(default_factory=dict)
     "Samples of each stage that batches are made of."
-    whole: list[Any] = field(default_factory=list)
-    "The batches as the loader serves them, where `batches` are smaller."
-
     within: Deadline = field(default_factory=Deadline)
-    "When steps end in OutOfTime."
+    "When steps of the present probe end in OutOfTime."
+    is_late: bool = False
+    "Whether the present probe has had its time."
+    asked: str = "train"
+    "The stage of the last step."
+    refused: Exception | None = None
+    "The last error of a step."
+    cost: float = 0.0
+    "What the last step took: another is not begun where less is left."
 
     reads: ClassVar[bool] = True
     "Whether samples of datasets may be read: that may change them."
@@ -151,9 +153,9 @@ class Patient:
         """Keep this share of the samples of each batch, and a few at least: experiments on a large model need no more,
         and come to their end."""
         if share < 1:
-            self.whole = self.batches
             self.batches, self.val_batches = ([part(x, share) for x in xs] for xs in (self.batches, self.val_batches))
             self.__dict__.pop("watched", None)
+            self.cost = 0.0
 
     def place(self, stage: str = "train") -> str:
         """The name of the step of a stage."""
@@ -177,7 +179,22 @@ class Patient:
 
     def fresh(self) -> TaskModule:
         """Return a copy of the task as it was given, to be trained."""
-        return self.make() if self.make is not None else copy.deepcopy(self.task)
+        return copied_task(self.original or self.task)
+
+    def begin(self, within: Deadline) -> None:
+        """Begin a probe that has this much time."""
+        self.within, self.is_late = within, False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has come: its fit sees it only after the probes."""
+        stop = self.trainer.requests.open.get("stop")
+        return stop is not None and stop.asker == SIGNAL
+
+    def is_out_of_time(self) -> bool:
+        """Whether what runs should end."""
+        self.is_late = self.is_late or self.within.left <= self.cost or self.is_stopped
+        return self.is_late
 
     def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
         """Return the output of a step of any task, with the same random numbers every time, unless a seed is given.
@@ -187,17 +204,23 @@ class Patient:
         """
         if self.is_out_of_time():
             raise OutOfTime
+        self.asked, began = stage, self.within.clock()
+        try:
+            return self._stepped(task, batch, name, seed)
+        except Exception as error:
+            self.refused = error
+            raise
+        finally:
+            self.cost = self.within.clock() - began
+
+    def _stepped(self, task: TaskModule, batch: Any, name: str | None, seed: int) -> Any:
         reseed(seed)
-        if stage == "train":
+        if self.asked == "train":
             name = self.names[0] if name is None else name
             with torch.enable_grad():  # a step may ask for gradients itself
                 return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
         with torch.enable_grad() if task.evaluation == "grad" else nullcontext():
             return task.validation_step(batch)
-
-    def is_out_of_time(self) -> bool:
-        """Whether what runs should end."""
-        return self.within.is_over
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
         """Return the loss of a training step, with its graph; see `run`."""

@@ -54,7 +54,6 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "pairs follow": pairs.follow,
     "samples of val": pairs.fixed,
     "evaluation twice as a whole": stages.evaluated_twice,
-    "metrics before training": stages.best_at_first,
     "layout of pictures": values.layout,
     "draws of two steps": stages.same_draws,
     "samples that an epoch draws": values.coverage,

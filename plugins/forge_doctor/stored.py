@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from forge.data.tensor import TensorLoader
 from forge.rng import reseed
 from forge.torch_internals import pytree
 from forge.util.walk import walk
-from forge_doctor.deadline import Deadline
 
 Sample = tuple[Tensor, ...]
 Array = Tensor | np.ndarray
@@ -61,25 +59,6 @@ def read(loader: Any, index: int, seed: int) -> Sample:
     batch = tuple(x[index : index + 1].clone() for x in loader.tensors)
     served = leaves(loader.transform(*batch) if loader.transform is not None else batch)
     return tuple(x[0] for x in served if x.ndim and len(x) == 1)
-
-
-def spread(loader: Any, most: int, within: Deadline) -> list[Sample]:
-    """Read samples that are spread over a dataset, in its order; fewer, as evenly, where the time is over before."""
-    total = count_of(loader)
-    found: dict[int, Sample] = {}
-    every = max(1, total // most)
-    count = -(-total // every)
-    for k in range(count):  # in an order that covers all of it at any time
-        index = every * (k * _stride(count) % count)
-        found[index] = read(loader, index, index)
-        if within.is_over:
-            break
-    return [found[index] for index in sorted(found)]
-
-
-def _stride(count: int) -> int:
-    """A step of about the golden ratio that meets each of a number of places once."""
-    return next((k for k in range(max(1, round(0.618 * count)), count) if math.gcd(k, count) == 1), 1)
 
 
 def arrays(loader: Any) -> dict[str, Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import forge
 from forge.diagnose.checks.user_line import FindingWarning
 from forge.engine.trainer import Trainer
-from forge_doctor.deadline import Deadline
 from forge_doctor.doctor import Examination
 from forge_doctor.findings import Finding
 from forge_doctor.first_look import FirstLook
@@ -137,9 +135,9 @@ def found(
     trainer.fit(task, train, val)
     if last:
         assert examination.patient is not None
-        examination.patient.make = functools.partial(copy.deepcopy, untrained)
+        examination.patient.original = untrained
         with no_trace(torch.device("cpu")):
-            examination.probe(chosen, Deadline())
+            examination.probe(chosen)
     assert not report.skipped, report.skipped
     return {finding.name: finding for finding in report.findings}
 

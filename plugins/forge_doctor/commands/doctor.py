@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
     seed_all(recipe.trainer.get("seed") or 0)
     task = recipe.make_task()
     data = recipe.make_data(task)
-    deadline = Deadline(PLANNED * QUICK, time.process_time, steps=5) if args.quick else Deadline(60 * args.budget)
+    deadline = Deadline(PLANNED * QUICK, time.process_time) if args.quick else Deadline(60 * args.budget)
     report, code = DoctorReport(), 0
     with show.console(stderr=True).status("") as status, ended_by_signals():
         try:

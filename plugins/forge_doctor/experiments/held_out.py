@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from forge.contract.task import TaskModule
-from forge.data.accumulation_windows import batch_size
 from forge.torch_internals import pytree
 from forge_doctor.experiments.answers import answers
-from forge_doctor.experiments.intervene import exchanged, numbers, parts, says
+from forge_doctor.experiments.intervene import numbers
 from forge_doctor.experiments.reading import predicts
 from forge_doctor.experiments.short_fit import begun, short_fit
 from forge_doctor.findings import Finding
@@ -25,9 +24,6 @@ ROUNDS, MOST_BATCHES = (100, 500), 60
 """Updates of a fit that must hold for other samples, more where the first do not teach enough; and its batches."""
 LEARNT = 0.15
 """The share of the loss of held-out samples that a fit takes away which has learnt enough to be compared."""
-PAIRED, MOST_GAINED = 0.02, 0.5
-"""The share by which pairs must be better than pairs of others, where samples hold what belongs together, and the share
-of the loss from which it is plain that they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +34,6 @@ class Fit:
     updates: int
     held: tuple[float, float]
     val: tuple[float, float]
-    learnt: float
-    "The share of the loss of training that is gone."
 
     @property
     def gains(self) -> tuple[float, float]:
@@ -58,8 +52,8 @@ def generalises(patient: Patient) -> Iterator[Finding]:
     size = max(1, len(served) // 5)
     kept, given = served[-size:], served[:-size]
     fit = _fitted(patient, given, kept)
-    same = _nothing_held(patient, fit, kept) if patient.is_supervised else _no_pairs(patient, fit, given, kept)
-    yield from islice(chain(same, _val_disagrees(fit)), 1)
+    is_told = patient.is_supervised or predicts(patient, patient.batches[0])
+    yield from islice(chain(_nothing_held(patient, fit, kept) if is_told else (), _val_disagrees(fit)), 1)
 
 
 def _fitted(patient: Patient, given: list[Any], kept: list[Any]) -> Fit:
@@ -67,12 +61,10 @@ def _fitted(patient: Patient, given: list[Any], kept: list[Any]) -> Fit:
     splits = kept, patient.val_batches
     start = [_validated(patient, begun(patient), batches) for batches in splits]
     for updates in ROUNDS:
-        task, losses = short_fit(patient, [given[i % len(given)] for i in range(updates)])
-        at_first, at_last = (sum(part) / len(given) for part in (losses[: len(given)], losses[-len(given) :]))
+        task = short_fit(patient, [given[i % len(given)] for i in range(updates)])
         held, val = ((was, _validated(patient, task, batches)) for was, batches in zip(start, splits, strict=True))
-        fit = Fit(task, updates, held, val, (at_first - at_last) / max(abs(at_first), 1e-12))
-        has_learnt = fit.gains[0] > LEARNT and (patient.is_supervised or fit.learnt > LEARNT)
-        if has_learnt or updates == ROUNDS[-1]:
+        fit = Fit(task, updates, held, val)
+        if fit.gains[0] > LEARNT or updates == ROUNDS[-1]:
             return fit
     raise AssertionError
 
@@ -90,21 +82,6 @@ def _nothing_held(patient: Patient, fit: Fit, kept: list[Any]) -> Iterator[Findi
         yield Finding("labels_no_easier", text, "train", {"before": before, "after": after})
 
 
-def _no_pairs(patient: Patient, fit: Fit, given: list[Any], kept: list[Any]) -> Iterator[Finding]:
-    """What stands together in samples must say more of others than what was put together from several."""
-    if fit.learnt <= LEARNT or fit.gains[0] >= MOST_GAINED or not (parted := _parted(patient, given)):
-        return
-    own, others = (_lowest(patient, batches, kept) for batches in (given, parted))
-    held = answers(patient, kept[0])
-    if own > (1 - PAIRED) * others and held is not None and own >= held.best(constant=True)[0]:
-        text = (
-            f"Up to {ROUNDS[-1]} updates take the loss of batches that were held out from {fit.held[0]:.4g} to "
-            f"{own:.4g}, and to {others:.4g} where one tensor of each batch was exchanged between samples: what stands "
-            "together in a sample says no more of others than what does not."
-        )
-        yield Finding("labels_no_easier", text, "train", {"before": fit.held[0], "after": own, "exchanged": others})
-
-
 def _val_disagrees(fit: Fit) -> Iterator[Finding]:
     """What holds for train must hold for val."""
     held, val = fit.held, fit.val
@@ -117,26 +94,6 @@ def _val_disagrees(fit: Fit) -> Iterator[Finding]:
             "val",
             {"train, held out": [*held], "val": [*val]},
         )
-
-
-def _parted(patient: Patient, given: list[Any]) -> list[Any]:
-    """Batches of which a tensor that counts belongs to other samples; none where no two tensors have their size."""
-
-    def parted(batch: Any) -> Any:
-        size = batch_size(batch)
-        whole = [x for x in parts(batch).values() if x.ndim and len(x) == size]
-        other = (exchanged(batch, x, lambda x: x.roll(1, 0)) for x in whole)
-        base = says(patient, batch, "train")
-        return next((x for x in other if says(patient, x, "train") != base), None) if len(whole) > 1 else None
-
-    found = [parted(batch) for batch in given]
-    return [] if any(batch is None for batch in found) else found
-
-
-def _lowest(patient: Patient, given: list[Any], kept: list[Any]) -> float:
-    """The lowest loss of what was held out, after some updates and after many: many learn by heart."""
-    fits = (short_fit(patient, [given[i % len(given)] for i in range(updates)])[0] for updates in ROUNDS)
-    return min(_validated(patient, task, kept) for task in fits)
 
 
 def _constant(patient: Patient, task: TaskModule, batches: list[Any]) -> tuple[float, float] | None:

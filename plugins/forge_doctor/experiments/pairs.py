@@ -21,8 +21,6 @@ TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "turned by three quarters": lambda x: x.rot90(3, (-2, -1)),
 }
 READS, SAMPLES = 8, 10
-FEWEST = 12
-"""Pairs of readings that are nearly the same."""
 
 
 def follow(patient: Patient) -> Iterator[Finding]:

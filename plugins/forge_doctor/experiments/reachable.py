@@ -155,8 +155,6 @@ def metrics(patient: Patient) -> Iterator[Finding]:
 
     for name in right.keys() & other.keys() & untrained.keys():
         value = right[name]
-        if apart(value, other[name]) > 0.2:
-            patient.directions[f"val/{name}"] = "max" if value > other[name] else "min"
         fault = _fault(name, value, other[name], untrained[name], floor < NEAR * held.loss)
         fault = fault or _no_better(name, value, [x.get(name, math.nan) for x in wrongs()])
         if "loss" in name or value != value or not fault:

@@ -28,24 +28,11 @@ class SampleGroup:
         self.size = len(items) or batch_size(batch) or 0
         self._patient, self._batch, self._items, self._collate = patient, batch, items, collate
 
-    @property
-    def is_collated(self) -> bool:
-        """Whether the loader's own collate makes the batches, rather than rows of one."""
-        return self._collate is not None
-
     def take(self, places: Sequence[int]) -> Any:
         """The batch of the samples at these places, in this order."""
         if self._collate is None:
             return with_rows_changed(self._batch, self.size, lambda x: x[list(places)])
         return self._collated([self._items[i] for i in places])
-
-    def lengths(self, places: Sequence[int]) -> list[list[int]]:
-        """How long the arrays of these samples are, of each array whose length differs between samples."""
-        found: dict[str, list[int]] = {}
-        for i in places:
-            for path, x in _arrays(self._items[i]).items():
-                found.setdefault(path, []).append(len(x))
-        return [each for each in found.values() if len(each) == len(places) and len(set(each)) > 1]
 
     def _collated(self, items: list[Any]) -> Any:
         assert self._collate is not None

@@ -18,12 +18,15 @@ from forge_doctor.patient import OutOfTime, Patient, like, loss_of
 
 
 class AtOneRate(Plugin):
-    """Trains without schedules, at a multiple of the optimizer's own rate; keeps the losses, and ends in time."""
+    """Trains without schedules, at a multiple of the optimizer's own rate.
+
+    Ends in time, or where the loss is no number.
+    """
 
     def __init__(self, patient: Patient) -> None:
         super().__init__()
         self.name = "forge_doctor.one_rate"
-        self.losses: list[float] = []
+        self._last = 0.0
         self._patient = patient
 
     @hookimpl(wrapper=True)
@@ -41,26 +44,26 @@ class AtOneRate(Plugin):
     @hookimpl(wrapper=True)
     def forge_forward(self, step: Any, batch: Any) -> Any:
         output = yield
-        self.losses.append(float(loss_of(output).detach()))
+        self._last = float(loss_of(output).detach())
         return output
 
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
-        if not math.isfinite(self.losses[-1]) or self._patient.is_out_of_time():
+        if not math.isfinite(self._last) or self._patient.is_out_of_time():
             step.trainer.max_updates = step.index + 1
 
 
-def short_fit(patient: Patient, batches: list[Any]) -> tuple[TaskModule, list[float]]:
-    """Train a copy on each of these batches in turn; return it, and the loss of each update."""
-    task, keeper = patient.fresh(), AtOneRate(patient)
+def short_fit(patient: Patient, batches: list[Any]) -> TaskModule:
+    """Return a copy that was trained on each of these batches in turn."""
+    task = patient.fresh()
     given = [copy.deepcopy(batch) for batch in batches]  # a step may change it in place
     settings = {"seed": 0, "log_every": 10_000, "validate_every": None, "run_dir": False, "device": patient.device.type}
     with torch.enable_grad():
-        Trainer(plugins=[keeper], max_updates=len(given), **settings).fit(task, given)
+        Trainer(plugins=[AtOneRate(patient)], max_updates=len(given), **settings).fit(task, given)
     if patient.is_out_of_time():
         raise OutOfTime
     task.trainer = patient.trainer
-    return task.to(patient.device), keeper.losses
+    return task.to(patient.device)
 
 
 def _peak(patient: Patient) -> float:

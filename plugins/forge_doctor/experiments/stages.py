@@ -11,7 +11,6 @@ import torch
 
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
-from forge.runs.directions import mode_of
 from forge_doctor.experiments.intervene import apart, draws, is_random, numbers, says
 from forge_doctor.experiments.regroup import group_of
 from forge_doctor.findings import Finding
@@ -19,8 +18,6 @@ from forge_doctor.patient import SEED, Patient
 from forge_doctor.probes.graph import awake_layers
 from forge_doctor.watch import CallWatch, where
 
-DRAWN = 64
-"""Calls over which what is random is averaged."""
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
 
@@ -128,33 +125,6 @@ def evaluated_twice(patient: Patient) -> Iterator[Finding]:
 def _evaluate(patient: Patient, task: TaskModule) -> dict[str, float]:
     trainer = Trainer(plugins=[], run_dir=False, seed=0, device=patient.device.type)
     return numbers(trainer.validate(task, [copy.deepcopy(batch) for batch in patient.val_batches]))
-
-
-def best_at_first(patient: Patient) -> Iterator[Finding]:
-    """A metric that is at its best before any training."""
-    if not patient.can_validate:
-        return
-    first, other = _said(patient, 1.0), _said(patient, -1.0)
-    for name, value in first.items():
-        best = {"min": (0.0,), "max": (1.0, 100.0)}.get(mode_of(name) or "", ())
-        if value in best and other.get(name) == value:
-            text = (
-                f"{name} of the untrained model is {value:g} already, its best: it compares something with itself, or "
-                "with what every answer fits."
-            )
-            evidence = {"metric": name, "untrained": value}
-            yield Finding("metric_blind", text, patient.place("val"), evidence)
-
-
-def _said(patient: Patient, factor: float) -> dict[str, float]:
-    """What the first batches of val say of the weights times a factor, the end of the validation included."""
-    task = patient.clone().eval()
-    with torch.no_grad():
-        for p in task.parameters():
-            p.mul_(factor)
-        said = [numbers(patient.run(task, batch, "val")) for batch in patient.val_batches]
-        ended = numbers(task.evaluation_end("val") or {})
-    return {name: sum(row.get(name, math.nan) for row in said) / len(said) for name in said[0]} | ended
 
 
 def same_draws(patient: Patient) -> Iterator[Finding]:

@@ -11,9 +11,6 @@ from forge_doctor.findings import Finding
 from forge_doctor.patient import Patient
 from forge_doctor.probes.data import sampler_of
 
-SAMPLES, FEWEST = 500, 8
-"""Samples that are read for their classes, and those of a class that say how often it is drawn."""
-
 
 def labels(patient: Patient) -> Iterator[Finding]:
     """Class labels: their counts, their order, and features that give them away."""

@@ -22,9 +22,8 @@ FAR = 10.0
 """Of the narrower split, where the means of one number differ: another unit."""
 REREAD, READS = 64, 6
 """Samples of train that are read again, and how often, to see what augmentation changes."""
-
-MOST_IDS, SECONDS = 20_000, 1.0
-"""Samples of train whose ids are looked up, and the time for reading them."""
+MOST_IDS = 20_000
+"""Samples of stored arrays that are looked up."""
 STEPS, MOST_LENGTH = 8, 2000
 """Steps of a stretch of a series that is looked up, and those of a window at most."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -16,15 +16,26 @@ from forge_doctor.patient import Patient
 
 def modes(patient: Patient) -> Iterator[Finding]:
     """Schedules and plugins that take a larger loss, or a smaller accuracy, for the better one."""
+    for where, monitor, mode in _watching(patient):
+        right = mode_of(monitor) if isinstance(monitor, str) else None
+        if right is not None and mode in ("min", "max") and mode != right:
+            better = "larger" if mode == "max" else "smaller"
+            text = f"{where} watches {monitor} with mode={mode}: it takes a {better} one for the better one."
+            yield Finding("wrong_mode", text, where, {"monitor": monitor, "mode": mode}, cure=f"Set mode={right}.")
+
+
+def _watching(patient: Patient) -> Iterator[tuple[str, Any, Any]]:
+    """What watches a metric, the metric and the mode; a plugin's settings may hold a group of them."""
     for entry in patient.trainer.optimizers.entries.values():
         for scheduled in entry.schedules:
-            if isinstance(scheduled.schedule, ReduceLROnPlateau) and scheduled.monitor is not None:
-                yield from _judge(patient, "ReduceLROnPlateau", scheduled.monitor, scheduled.schedule.mode)
+            if isinstance(scheduled.schedule, ReduceLROnPlateau):
+                yield "ReduceLROnPlateau", scheduled.monitor, scheduled.schedule.mode
     for plugin in patient.plugins:
-        for path, config in _configs(plugin):
-            monitor, mode = _get(config, "monitor"), _get(config, "mode")
-            if isinstance(monitor, str) and isinstance(mode, str):
-                yield from _judge(patient, path, monitor, mode)
+        config = getattr(plugin, "config", None) or {}
+        settings = config if isinstance(config, Mapping) else asdict(config)
+        inner = {f"{plugin.name}.{key}": value for key, value in settings.items() if isinstance(value, Mapping)}
+        for where, group in ({plugin.name: settings} | inner).items():
+            yield where, group.get("monitor"), group.get("mode")
 
 
 def validation(patient: Patient) -> Iterator[Finding]:
@@ -46,34 +57,3 @@ def validation(patient: Patient) -> Iterator[Finding]:
             "trainer.validate_every",
             {"validate_every": str(every), "planned": planned},
         )
-
-
-def _judge(patient: Patient, where: str, monitor: str, mode: str) -> Iterator[Finding]:
-    right = mode_of(monitor) or patient.directions.get(monitor)
-    if right is not None and mode in ("min", "max") and mode != right:
-        better = "larger" if mode == "max" else "smaller"
-        text = f"{where} watches {monitor} with mode={mode}: it takes a {better} one for the better one."
-        yield Finding("wrong_mode", text, where, {"monitor": monitor, "mode": mode}, cure=f"Set mode={right}.")
-
-
-def _configs(plugin: Any) -> Iterator[tuple[str, Any]]:
-    """A plugin's settings, and the groups of settings in them."""
-    config = getattr(plugin, "config", None)
-    if config is None:
-        return
-    yield plugin.name, config
-    keys = (
-        list(config)
-        if isinstance(config, Mapping)
-        else [x.name for x in fields(config)]
-        if is_dataclass(config)
-        else []
-    )
-    for key in keys:
-        value = _get(config, key)
-        if isinstance(value, Mapping) or hasattr(value, "monitor"):
-            yield f"{plugin.name}.{key}", value
-
-
-def _get(config: Any, key: str) -> Any:
-    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)

@@ -55,12 +55,10 @@ def test_programs_begin_with_the_same_random_numbers_and_leave_them(start: Any) 
 def test_the_first_of_what_differs_is_named(start: Any) -> None:
     found = twin(loop(larger), loop(), start=start)
     assert found is not None
-    assert (found.update, found.path) == (3, "0.weight")
+    assert (found.update, found.path) == (3, "3.bias")
     assert found.kind == "the gradients"
     assert found.distance.relative == pytest.approx(0.01, rel=0.05)
-    assert (
-        str(found) == "at update 3, in the gradients (0.weight, 0.bias, 1.weight and 3 more): by about 0.01 of its norm"
-    )
+    assert str(found).startswith("at update 3, in the gradients (3.bias, 3.weight, 1.bias and 3 more): ")
 
 
 def touch_buffer(update: int, model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
@@ -76,7 +74,7 @@ def draw(update: int, model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("plant", "update", "path"),
-    [(touch_buffer, 2, "1.num_batches_tracked"), (draw, 2, "0"), (larger, 3, "0.weight")],
+    [(touch_buffer, 2, "1.num_batches_tracked"), (draw, 2, "0"), (larger, 3, "3.bias")],
 )
 def test_what_is_planted_in_a_loop_is_found(plant: Any, update: int, path: str) -> None:
     found = twin(loop(plant), loop())

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from forge.cli import main, subprocesses, target
+from forge.cli import determinism, main, subprocesses, target
 from forge.twin.compare import Difference, Distance
-from forge_doctor.commands import determinism
+from forge.twin.record import OUTPUTS
 from tests.conftest import Run
 from tests.support.profiles import some
 
@@ -122,15 +122,12 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     ("task", "found"),
     some(
         [
-            ("Random", "at update 1, the output of net.0 (Linear) is the first value that differs, by about"),
-            ("Clock", "at update 1, the loss (micro-batch 0) is the first value that differs: "),
-            ("Starts", "before the first update, the initial buffer salt is the first value that differs"),
-            ("Gradient", "at update 1, the gradient of net.0.bias is the first value that differs, by about"),
-            ("Steps", "at update 1, the parameter net.4.bias after the update is the first value that differs"),
-            (
-                "Reseeds",
-                "at update 1, the state of numpy's random numbers after the update is the first value that differs",
-            ),
+            ("Random", "at update 1, in the outputs (net.0): by about"),
+            ("Clock", "at update 1, in the loss (micro-batch 0): "),
+            ("Starts", "before the first update, in the weights (salt): "),
+            ("Gradient", "at update 1, in the gradients (net.0.bias): by about"),
+            ("Steps", "at update 1, in the weights (net.4.bias): by about"),
+            ("Reseeds", "at update 1, in the state of the random numbers (numpy"),
         ],
         quick=3,
     ),
@@ -138,7 +135,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_the_first_tensor_that_differs_is_named(capsys: Any, file: Path, task: str, found: str) -> None:
     code, out, _ = ask(capsys, f"{file}:{task}", "--updates", "3")
     assert code == 1
-    assert f"Not the same: {found}" in out
+    assert f"Not the same. First difference {found}" in out
     assert "Likely causes - " in out
 
 
@@ -146,7 +143,7 @@ def test_the_first_tensor_that_differs_is_named(capsys: Any, file: Path, task: s
 def test_data_that_differ_are_named_as_the_batch(capsys: Any, file: Path) -> None:
     code, out, _ = ask(capsys, f"{file}:Sound", "--data", f"{file}:noisy", "--updates", "2")
     assert code == 1
-    assert "at update 1, the batch (micro-batch 0, batch[0]) is the first value that differs" in out
+    assert "First difference at update 1, in the batch (micro-batch 0, part 0)." in out
     assert "in the dataset, its transforms or the collate function" in out
 
 
@@ -203,14 +200,14 @@ def test_a_mistake_is_told_before_anything_runs(capsys: Any, monkeypatch: pytest
 # -- likely causes ----------------------------------------------------------------------------------------------------
 
 
-def causes(kind: str, apart: float, device: str = "cuda", deterministic: bool = False) -> list[str]:
-    return determinism.causes(Difference(1, "x", Distance("", apart), kind), device, deterministic)
+def causes(kind: str, apart: float, deterministic: bool = False) -> list[str]:
+    return determinism.causes(Difference(1, "x", Distance("", apart), kind), deterministic)
 
 
 def test_a_tiny_difference_is_most_likely_a_kernel_and_a_large_one_something_that_is_not_seeded() -> None:
-    assert causes("output", 1e-7)[0] == determinism.KERNEL
-    assert causes("output", 1e-7, deterministic=True)[0] == determinism.EXTERNAL_KERNEL
-    assert "os.urandom" in causes("output", 0.5)[0]
+    assert causes(OUTPUTS, 1e-7)[0] == determinism.KERNEL
+    assert causes(OUTPUTS, 1e-7, deterministic=True)[0] == determinism.EXTERNAL_KERNEL
+    assert "os.urandom" in causes(OUTPUTS, 0.5)[0]
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ def test_only_a_process_of_its_own_shows_the_order_of_a_set(run_forge: Run, file
     done = run_forge("determinism", f"{file}:{task}", "--updates", "3")
     assert done.returncode == code, done.stdout + done.stderr
     if code:
-        assert "at update 1, the output of net.0 (Linear) is the first value that differs" in done.stdout
+        assert "First difference at update 1, in the outputs (net.0)" in done.stdout
         assert "The order of a set" in done.stdout
 
 
