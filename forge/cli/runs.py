@@ -35,7 +35,7 @@ RUN is a run folder, a folder of runs (its newest), or a unique part of a run's 
 examples:
   forge runs                                      every run under runs/, newest first
   forge runs --all                                the single runs of groups too
-  forge runs runs/quickstart/GROUP                one group: mean, deviation, interval, the worst, and its runs
+  forge runs runs/quickstart/GROUP                one group: mean, deviation, the worst, and its runs
   forge runs runs/quickstart --sort val/accuracy  the runs of one recipe, the best first
   forge runs compare RUN_A RUN_B                  differences in recipe, result and environment
   forge runs spans RUN                            where its time went, the cost of each plugin, and what limits it
@@ -219,7 +219,7 @@ def run_as_json(run: RunFolder) -> dict[str, Any]:
 
 def _spread_as_json(value: Spread) -> dict[str, Any]:
     worst = None if value.worst is None else {"run": value.worst[0], "value": _number(value.worst[1])}
-    return {"std": _number(value.std), "interval": value.interval, "n": value.n, "worst": worst}
+    return {"std": _number(value.std), "n": value.n, "worst": worst}
 
 
 def _number(value: float) -> float | None:
