@@ -148,7 +148,7 @@ def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
 
 
 def _state(row: Mapping[str, Any]) -> Text:
-    problem = (row["error"] or "").replace(f"{row['path']}/", "").replace(f"{row['path']} ", "").rstrip(".")
+    problem = _problem(row["error"] or "", row["path"])
     return Text.assemble((problem, "red") if problem else ("valid", "green"), *(f", {mark}" for mark in row["marks"]))
 
 
@@ -233,27 +233,33 @@ def _as_json(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> dict[str,
 
 
 def _verify(paths: list[Path]) -> int:
-    from forge.cli.ckpt_files import file_states
+    from forge.checkpoint import StoredCheckpoint
 
     found: list[Path] = []
     for path in paths:
         folder = _folder(path)
         found += folder.all() if folder is not None else [_find(path).path]
-    grid = show.table("checkpoint", "file", "size", "state", wrap=["state"])
-    _align_right(grid, "size")
+    grid = show.table("checkpoint", "state", wrap=["state"])
     bad = 0
     for path in found:
-        states = file_states(path)
-        bad += any(problem for _, _, problem in states)
-        for i, (name, length, problem) in enumerate(states):
-            state = Text(problem, "red") if problem else Text("ok", "green")
-            grid.add_row("" if i else _run_and_name(path), name, "" if length is None else format_bytes(length), state)
+        try:
+            StoredCheckpoint(path).verify()
+            state = Text("whole", "green")
+        except CheckpointError as error:
+            state = Text(_problem(str(error), path), "red")
+            bad += 1
+        grid.add_row(_run_and_name(path), state)
     console = show.console()
     console.print(grid)
     console.print()
     verified = f"{counted(len(found), 'checkpoint')} verified: "
     console.print(Text(verified + (f"{bad} damaged" if bad else "all whole"), "bold red" if bad else "bold"))
     return 1 if bad else 0
+
+
+def _problem(error: str, path: Path | str) -> str:
+    """Return what is wrong with a checkpoint, whose path stands beside it."""
+    return error.replace(f"{path}/", "").replace(f"{path} ", "").rstrip(".")
 
 
 # -- diff -------------------------------------------------------------------------------------------------------------
