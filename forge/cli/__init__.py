@@ -36,7 +36,7 @@ VERBS = {
     "plan": ("check", "Show what a recipe runs: plugins by hook, every value and its origin."),
     "verify-resume": ("check", "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run."),
     "env": ("check", "Print versions, devices and what is installed, for bug reports."),
-    "recipes": ("extend", "List recipes, show one, or copy one to start from."),
+    "recipes": ("extend", "List recipes, or show one to start from."),
     "plugins": ("extend", "List installed plugins, or show one's options and hooks."),
     "new": ("extend", "Start a task or a plugin package from a working template."),
 }
