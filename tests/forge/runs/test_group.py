@@ -137,7 +137,7 @@ class TestOneCommand:
         states = {run.path.name: run.status for run in RunGroup("cut").runs}
         assert (states["seed-0"], states["seed-1"] == "finished") == ("finished", False)
         first = Path("cut/seed-0/end.json").stat()
-        again = command(*WORDS, "-q", "--resume", "cut")
+        again = command(*WORDS, "-q", "--run-dir", "cut", "--resume")
         assert again.returncode == 0, again.stderr
         assert Path("cut/seed-0/end.json").stat() == first, "what is done is left alone"
         assert RunFolder("cut/seed-1").card["resumed_from"] in (4, 6)
