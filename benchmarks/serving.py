@@ -211,7 +211,7 @@ def _load_from_another_process(port: int, clients: int, count: int, load: Load) 
     """Send requests from a process of its own, which does not take the time of the server's or of this one."""
     described = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/model"))
     ports = [Port(one["name"], one["dtype"], tuple(one["shape"]), one["seen"]) for one in described["inputs"]]
-    body = json.dumps({"inputs": {name: tensor.tolist() for name, tensor in sample_of(ports).items()}}).encode()
+    body = json.dumps({name: tensor.tolist() for name, tensor in sample_of(ports).items()}).encode()
     with multiprocessing.get_context("fork").Pool(1) as pool:
         seconds, latencies, errors = pool.apply(send_load, (port, body, clients, count))
     load.seconds.append(seconds)

@@ -65,6 +65,11 @@ class Env:
         """The number that tells this rank's random numbers from those of others."""
         return self.data_rank
 
+    @property
+    def mean_rank(self) -> int:
+        """Which part of every global batch this rank sees: ranks with the same one hold a model together."""
+        return 0
+
     def holds(self, path: tuple[str | int, ...]) -> bool:
         """Whether this rank keeps the tensor at a path of a checkpoint; it does not read the others."""
         return True
@@ -105,10 +110,6 @@ class Env:
 
     def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
         """Copy rank 0's buffers, and its parameters unless False, to every rank, in place."""
-
-    def metric_states(self, states: list[Any]) -> list[Any]:
-        """Return the states of the task's torchmetrics objects on the rank that runs whole steps: of this one."""
-        return states
 
     def no_timeout(self) -> AbstractContextManager[None]:
         """Suspend the stall timeout: for work on one rank, such as a save, that the others wait for."""

@@ -5,6 +5,7 @@ And one whose entries are broken: each is named in one line, and stops nothing e
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -22,7 +23,7 @@ from forge.planning.strategies import DryStep, rows
 from forge.runs.trained_task import Source
 from forge.testing import TinyTask, tiny_batches
 from forge_doctor.doctor import doctor
-from forge_ship import bench
+from forge_ship import bench, card
 from forge_ship.engine import ExportError
 from forge_ship.export import prepare
 from forge_ship.export_formats import formats, module_of
@@ -275,13 +276,12 @@ def test_a_broken_format_is_named_and_leaves_nothing(format: str, said: str, bro
 
 
 def test_a_file_of_a_broken_format_is_named(broken: None, tmp_path: Path) -> None:
-    class Exampled(TinyTask):
-        example_inputs = (tiny_batches()[0][0],)
-
-    made = forge.export(Exampled(), to="unopened", out=tmp_path / "model.bin", unverified=True)
-    assert made.card["about"] == "a format that does nothing"
+    made = forge.export(TinyTask(), to="torchscript", out=tmp_path / "model.bin.ts", data=tiny_batches())
+    file = made.path.rename(tmp_path / "model.bin")
+    files = {file.name: made.card["files"][made.path.name]}
+    card.place_of(file).write_text(json.dumps({**made.card, "format": "unopened", "files": files}))
     with pytest.raises(ExportError, match=r"model.bin cannot be loaded: The format 'unopened' .* 'cannot open' \("):
-        open_engine(made.path)
+        open_engine(file)
 
 
 def test_a_broken_format_does_not_stop_other_engines(broken: None) -> None:

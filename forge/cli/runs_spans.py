@@ -29,7 +29,7 @@ def spans_of(run: RunFolder, perfetto: str | None, as_json: bool) -> int:
     for row in spent.rows():
         grid.add_row(*row)
     console.print(grid)
-    for text in (run.spans.get("rates"), run.spans.get("verdict"), hooks and told.with_syncs(hooks)):
+    for text in (run.spans.get("rates"), run.spans.get("verdict"), hooks and told.as_text(hooks)):
         if isinstance(text, str) and text:
             console.print()
             console.print(Text(text), soft_wrap=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from forge.cli import target
 from forge.config import Recipe
 from forge.config.schema import options_of
-from forge.errors import DataError, ForgeError
+from forge.errors import ForgeError
+from forge.runs.wording import counted
 from forge.util import show
 
 if TYPE_CHECKING:
@@ -29,51 +29,36 @@ def run(args: Namespace, recipe: Recipe, name: str) -> int:
         raise ForgeError(f"--max {most}: the largest number of workers is 0 or more.")
     seed = recipe.trainer["seed"]
     seed_all(seed)
-    option, make, takes = _maker(recipe, name)
-    counts = default_counts(most) if takes else [0]
+    option, counts = _option(recipe, name), default_counts(most)
     show.message(f"The loader alone, with {', '.join(map(str, counts))} workers; then the step alone ...", "dim")
     report = workers_range(
         recipe.make_task,
-        make,
+        lambda count: recipe.with_data({option: count}).make_data().train,
         counts=counts,
-        tell=lambda probe: show.message(f"{probe.workers} workers: {probe.speed:,.0f} samples/s", "dim"),
         seed=seed,
         recipe=recipe,
     )
     print_report(report)
-    console = show.console()
-    for line in verdict(report, takes):
-        console.print(line, soft_wrap=True)
-    for label, text in _uses(args, option, report, takes).items():
-        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+    command = [show.command("forge"), "fit", *target.same_target(args, {f"data.{option}": str(report.recommended)})]
+    lines = {"use it": shlex.join(command), "recipe": f"data: {{{option}: {report.recommended}}}"}
+    show.console().print(verdict(report), soft_wrap=True)
+    for label, text in lines.items():
+        show.console().print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
     return 0
 
 
-def _maker(recipe: Recipe, name: str) -> tuple[str | None, Callable[[int], Any], bool]:
-    """Return the data's option for workers, what makes the train loader with some, and whether it takes any."""
-    from forge.data import Loader
-    from forge.tuning.workers import OPTIONS, with_workers
+def _option(recipe: Recipe, name: str) -> str:
+    """Return the option of the data that sets the number of workers."""
+    from forge.tuning.workers import OPTIONS
 
     known = options_of("data", recipe.config, recipe.local, recipe.origin) or ()
-    option = next((option.name for option in known if option.name in OPTIONS), None)
-    if option is not None:
-        return option, lambda count: _train(recipe.with_data({option: count}), name), True
-    own = _train(recipe, name)
-    if with_workers(own, 0) is not None:
-        return None, lambda count: with_workers(_train(recipe, name), count), True
-    if isinstance(own, Loader):
-        raise ForgeError(
-            f"The data of {name!r} have no option num_workers. Add one to the function, and pass it to the loader: "
-            "def data(num_workers: int = 0)."
-        )
-    return None, lambda count: own, False
-
-
-def _train(recipe: Recipe, name: str) -> Any:
-    train = recipe.make_data().train
-    if train is None:
-        raise DataError(f"The data of {name!r} have no train split: return forge.data.Splits(train=...).")
-    return train
+    for option in known:
+        if option.name in OPTIONS:
+            return option.name
+    raise ForgeError(
+        f"The data of {name!r} have no option num_workers. Add one to the function, and pass it to the loader: "
+        "def data(num_workers: int = 0). Data that are in memory need no workers."
+    )
 
 
 def print_report(report: WorkersReport) -> None:
@@ -81,11 +66,10 @@ def print_report(report: WorkersReport) -> None:
     grid = show.table("workers", "samples/s", "of the need", "")
     for column in grid.columns[:3]:
         column.justify = "right"
-    for probe in report.probes:
-        style = "bold" if probe is report.recommended else ""
-        cells = [f"{probe.workers}", f"{probe.speed:,.0f}", f"{100 * probe.speed / report.need:.0f} %"]
-        cells.append("recommended" if probe is report.recommended else "")
-        grid.add_row(*(Text(cell, style) for cell in cells))
+    for count, speed in report.speeds.items():
+        chosen = count == report.recommended
+        cells = [f"{count}", f"{speed:,.0f}", f"{100 * speed / report.need:.0f} %", "recommended" if chosen else ""]
+        grid.add_row(*(Text(cell, "bold" if chosen else "") for cell in cells))
     grid.add_row(Text("the step", "dim"), f"{report.need:,.0f}", "", Text("its need", "dim"))
     console = show.console()
     console.print()
@@ -93,37 +77,15 @@ def print_report(report: WorkersReport) -> None:
     console.print()
 
 
-def verdict(report: WorkersReport, takes: bool = True) -> list[str]:
-    """Summarise in sentences: what limits training, and what to do."""
-    chosen = report.recommended
-    each = f"{report.samples:.3g} samples in {report.step_ms:.3g} ms"
-    plural = "" if chosen.workers == 1 else "s"
-    with_them = f"with {chosen.workers} worker{plural}" if takes else "as they are"
+def verdict(report: WorkersReport) -> str:
+    """Say what limits training, and what to do."""
+    speed = report.speeds[report.recommended]
+    step = f"{report.samples:.3g} samples in {report.step_ms:.3g} ms, {report.need:,.0f} samples/s"
+    data = f"the data with {counted(report.recommended, 'worker')} give {speed:,.0f}"
     if report.limit == "compute":
-        lines = [
-            f"Compute is the limit: the step takes {each}, {report.need:,.0f} samples/s, and the data {with_them} give "
-            f"{chosen.speed:,.0f}."
-        ]
-    else:
-        lines = [
-            f"Data are the limit: the step could take {report.need:,.0f} samples/s ({each}), and the data {with_them} "
-            f"give {chosen.speed:,.0f}, {100 * chosen.speed / report.need:.0f} % of it."
-        ]
-        lines.append(
-            "Use more cores, do part of the work once and store its result, or move it to the device; or keep the "
-            "files on a faster disk, or fewer and larger ones."
-        )
-    if not takes:
-        lines.append("The loader takes no workers: it reads from memory, or is a list.")
-    return lines
-
-
-def _uses(args: Namespace, option: str | None, report: WorkersReport, takes: bool) -> dict[str, str]:
-    """Return the lines that put the result to use; the last is what to write down."""
-    count = report.recommended.workers
-    if not takes:
-        return {"recipe": "nothing to change"}
-    if option is None:
-        return {"code": f"DataLoader(..., num_workers={count})"}
-    command = [show.command("forge"), "fit", *target.same_target(args, {f"data.{option}": str(count)})]
-    return {"use it": shlex.join(command), "recipe": f"data: {{{option}: {count}}}"}
+        return f"Compute is the limit: the step takes {step}, and {data}."
+    return (
+        f"Data are the limit: the step could take {step}, and {data}, {100 * speed / report.need:.0f} % of it. Use "
+        "more cores, do part of the work once and store its result, or move it to the device; or keep the files on a "
+        "faster disk, or fewer and larger ones."
+    )

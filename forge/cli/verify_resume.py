@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +20,6 @@ examples:
   forge verify-resume my_task.py:MyTask --kills 5 --updates 200
 """
 
-NO_CAUSE = "The forward pass uses a value that is neither in the batch, in the weights nor in a seeded generator."
-
 
 def parser() -> ArgumentParser:
     parser = show.new_parser(
@@ -34,7 +30,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--updates", type=int, default=60, metavar="N", help="number of updates to compare (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kills (default: %(default)s)")
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their traces in this folder")
     parser.add_argument("--life", help=SUPPRESS)
     parser.add_argument("--kill-at", type=int, help=SUPPRESS)
@@ -73,8 +68,8 @@ def run_child(args: Namespace) -> int:
 
 
 def verify(args: Namespace, folder: Path) -> int:
-    from forge.snapshot.evidence import attempts_apart, read_traces
-    from forge.twin.compare import differences
+    from forge.snapshot.evidence import attempts_apart, cure, read_traces
+    from forge.twin.compare import differences, first_difference
 
     console = show.console()
 
@@ -89,38 +84,31 @@ def verify(args: Namespace, folder: Path) -> int:
     if not straight.marks:
         raise ForgeError("The uninterrupted run made no update, so nothing can be compared. Check the data.")
     last = straight.updates[-1]
-    kills = choose_kills(random.Random(args.seed), args.kills, last, every)
+    kills = choose_kills(args.kills, last)
     for attempt, kill in enumerate([*kills, None], 1):
         end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
         console.print(f"Killed run, attempt {attempt} of {len(kills) + 1}: {end} ...", style="dim")
         _run_attempt(args, folder / "killed", every, kill)
     attempts = read_traces(folder / "killed")
     fresh, begun = attempts[0], straight.where(lambda mark: mark.update in attempts[0].updates)
-    began = attempts_apart(begun, [fresh]) if kills else None
+    began = first_difference(fresh, begun)
     if began is not None and not began.aside:
         console.print(f"Two runs differ before any is resumed. First difference {began}.", style="bold red")
         say("The task is not deterministic: forge determinism names the operation.")
         return 1
-    noise = {each.path for each in differences(fresh.marks, begun.marks)} if kills else set()
+    noise = [*differences(fresh.marks, begun.marks)]
     difference = attempts_apart(straight, attempts, noise) or _weights_apart(folder, last)
     if difference is None:
         say(equal_text(last, kills, [update for attempt in attempts for update in attempt.updates]))
         return 0
     say(unequal_text(difference, last), "bold red")
-    say(advice(difference))
+    say(cure(difference))
     return 1
 
 
-def choose_kills(dice: random.Random, count: int, last: int, every: int) -> list[int]:
-    """Return the updates after which to kill; the last kill, if possible, when a checkpoint is on disk for certain.
-
-    After a kill before the first checkpoint the run starts again, which must give the same result as well.
-    """
-    kills = sorted(dice.sample(range(1, last), min(count, last - 1)))
-    written = 2 * every + 1  # the second checkpoint waits for the first
-    if kills and kills[-1] < written < last:
-        kills[-1] = dice.randrange(written, last)
-    return kills
+def choose_kills(count: int, last: int) -> list[int]:
+    """Return the updates after which to kill: at equal distances, so that a checkpoint is on disk at the last."""
+    return sorted({max(1, last * number // (count + 1)) for number in range(1, count + 1)} - {last})
 
 
 def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
@@ -149,39 +137,11 @@ def unequal_text(difference: Difference, last: int) -> str:
     )
 
 
-def advice(difference: Difference) -> str:
-    """Return where to look, by the kind of the first value that differs."""
-    from forge.snapshot import evidence
-
-    known = {
-        evidence.BATCH: "The data depend on a source that is not seeded per sample: check the dataset and the loader.",
-        evidence.WEIGHTS: "The loss was equal, so the update was not: check plugins that change gradients or weights.",
-        evidence.OPTIMIZER: "A learning-rate schedule or an optimizer keeps state outside its state_dict.",
-        evidence.NUMBERS: "Code draws random numbers a different number of times after a restart, as a cache.",
-        evidence.UNSAVED: "Attributes are not saved: make it a buffer (register_buffer), or save it with "
-        "get_extra_state. Let a dataset and a schedule compute what they need from the index, the epoch or the step.",
-    }
-    return known.get(difference.kind, NO_CAUSE)
-
-
 def equal_text(last: int, kills: list[int], made: list[int]) -> str:
     """Summarise a comparison without a difference; `made` are the updates of all attempts of the killed run."""
-    again = sorted(update for update, times in Counter(made).items() if times > 1)
-    redone = f"Repeated after a kill: {ranges(again)}." if again else "None had to be repeated."
     return (
         f"Bit for bit the same: {last} updates. Killed after update {' and '.join(map(str, kills))}, the run took "
         f"{len(kills) + 1} attempts and {len(made)} updates. Each had the same batch, loss, random numbers, optimizer "
         f"state and weights as in the uninterrupted run, and the same generators, attributes and globals of the task "
-        f"and its dataset. {redone}"
+        "and its dataset."
     )
-
-
-def ranges(numbers: list[int]) -> str:
-    """Write ascending numbers with neighbours joined: 3, 7 to 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

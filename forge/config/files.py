@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import registry
-from forge.config.guard import RecipeText, read_text, refuse_more
-from forge.config.references import DEEPEST
+from forge.config.guard import DEEPEST, RecipeText, read_text, refuse_more
 from forge.errors import RecipeError, did_you_mean
 from forge.util.files import check_name
 

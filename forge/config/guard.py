@@ -13,16 +13,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge.config import references
-from forge.config.references import DEEPEST, SIZE
 from forge.errors import RecipeError
 
+SIZE, DEEPEST = 2**17, 20
+"""Characters of a recipe with its bases, and levels of nesting."""
 LIMITS = {"characters": SIZE, "keys and values": 2_000, "references": 200}
 """What a recipe may hold, with its bases."""
 LONGEST = 200
 """Characters of a key."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_WORD = r"[^\\${}()\[\]:.\s'\"]+"
+_REFERENCE = re.compile(rf"\$\{{[ \t]*\.*{_WORD}(?:\.{_WORD}|\[{_WORD}\])*[ \t]*\}}|(?<!\\)(?:\\\\)*\\\$\{{")
+"""`${trainer.seed}`, or `${.seed}` for the value beside it; or `\\${`, which is a plain `${`."""
 
 
 def omegaconf() -> Any:
@@ -112,35 +114,31 @@ def _counted(text: str, what: str, loader: Any) -> Counter[str]:
 def _keys(node: Any, what: str, counts: Counter[str], parent: str = "") -> Iterator[tuple[str, int]]:
     """Yield every key, in full, with its line; look at the keys and values, and count references."""
     if isinstance(node.value, str):
-        _check_text(node, what, counts)
+        _check_scalar(node, what, counts)
     elif node.id == "sequence":
         for index, value in enumerate(node.value):
             yield from _keys(value, what, counts, f"{parent}{index}.")
     else:
-        seen: set[str] = set()
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key.value, str) or key.tag.endswith(":null") or len(key.value) > LONGEST:
                 raise RecipeError(f"{what}:{line} has a key that is no word of up to {LONGEST} characters. Write one.")
-            if key.value in seen:
-                raise RecipeError(f"{what}:{line} has the duplicate key {key.value!r}. Leave one of them out.")
-            seen.add(key.value)
-            _check_text(key, what, counts)
+            _check_scalar(key, what, counts)
             yield f"{parent}{key.value}", line
             yield from _keys(value, what, counts, f"{parent}{key.value}.")
 
 
-def _check_text(node: Any, what: str, counts: Counter[str]) -> None:
+def _check_scalar(node: Any, what: str, counts: Counter[str]) -> None:
+    """Refuse a number that takes long to read, half a sign, which no file can hold, and what is no reference."""
     where = f"{what}:{node.start_mark.line + 1}"
     if node.tag.endswith(":int") and len(node.value) > 20:
         raise RecipeError(f"{where} has a whole number of more than 20 signs. Write a smaller one, or quote it.")
-    if half := _SURROGATE.search(node.value):
-        raise RecipeError(f"{where} has {half[0]!a}, which UTF-8 cannot hold. Leave it out.")
-    for reference in references.find(node.value):
-        counts["references"] += 1
-        refuse_more(counts, where)
-        if why := reference.refused:
-            raise RecipeError(
-                f"{where}: {reference.text[:80]!r} {why}: a recipe refers only to its own keys, as in "
-                "${trainer.seed}. Give the value on the command line or in Python; for the text ${ write \\${."
-            )
+    if any("\ud800" <= sign <= "\udfff" for sign in node.value):
+        raise RecipeError(f"{where} has half a sign, which UTF-8 cannot hold. Leave it out.")
+    if "${" in _REFERENCE.sub(" ", node.value):
+        raise RecipeError(
+            f"{where}: {node.value[:80]!r} calls a resolver, or is no reference: a recipe refers only to its own keys, "
+            "as in ${trainer.seed}. Give the value on the command line or in Python; for the text ${ write \\${."
+        )
+    counts["references"] += node.value.count("${")
+    refuse_more(counts, where)

@@ -10,8 +10,8 @@ from typing import Any
 
 from forge import registry
 from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape
-from forge.config.guard import LONGEST, omegaconf, parse, refuse_more
-from forge.config.references import DEEPEST, needs_resolving, refuse_growth
+from forge.config.guard import DEEPEST, LONGEST, omegaconf, parse, refuse_more
+from forge.config.references import resolve
 from forge.config.schema import Maker, label, options_of
 from forge.errors import RecipeError, did_you_mean
 
@@ -103,10 +103,7 @@ class Layers:
 
     def resolved(self) -> dict[str, Any]:
         """Return the values as plain data, with references between keys resolved; nothing else is evaluated."""
-        if not needs_resolving(self.ordered):
-            return deepcopy(self.ordered)
-        refuse_growth(self.ordered, lambda key: label(key, self.origin))
-        return plain(self.ordered, lambda key: label(key, self.origin))
+        return resolve(self.ordered, lambda key: label(key, self.origin))
 
     def _full_key(self, key: str, local: Mapping[str, Maker]) -> list[str]:
         parts = key.split(".")

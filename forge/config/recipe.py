@@ -129,7 +129,7 @@ class Recipe:
                 f"The data function {whose!r} returned a {type(splits).__name__}; return (train, val), or "
                 "forge.data.Splits(train=..., val=...)."
             )
-        for loader in splits.live():
+        for loader in splits.live_loaders():
             loader.attach(task_of())
         return splits
 

@@ -20,9 +20,20 @@ class Splits:
     test: Loaders = None
     predict: Loaders = None
 
-    def live(self) -> list[Any]:
+    def live_loaders(self) -> list[Any]:
         """Return the loaders that make their batches with the task."""
         return [loader for given in (self.train, self.val, self.test, self.predict) for loader in live_loaders(given)]
+
+
+def by_stage(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return loaders by stage: where a stage got Splits, the loaders of these, for every stage that got none."""
+    whole = next((each for each in given.values() if isinstance(each, Splits)), None)
+    if whole is None:
+        return dict(given)
+    return {
+        stage: getattr(whole, stage) if each is None or isinstance(each, Splits) else each
+        for stage, each in given.items()
+    }
 
 
 def live_loaders(given: Any) -> list[Any]:

@@ -74,6 +74,10 @@ class DistributedEnv(Env):
         return self.axes_of(*PARTS)
 
     @property
+    def mean_rank(self) -> int:
+        return self._place(PARTS)[0]
+
+    @property
     def mean_world(self) -> int:
         """How many ranks have the gradient of a part of the batch each."""
         return self._place(PARTS)[1]

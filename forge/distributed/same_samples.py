@@ -4,17 +4,16 @@ Loaders that can be indexed read only the samples of their rank, so that another
 show nowhere: some samples would be used twice, and others never. Other loaders are compared as they are read.
 
 Texts and whole numbers must be equal. Floating-point numbers may differ in their last bits, as those of a decoded or
-resized image do between kinds of processors. Texts are compared without what all of them begin with: the folder may
-differ between hosts.
+resized image do between kinds of processors. Of a path the last part is compared: the folder may differ between hosts.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -105,25 +104,8 @@ def _samples(loader: Any) -> int:
 
 
 def _marks(samples: Sequence[Sequence[Mark]]) -> list[Mark]:
-    """Return the marks of some samples, each at its place; texts without what all of one field begin with."""
-    texts: dict[str, list[str]] = {}
-    for parts in samples:
-        for part in parts:
-            if isinstance(part.value, str):
-                texts.setdefault(_field(part.path), []).append(part.value)
-    # names share letters, not folders
-    roots = {field: len(os.path.commonprefix(each)) if len(each) > 1 else 0 for field, each in texts.items()}  # noqa: RUF071
-    record = Record()
-    for place, parts in enumerate(samples):
-        for part in parts:
-            value = part.value[roots[_field(part.path)] :] if isinstance(part.value, str) else part.value
-            record.mark(part.path, value, place, aside=True)
-    return record.marks
-
-
-def _field(path: str) -> str:
-    """Return the path of the list in which a value is, as a batch has one text per sample; else its own."""
-    return re.sub(r"\.?\d+$", "", path)
+    """Return the marks of some samples, each at its place."""
+    return [replace(part, update=place, aside=True) for place, parts in enumerate(samples) for part in parts]
 
 
 def _plain(value: Any) -> Any:
@@ -135,10 +117,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Mapping, list, tuple)) and len(value) <= MAX_PARTS:
         parts = value.items() if isinstance(value, Mapping) else enumerate(value)
         return {key: _plain(part) for key, part in parts}
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    is_plain = isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= MAX_TEXT)
-    if is_plain or (isinstance(value, Tensor) and value.is_floating_point()):
+    if isinstance(value, (str, os.PathLike)):
+        text = str(value).rpartition("/")[2]
+        return text if len(text) <= MAX_TEXT else digest(text)
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_floating_point()):
         return value
     try:
         return digest(value).encode()

@@ -21,7 +21,7 @@ from forge.contract.stack import TASK
 from forge.contract.step import SECOND_PASS
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.accumulation_windows import Feed, check_loader
-from forge.data.splits import live_loaders
+from forge.data.splits import by_stage, live_loaders
 from forge.diagnose import checks
 from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching
@@ -51,6 +51,7 @@ class Session:
     def __init__(self, trainer: Run, verb: str, task: TaskModule, loaders: dict[str, Any], weights: Any = None):
         if trainer.verb is not None:
             raise ForgeError(f"This Trainer is running {trainer.verb} already; use another one for {verb}.")
+        loaders = by_stage(loaders)
         checks.check_task(task, loaders)
         self.trainer, self.weights = trainer, choose.named_weights(trainer, weights, name_of(task))
         self.plugins = list(trainer.stack)
@@ -108,13 +109,13 @@ class Session:
             raise failed from error
 
     def _close(self) -> None:
+        self.trainer.verb = None  # whatever fails here, another run may begin
         self.cleanup.close()
         self.trainer.stack.reset(self.plugins)
         self.trainer.task.trainer = self.outer_trainer
         for given in self.trainer.given_loaders.values():
             for loader in live_loaders(given):
                 loader.attach(self.trainer.task)
-        self.trainer.verb = None
 
     # -- configure ----------------------------------------------------------------------------------------------------
 

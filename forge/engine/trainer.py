@@ -136,7 +136,7 @@ class Trainer(Run):
     def fit(
         self, task: TaskModule, train: Any = None, val: Any = None, *, weights: str | Path | None = None
     ) -> FitResult:
-        """Train `task` on `train`, validating on `val`: loaders, or dicts of loaders by name.
+        """Train `task` on `train`, validating on `val`: loaders, dicts of loaders, or `Splits` for both.
 
         A LightningAdapter makes the loaders that are left out, in the run; any other task needs `train`.
 

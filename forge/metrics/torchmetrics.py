@@ -10,14 +10,13 @@ A task has a metric as an attribute, updates it in a step, and may return it::
         self.accuracy.update(logits, y)
         return {"loss": loss, "accuracy": self.accuracy}
 
-It recognises torchmetrics' classes by name, and imports it only where ranks gather, which is torchmetrics' own work. In
-a step, this code runs only if a metric is returned.
+It recognises torchmetrics' classes by name, without importing it. In a step, this code runs only if a metric is
+returned.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,51 +88,17 @@ class TaskMetrics:
         """
         named = only_returned or self.returned is not None
         chosen = {path: m for path, m in self.metrics.items() if not named or self._is_named(path, m)}
-        if env is not None:
-            self._take_states(env)
-        updated = (
-            self._agreed(env, chosen) if env is not None and chosen else [_is_updated(each) for each in chosen.values()]
-        )
         values: dict[str, Any] = {}
-        for (path, metric), is_updated in zip(chosen.items(), updated, strict=True):
-            if is_updated:
-                with _over_data_ranks(env, metric):
-                    values |= self._named(path, metric, metric.compute())
-                if reset:
-                    metric.reset()
-                self.computed.add(path)
+        with _over_ranks(env, [inner for metric in chosen.values() for inner in _inner(metric)]):
+            updated = {path: metric for path, metric in chosen.items() if _is_updated(metric)}
+            for path, metric in updated.items():
+                values |= self._named(path, metric, metric.compute())
+        self.computed.update(updated)
+        for metric in updated.values() if reset else ():
+            metric.reset()
         if only_returned:
             self.names = {}
         return values
-
-    def _take_states(self, env: Env) -> None:
-        """Take the states of the rank that has run the steps to their end."""
-        own = [
-            (inner, _state(inner), inner.update_count) for metric in self.metrics.values() for inner in _inner(metric)
-        ]
-        given = [(state, count) for _, state, count in own]
-        theirs = env.metric_states(given)
-        if theirs is not given:
-            restore_metrics(
-                [
-                    (inner, {name: _moved(value, inner) for name, value in state.items()}, count)
-                    for (inner, _, _), (state, count) in zip(own, theirs, strict=True)
-                ]
-            )
-
-    def _agreed(self, env: Env, chosen: Mapping[str, Any]) -> list[int]:
-        """Return whether each metric was updated on any rank. Refuse lists that torchmetrics cannot gather: entry by
-        entry, and the ranks have other numbers of them."""
-        own = [(int(_is_updated(metric)), _separate_entries(metric)) for metric in chosen.values()]
-        numbers = env.all_max([number for updated, count in own for number in (updated, count, -count)])
-        for (path, metric), most, least in zip(chosen.items(), numbers[1::3], numbers[2::3], strict=True):
-            if most != -least:
-                raise TaskError(
-                    f"{self.task}.{path}: {type(metric).__name__} keeps lists whose entries are not joined into one, "
-                    f"and the ranks have {-least} to {most} of them, so they cannot be gathered. Drop the last, uneven "
-                    "batch (drop_last=True), or evaluate in one process."
-                )
-        return numbers[::3]
 
     @property
     def is_updated(self) -> bool:
@@ -181,8 +146,7 @@ class TaskMetrics:
             inner = list(_inner(self.metrics[path])) if path in self.metrics else []
             self.names |= {key: list(names) for key, names in saved["names"].items()}
             for metric, kept in zip(inner, saved["inner"], strict=False):
-                state = {name: _moved(value, metric) for name, value in kept["state"].items()}
-                restore_metrics([(metric, state, kept["count"])])
+                restore_metrics([(metric, _moved(kept["state"], metric.device), kept["count"])])
 
     def _is_named(self, path: str, metric: Any) -> bool:
         return path in self.names or any(f"{path}/{key}" in self.names for key in _members(metric))
@@ -318,36 +282,47 @@ def _remembered(metric: Any) -> dict[str, Tensor]:
     return {name: value for name, value in vars(metric).items() if isinstance(value, Tensor) and name[0] != "_"}
 
 
-def _separate_entries(metric: Any) -> int:
-    """Return the number of entries in lists that are gathered one by one."""
-    return sum(
-        len(value)
-        for inner in _inner(metric)
-        if inner.sync_on_compute and not _is_wrapper(inner)
-        for name, value in inner.metric_state.items()
-        if isinstance(value, list) and getattr(inner._reductions[name], "__name__", "") != "dim_zero_cat"
-    )
+@contextmanager
+def _over_ranks(env: Env | None, metrics: Sequence[Any]) -> Iterator[None]:
+    """Let each metric hold the states of all ranks, reduced as torchmetrics does it.
 
-
-def _gather_over(env: Env) -> Callable[..., list[Tensor]]:
-    """Return what torchmetrics gathers a state with: its own way, where a rank without entries has an empty tensor.
-
-    torchmetrics gives such a rank numbers in one dimension, whatever the others have.
+    torchmetrics' own way cannot take a rank without samples, nor lists of other lengths. Of the ranks that have the
+    same samples, because they hold one model together, one counts.
     """
+    if env is None or env.world == 1 or not metrics:
+        yield
+        return
+    own = [(metric, metric.metric_state, metric.update_count) for metric in metrics]
+    ways = [metric.distributed_available_fn for metric in metrics]
+    gathered = env.gather((env.mean_rank, [(_moved(state, "cpu"), count) for _, state, count in own]))
+    try:
+        for place, metric in enumerate(metrics):
+            updated = [(part, *states[place]) for part, states in gathered if states[place][1]]
+            first = {part: (state, count) for part, state, count in reversed(updated)}
+            metric.distributed_available_fn = lambda: False
+            metric._update_count, metric._computed = sum(count for _, count in first.values()), None
+            if metric.sync_on_compute and first:
+                _join(metric, [first[part][0] for part in sorted(first)])
+        yield
+    finally:
+        restore_metrics(own)
+        for metric, way in zip(metrics, ways, strict=True):
+            metric.distributed_available_fn = way
 
-    def gather(own: Tensor, group: Any = None) -> list[Tensor]:
-        from torchmetrics.utilities.distributed import gather_all_tensors
 
-        kinds = env.gather((str(own.dtype).removeprefix("torch."), tuple(own.shape), own.numel()))
-        filled = [(dtype, shape) for dtype, shape, count in kinds if count]
-        if filled and not own.numel():
-            dtype, shape = filled[0]
-            own = torch.empty((0, *shape[1:]), dtype=getattr(torch, dtype), device=own.device)
-        if any(shape for _, shape, _ in kinds) and own.ndim == 0:  # one number, where another rank has several
-            own = own.reshape(1)
-        return gather_all_tensors(own, group)
-
-    return gather
+def _join(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Give a metric the states of several ranks: torchmetrics' reductions take tensors stacked, and lists as one."""
+    for name, reduction in metric._reductions.items():
+        parts = [_moved(state[name], metric.device) for state in states]
+        if len(parts) == 1:
+            joined = parts[0]
+        elif isinstance(parts[0], Tensor):
+            joined = torch.stack(parts)
+        else:
+            joined = [entry for part in parts for entry in part]
+        if reduction is not None and len(parts) > 1 and len(joined):
+            joined = reduction(joined)
+        setattr(metric, name, joined)
 
 
 def _listed(value: Any) -> Any:
@@ -358,37 +333,10 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else _listed(value)  # update writes into a tensor
 
 
-def _moved(value: Any, metric: Any) -> Any:
+def _moved(value: Any, device: Any) -> Any:
+    """Return tensors, also in lists and by name, on a device."""
     if isinstance(value, Tensor):
-        return value.to(metric.device)
-    return [_moved(part, metric) for part in value] if isinstance(value, (list, tuple)) else value
-
-
-@contextmanager
-def _over_data_ranks(env: Env | None, metric: Any) -> Iterator[None]:
-    """Let torchmetrics compute over one rank of each model: ranks that hold one model together have the same data. A
-    rank without a batch is no mistake."""
-    inner = list(_inner(metric))
-    before = [(m.process_group, m.dist_sync_fn) for m in inner]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-        try:
-            for m in inner:
-                m.process_group = m.process_group if m.process_group is not None else _data_group(env)
-                if (
-                    env is not None
-                    and m.dist_sync_fn is None
-                    and any(isinstance(v, list) for v in m._defaults.values())
-                ):
-                    m.dist_sync_fn = _gather_over(env)
-            yield
-        finally:
-            for m, (group, gather) in zip(inner, before, strict=True):
-                m.process_group, m.dist_sync_fn = group, gather
-
-
-def _data_group(env: Env | None) -> Any:
-    along = getattr(env, "along", None)
-    if along is None or env is None or getattr(env, "mean_world", 1) == env.world:
-        return None
-    return along(getattr(env, "mean_axes", ())).get_group()
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {name: _moved(part, device) for name, part in value.items()}
+    return [_moved(part, device) for part in value] if isinstance(value, (list, tuple)) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +37,19 @@ WEIGHTS = "the weights"
 OPTIMIZER = "the optimizer's state or its learning rate"
 UNSAVED = "a value outside the task's state"
 MAX_ENTRIES = 2**18
+CURES = {
+    BATCH: "The data depend on a source that is not seeded per sample: check the dataset and the loader.",
+    NUMBERS: "Code draws random numbers a different number of times after a restart, as a cache.",
+    WEIGHTS: "The loss was equal, so the update was not: check plugins that change gradients or weights.",
+    OPTIMIZER: "A learning-rate schedule or an optimizer keeps state outside its state_dict.",
+    UNSAVED: "Make it a buffer (self.register_buffer), or save it with get_extra_state and set_extra_state; let data "
+    "and schedules compute what they need from the index, the epoch or the step.",
+}
+"""Where to look, by the kind of the first value that differs after a resume."""
+SEARCH = (
+    "Nothing that can be looked into explains it: look for state in files, threads, running generators, hooks, or "
+    "objects of other packages. Save it with get_extra_state and set_extra_state."
+)
 
 
 def mark_update(record: Record, trainer: Run, step: Step) -> None:
@@ -82,9 +95,11 @@ def mark_batches(record: Record, trainer: Run, step: Step) -> None:
             record.mark(place, digest(part), trainer.progress.update, kind=BATCH)
 
 
-def attempts_apart(straight: Record, attempts: Sequence[Record], noise: Container[str] = ()) -> Difference | None:
+def attempts_apart(
+    straight: Record, attempts: Sequence[Record], noise: Collection[Difference] = ()
+) -> Difference | None:
     """Return the first difference of a run's attempts, of which the last must come to its end, from an uninterrupted
-    run, but for paths that are noise: what is aside counts alone only if nothing else differs in any."""
+    run, but for noise: what is aside counts alone only if nothing else differs in any."""
     sizes = Counter(mark.update for mark in straight.marks)
     found: list[Difference] = []
     for number, attempt in enumerate(attempts, 1):
@@ -94,13 +109,14 @@ def attempts_apart(straight: Record, attempts: Sequence[Record], noise: Containe
             own.update(update for update in straight.updates if update > last > 0)
         elif own[last] < sizes[last]:  # the kill has cut it
             del own[last]
-        one, right = (_kept(record, own, noise) for record in (attempt, straight))
-        found += filter(None, [first_difference(one, right)])
+        one, right = (record.where(lambda mark: mark.update in own) for record in (attempt, straight))  # noqa: B023
+        found += filter(None, [first_difference(one, right, noise=noise)])
     return next((each for each in found if not each.aside), found[0] if found else None)
 
 
-def _kept(record: Record, updates: Container[int | None], noise: Container[str]) -> Record:
-    return record.where(lambda mark: mark.update in updates and mark.path not in noise)
+def cure(difference: Difference) -> str:
+    """Return where to look for the cause of a resume that is not exact."""
+    return CURES.get(difference.kind, SEARCH)
 
 
 # -- what no checkpoint holds -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `forge runs` reads the account, and imports no torch
 
     from forge.contract.dispatch import Instrument
     from forge.contract.step import Step
+    from forge.spans.device import DeviceTimes
 
 FILE = "spans.json"
 PARTS = {
@@ -61,26 +62,32 @@ class TimedAttempt:
     marks: list[Mark]
     "The first one when training began, then one for each checkpoint."
 
-    def as_json(self) -> dict[str, Any]:
-        return {"began": self.began, "update": self.update, "parts": self.parts, "marks": self.marks}
-
 
 class TimeAccount:
     """Counts the time of the attempt that runs. `compiled` returns the seconds that torch compiled since its last call.
 
-    An update lasts from boundary to boundary. What is `BESIDE` the updates, and the wait for data, is not in it.
+    An update lasts from boundary to boundary. What is `BESIDE` the updates, and the wait for data, is not in it; a
+    device is told of the pauses.
     """
 
-    def __init__(self, compiled: Callable[[], float] = lambda: 0.0, inner: Instrument | None = None):
+    def __init__(
+        self,
+        compiled: Callable[[], float] = lambda: 0.0,
+        inner: Instrument | None = None,
+        device: DeviceTimes | None = None,
+    ):
         self.attempt = TimedAttempt(time.time(), 0, dict.fromkeys(PARTS, 0.0), [])
         self.usual: float | None = None
         "Seconds of an update."
         self.ended = clock()
         "When the latest update ended."
-        self.inner = inner
+        self.took = 0.0
+        "Seconds of the latest update, with its wait for data."
+        self.aside = False
+        "Whether what runs now is beside the updates."
+        self.inner, self.device = inner, device
         "What else replaces implementations."
         self._compiled = compiled
-        self._part: str | None = None
         self._beside = 0.0
         "Seconds since then that were no part of an update."
         self._saved = self._restores = -1
@@ -93,15 +100,19 @@ class TimeAccount:
             return function
 
         def call(*args: Any) -> Any:
-            if self._part is not None:
+            if self.aside:
                 return function(*args)
-            self._part, began = part, clock()
+            self.aside, began = True, clock()
+            if self.device is not None:
+                self.device.pause()
             try:
                 return function(*args)
             finally:
-                took, self._part = clock() - began, None
+                took, self.aside = clock() - began, False
                 self.attempt.parts[part] += took
                 self._beside += took
+                if self.device is not None:
+                    self.device.go_on()
 
         return call
 
@@ -119,7 +130,7 @@ class TimeAccount:
             self._restores, self._saved, saves = trainer.restores, trainer.saved_at, False
         elif saves:
             self._mark(trainer.saved_at)
-        waited = min(step.data_wait, own)
+        self.took, waited = own, min(step.data_wait, own)
         own -= waited
         self.attempt.parts["data"] += waited
         self.attempt.parts["update"] += own

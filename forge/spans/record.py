@@ -1,27 +1,24 @@
-"""What each implementation of each hook takes: running totals, and a ring of the latest spans.
+"""What each implementation of each hook takes: running totals, and on request every span.
 
 `HookTimes.instrument` is given to `trainer.instrument`, the one place where implementations can be replaced, so that
-nothing is wrapped where nobody asked. A span is (its totals, begin, end), in nanoseconds of `time.perf_counter_ns`; the
-end of an update is (None, its number, when).
+nothing is wrapped where nobody asked. Of core's own, the phases of an update are recorded.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any
+from types import FrameType, GeneratorType
+from typing import TYPE_CHECKING, Any
 
 from pluggy import HookImpl
 
 from forge.contract.stack import ACTIONS, CORE, ONE_BY_ONE
-from forge.spans.device import DeviceTimes
 from forge.spans.goodput import BESIDE, TimeAccount
 
-RING = 2**16
-"""Spans that are kept."""
+if TYPE_CHECKING:
+    from forge.spans.device import DeviceTimes
+
 PHASES = {
     "forge_prepare_batch": "to_device",
     "forge_forward": "forward",
@@ -32,7 +29,6 @@ PHASES = {
 clock = time.perf_counter_ns
 
 Function = Callable[..., Any]
-Around = Callable[[str], AbstractContextManager[Any]]
 
 
 class Total:
@@ -47,33 +43,23 @@ class Total:
     def clear(self) -> None:
         self.calls = self.spent = self.worst = self.device = 0
 
-    def add(self, own: int) -> None:
-        self.calls += 1
-        self.spent += own
-        self.worst = max(self.worst, own)
+
+Span = tuple[Total | None, int, int]
+"""Totals, begin and end in nanoseconds of `time.perf_counter_ns`; the end of an update is (None, its number, when)."""
 
 
 class HookTimes:
-    """The times of one run. `around` opens a context for each call, by its name: a range in the trace of a profiler."""
+    """The times of one run. `keeps` says whether every span is kept, until somebody takes it from `spans`."""
 
-    def __init__(
-        self,
-        account: TimeAccount,
-        leave_out: Any = None,
-        device: DeviceTimes | None = None,
-        around: Around | None = None,
-    ):
-        self.account, self.device = account, device
+    def __init__(self, account: TimeAccount, leave_out: Any = None, keeps: bool = False):
+        self.account, self.leave_out = account, leave_out
         self.totals: dict[tuple[str, str, str], tuple[Total, Total]] = {}
         "By hook, plugin and role: what runs in updates, and what runs in a validation, a log or a checkpoint."
-        self.ring: deque[tuple[Total | None, int, int]] = deque(maxlen=RING)
+        self.spans: list[Span] | None = [] if keeps else None
         self.updates = -1
         "Updates that are counted: those after the first."
-        self.once: list[dict[str, Any]] = []
-        "What ran before the end of the first update."
-        self.leave_out, self._around = leave_out, around
-        self._inside = self._aside = 0
-        "Nanoseconds of spans inside the current one; whether it runs beside an update."
+        self._inside = 0
+        "Nanoseconds of spans inside the current one."
         self._before = dict(account.attempt.parts)
 
     # -- written ------------------------------------------------------------------------------------------------------
@@ -81,73 +67,52 @@ class HookTimes:
     def instrument(self, hook: str, impl: HookImpl) -> Function:
         """Return an implementation that is recorded."""
         function = self.account.instrument(hook, impl)
-        if impl.plugin is self.leave_out or hook in ONE_BY_ONE:
+        is_rhythm = impl.plugin_name == CORE and hook not in PHASES and hook not in BESIDE
+        if impl.plugin is self.leave_out or hook in ONE_BY_ONE or is_rhythm:
             return function
         role = "wrap" if impl.wrapper else "event" if hook not in ACTIONS else "work"
         key = hook, impl.plugin_name, role
         totals = self.totals.setdefault(key, (Total(*key, False), Total(*key, True)))
         if role == "wrap":
-            return lambda *args: TimedWrapper(function(*args), totals, self)
-        if hook in BESIDE:
-            function = self._beside(function)
-        elif role == "work" and hook in PHASES and self.device is not None:
-            function = self.device.timed(function, totals[0])
-        if self._around is not None:
-            name = hook.removeprefix("forge_")
-            function = _within(function, self._around, PHASES.get(hook, name) if key[1] == CORE else f"{key[1]}.{name}")
-        return self._timed(function, totals)
+            before, after = self._timed(next, totals), self._timed(GeneratorType.send, totals)
+            return lambda *args: TimedWrapper(function(*args), before, after)
+        return self._timed(function, totals, self.account.device if role == "work" and hook in PHASES else None)
 
     def update(self, number: int) -> None:
-        """Count an update that has ended; what came before the end of the first one is kept apart."""
+        """Count an update that has ended; what came before the end of the first one is not counted."""
         self.updates += 1
-        self.ring.append((None, number, clock()))
+        if self.spans is not None:
+            self.spans.append((None, number, clock()))
         if self.updates == 0:
-            self.once = [
-                {"plugin": t.plugin, "hook": t.hook, "ms": t.spent / 1e6} for t in self._known() if t.plugin != CORE
-            ]
             for total in self._known():
                 total.clear()
+            if self.account.device is not None:
+                self.account.device.forget()
             self._before = dict(self.account.attempt.parts)
 
-    def enter(self) -> tuple[int, int]:
-        outside, self._inside = self._inside, 0
-        return outside, clock()
-
-    def leave(self, outside: int, began: int) -> tuple[int, int]:
-        """Return the time since `enter` without the spans inside it, and when it ended."""
-        ended = clock()
-        own = ended - began - self._inside
-        self._inside = outside + ended - began
-        return own, ended
-
-    def _timed(self, function: Function, totals: tuple[Total, Total]) -> Function:
-        keep = self.ring.append
+    def _timed(self, function: Function, totals: tuple[Total, Total], device: DeviceTimes | None = None) -> Function:
+        account, keep = self.account, None if self.spans is None else self.spans.append
 
         def call(*args: Any) -> Any:
             outside, self._inside = self._inside, 0
+            mark = None if device is None else device.begin()
             began = clock()
             try:
                 return function(*args)
-            finally:  # `leave`, written out
+            finally:
                 ended = clock()
-                own = ended - began - self._inside
-                self._inside = outside + ended - began
-                total = totals[self._aside]
+                took = ended - began
+                own = took - self._inside
+                self._inside = outside + took
+                total = totals[account.aside]
                 total.calls += 1
                 total.spent += own
                 if own > total.worst:
                     total.worst = own
-                keep((total, began, ended))
-
-        return call
-
-    def _beside(self, function: Function) -> Function:
-        def call(*args: Any) -> Any:
-            before, self._aside = self._aside, 1
-            try:
-                return function(*args)
-            finally:
-                self._aside = before
+                if device is not None:
+                    device.end(mark, total)
+                if keep is not None:
+                    keep((total, began, ended))
 
         return call
 
@@ -165,6 +130,8 @@ class HookTimes:
         """Return the seconds of an update by phase, of the host or of the device; `rest` is what hooks and the rhythm
         take beside the others."""
         found, parts, many = dict.fromkeys(PHASES.values(), 0.0), self.parts(), max(self.updates, 1)
+        if self.account.device is not None:
+            self.account.device.collect()
         for total in self._known():
             if total.hook in PHASES and not total.aside:
                 found[PHASES[total.hook]] += (total.device if on_device else total.spent) / many / 1e9
@@ -175,7 +142,7 @@ class HookTimes:
         """Return the average update as plain data, with a row for each plugin and hook, the most expensive first."""
         many, parts = max(self.updates, 1), self.parts()
         own = parts["update"] + parts["stall"]
-        rows = [_row(total, many, own) for total in self._known()]
+        rows = [_row(total, many, own) for total in self._known() if total.plugin != CORE]
         costs = sum(row["us_per_update"] for row in rows if row["is_cost"])
         return {
             "updates": max(self.updates, 0),
@@ -183,20 +150,20 @@ class HookTimes:
             "total_us": costs,
             "total_share": costs / own / 1e6 if own else 0.0,
             "phases_us": {name: seconds * 1e6 for name, seconds in self.phases().items()},
-            "rows": sorted((row for row in rows if row["plugin"] != CORE), key=lambda row: -row["us_per_update"]),
-            "once": sorted(self.once, key=lambda row: -row["ms"]),
+            "rows": sorted(rows, key=lambda row: -row["us_per_update"]),
         }
 
 
 def _row(total: Total, many: int, own: float) -> dict[str, Any]:
     each = total.spent / many / 1e3
+    halves = 2 if total.role == "wrap" else 1
     return {
         "plugin": total.plugin,
         "hook": total.hook,
         "role": total.role,
         "in_validation": total.aside and total.hook not in BESIDE,
         "is_cost": total.role != "work",  # else it does the work of an action in core's place
-        "calls_per_update": total.calls / many,
+        "calls_per_update": total.calls / halves / many,
         "us_per_update": each,
         "worst_us": total.worst / 1e3,
         "share": each / own / 1e6 if own else 0.0,
@@ -206,29 +173,16 @@ def _row(total: Total, many: int, own: float) -> dict[str, Any]:
 def total_of(frame: FrameType) -> Total | None:
     """Return the totals of the span to which a frame of this file belongs."""
     found = frame.f_locals
-    times = found.get("self")
-    totals = found.get("totals")
-    if isinstance(times, TimedWrapper):
-        totals, times = times._totals, times._times
-    return totals[times._aside] if totals is not None and isinstance(times, HookTimes) else None
-
-
-def _within(function: Function, around: Around, name: str) -> Function:
-    def call(*args: Any) -> Any:
-        with around(name):
-            return function(*args)
-
-    return call
+    return found["totals"][found["account"].aside] if frame.f_code.co_name == "call" else None
 
 
 class TimedWrapper:
     """A wrapper's generator with a timer: counts the code before and after its yield, not in between."""
 
-    __slots__ = ("_before", "_began", "_generator", "_times", "_totals")
+    __slots__ = ("_after", "_before", "_generator")
 
-    def __init__(self, generator: Generator[None, Any, Any], totals: tuple[Total, Total], times: HookTimes):
-        self._generator, self._totals, self._times = generator, totals, times
-        self._before = self._began = 0
+    def __init__(self, generator: Generator[None, Any, Any], before: Function, after: Function):
+        self._generator, self._before, self._after = generator, before, after
 
     @property
     def gi_code(self) -> Any:
@@ -236,22 +190,10 @@ class TimedWrapper:
         return self._generator.gi_code  # pyright: ignore[reportAttributeAccessIssue]
 
     def __next__(self) -> None:
-        outside, self._began = self._times.enter()
-        try:
-            return next(self._generator)
-        finally:
-            self._before, _ = self._times.leave(outside, self._began)
+        return self._before(self._generator)
 
     def send(self, value: Any) -> None:
-        times = self._times
-        outside, began = times.enter()
-        try:
-            return self._generator.send(value)
-        finally:
-            own, ended = times.leave(outside, began)
-            total = self._totals[times._aside]
-            total.add(self._before + own)
-            times.ring.append((total, self._began, ended))
+        return self._after(self._generator, value)
 
     def throw(self, error: BaseException) -> None:
         return self._generator.throw(error)

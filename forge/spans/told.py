@@ -11,7 +11,8 @@ COLUMNS = ("plugin", "hook", "calls", "µs/update", "share", "worst µs")
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return a report as text: an update, its phases, and what each plugin costs in it."""
+    """Return a report as text: an update, its phases, what each plugin costs in it, and the lines that make the host
+    wait for its device."""
     if not report["updates"]:
         return "the run ended before its second update; the first one is a warm-up and is not counted."
     lines = [
@@ -23,18 +24,13 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines += _table(costs)
     if work := [row for row in report["rows"] if not row["is_cost"]]:
         lines += ["  done in core's place, the work itself included:", *_table(work)]
-    if once := [f"{row['plugin']} {_label(row)} {row['ms']:.1f} ms" for row in report["once"] if row["ms"] >= 0.05]:
-        lines.append(f"  until the first update had ended: {', '.join(once)}")
+    if syncs := report.get("syncs"):
+        lines.append("the host waits for the device in updates:")
+        lines += [
+            f"  {row['who']}, {row['file']}:{row['line']}: {row['code']} ({row['per_update']:.2g} per update)"
+            for row in syncs
+        ]
     return "\n".join(lines)
-
-
-def with_syncs(report: Mapping[str, Any]) -> str:
-    """Return a report of the plugin that records hooks, with the lines that make the host wait for its device."""
-    syncs = [
-        f"  {row['who']}, {row['file']}:{row['line']}: {row['code']} ({row['per_update']:.2g} per update)"
-        for row in report.get("syncs", ())
-    ]
-    return "\n".join([as_text(report), *(["the host waits for the device in updates:"] * bool(syncs)), *syncs])
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

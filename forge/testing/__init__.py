@@ -32,11 +32,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forge.testing.conformance import PluginReport, check_plugin
+    from forge.testing.conformance import check_plugin
     from forge.testing.events import EventTrace
     from forge.testing.fit_record import RecordFit
     from forge.testing.loaders import check_loader
-    from forge.testing.runs import TinyRun, run_tiny
+    from forge.testing.runs import TinyRun
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.twin.compare import Difference, assert_same, first_difference
     from forge.twin.record import Record
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _HOME = {
     "Difference": "forge.twin.compare",
     "EventTrace": "forge.testing.events",
-    "PluginReport": "forge.testing.conformance",
     "Record": "forge.twin.record",
     "RecordFit": "forge.testing.fit_record",
     "TinyGAN": "forge.testing.tiny",
@@ -56,7 +55,6 @@ _HOME = {
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.twin.compare",
     "fit_tiny": "forge.testing.tiny",
-    "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
     "twin": "forge.twin.start",
 }
@@ -64,7 +62,6 @@ _HOME = {
 __all__ = [
     "Difference",
     "EventTrace",
-    "PluginReport",
     "Record",
     "RecordFit",
     "TinyGAN",
@@ -75,7 +72,6 @@ __all__ = [
     "check_plugin",
     "first_difference",
     "fit_tiny",
-    "run_tiny",
     "tiny_batches",
     "twin",
 ]

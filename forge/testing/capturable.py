@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.stack import INSIDE
+from forge.diagnose.syncs import reads_of_the_device
 from forge.engine.trainer import Trainer
 from forge.testing.hook_calls import Function, HookCalls
 from forge.testing.subject import Subject
@@ -84,40 +85,29 @@ class DeviceReadWatch(HookCalls):
 
         def wrapper(*args: Any) -> Generator[None, Any, Any]:
             inner = function(*args)
-            self.hook = hook
-            with self.strict():
-                next(inner)
-            try:
-                result = yield
-            except BaseException as error:
+            go_on: Callable[[], Any] = partial(next, inner)
+            while True:
+                self.hook = hook
                 with self.strict():
-                    inner.throw(error)
-                raise RuntimeError(f"{hook} yields twice") from error
-            self.hook = hook
-            try:
-                with self.strict():
-                    inner.send(result)
-            except StopIteration as stop:
-                return stop.value
-            raise RuntimeError(f"{hook} yields twice")
+                    try:
+                        go_on()
+                    except StopIteration as stop:
+                        return stop.value
+                try:
+                    go_on = partial(inner.send, (yield))
+                except BaseException as error:
+                    go_on = partial(inner.throw, error)
 
         return wrapper if impl.wrapper else plain
 
 
 @contextmanager
 def _no_sync() -> Iterator[None]:
-    """Have torch raise on operations that wait for a CUDA device."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    """Raise where torch says that the host waited for a CUDA device."""
+    with reads_of_the_device() as lines:
         yield
-    except RuntimeError as error:
-        if "synchronizing CUDA operation" in str(error):
-            *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
-            raise DeviceRead(f"{error}, at {_own_line(innermost)}") from error
-        raise
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    if lines:
+        raise DeviceRead(f"the host waits, at {lines[0]}")
 
 
 @contextmanager

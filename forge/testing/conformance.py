@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from forge import options
 from forge.contract.plugin import Plugin
@@ -15,12 +14,11 @@ from forge.testing.files import check_files
 from forge.testing.leaks import check_graphs, check_leaks
 from forge.testing.order import check_order
 from forge.testing.purity import check_purity
-from forge.testing.resume import check_runs, check_state
+from forge.testing.resume import check_runs
 from forge.testing.subject import SITUATIONS, Given, Subject, subject
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
     "leaks": check_leaks,
-    "state": check_state,
     "runs": check_runs,
     "purity": check_purity,
     "files": check_files,
@@ -32,39 +30,26 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
 """The checks in order: the first failure is the most informative."""
 
 
-@dataclass(frozen=True, slots=True)
-class PluginReport:
-    """The result of check_plugin for a plugin that keeps the contract."""
-
-    name: str
-    checked: tuple[str, ...]
-    "The checks that were run."
-
-    def __str__(self) -> str:
-        return f"{self.name} keeps the contract ({', '.join(self.checked)})."
-
-
 def check_plugin(
     plugin: Given,
     *,
     beside: Callable[[], Iterable[Plugin]] = tuple,
     leave_out: Iterable[str] = (),
-) -> PluginReport:
-    """Raise AssertionError unless the plugin keeps the contract. One line is a whole test::
+) -> tuple[str, ...]:
+    """Raise AssertionError unless the plugin keeps the contract; return the checks that were run. A whole test::
 
         def test_it_keeps_the_contract():
             check_plugin(lambda: MyPlugin(every="2 updates"))
 
-    `plugin` is a class, a function that makes a plugin, or a plugin (more are made from its options). Give it options
+    `plugin` is a class, a function that makes a plugin, or a plugin, which is copied. Give it options
     with which it acts within seven updates: code that never runs cannot be checked. Checked are
 
     - the class: a docstring, a description under every option, hooks that forge knows and can call;
     - leaks: after a run no hooks on the task, threads, open files or tensors remain, and torch's flags are restored;
-    - state: `forge_state_dict` returns plain data and tensors, and `forge_load_state_dict` restores them;
     - runs, with one and two optimizers, with and without accumulation: nothing raises; with `observer = True` weights,
       counters, random numbers, the modes of modules and all other metrics are the same without the plugin, bit for bit;
-      one object can serve two runs in a row; a resumed fit ends in the weights of an uninterrupted one, and an observer
-      logs the same in it (metrics that differ from fit to fit, such as times, are never compared);
+      one object can serve two runs in a row; a resumed fit has the weights of an uninterrupted one, and the plugin the
+      state; an observer logs the same in it (what differs from fit to fit, such as times, is never compared);
     - purity: with `observer = True` the user's code (methods, hooks, data, generators, files, environment) sees what it
       sees without the plugin, but for what `effects` declares;
     - files are written below the run folder, on the main rank alone; validation and prediction work without one;
@@ -93,7 +78,7 @@ def check_plugin(
         checks.pop("purity", None)
     for check in checks.values():
         check(checked)
-    return PluginReport(checked.name, tuple(checks))
+    return tuple(checks)
 
 
 def check_class(plugin: Plugin) -> None:
@@ -105,6 +90,11 @@ def check_class(plugin: Plugin) -> None:
         raise AssertionError(str(error)) from error
     assert (kind.__doc__ or "").strip(), (
         f"{kind.__name__} has no docstring: describe it under `class`, for `forge plugins {plugin.name}`."
+    )
+    gives, takes = (getattr(plugin, hook, None) is not None for hook in ("forge_state_dict", "forge_load_state_dict"))
+    assert gives == takes, (
+        f"{plugin.name!r} defines only {'forge_state_dict' if gives else 'forge_load_state_dict'}: saved state must "
+        "be restored, and the reverse. Define both."
     )
     bare = [option.name for option in options.of_config(kind.Config) if not option.doc]
     assert not bare, (

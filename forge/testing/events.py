@@ -44,7 +44,7 @@ class EventTrace(HookCalls):
         super().__init__()
         self.name = "forge.testing.events"
         self.events: list[TracedEvent] = []
-        "All calls in order, over all runs since the last `clear`."
+        "All calls in order, over all runs."
         self._trainer: Trainer | None = None
 
     @property
@@ -52,10 +52,6 @@ class EventTrace(HookCalls):
         """Return the hooks in the order of their calls; consecutive calls of one hook count once."""
         names = [event.hook for event in self.events]
         return [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
-
-    def of(self, plugin: str, hook: str | None = None) -> list[TracedEvent]:
-        """Return the calls of one plugin, or of one of its hooks."""
-        return [e for e in self.events if e.plugin == plugin and hook in (None, e.hook)]
 
     def count(self, hook: str, plugin: str | None = None) -> int:
         """Return the number of calls of a hook, in all or for one plugin."""
@@ -66,18 +62,6 @@ class EventTrace(HookCalls):
         """Return the number of finished updates at each call of a hook."""
         _known(hook)
         return [event.update for event in self.events if event.hook == hook and plugin in (None, event.plugin)]
-
-    def assert_called(self, hook: str, times: int | None = None, plugin: str | None = None) -> None:
-        """Raise unless the hook was called; `times` sets the exact number."""
-        found, whose = self.count(hook, plugin), f" of {plugin!r}" if plugin else ""
-        wanted = "at least once" if times is None else f"{times} times"
-        assert found == times if times is not None else found, (
-            f"{hook}{whose} was called {found} times instead of {wanted}."
-        )
-
-    def assert_not_called(self, hook: str, plugin: str | None = None) -> None:
-        """Raise if the hook was called."""
-        self.assert_called(hook, 0, plugin)
 
     def assert_order(self, *hooks: str) -> None:
         """Raise unless these hooks were called in this order, with any calls between them."""
@@ -92,10 +76,6 @@ class EventTrace(HookCalls):
                 else f"{hook} was not called at all; called were: {', '.join(dict.fromkeys(names)) or 'no hooks'}."
             )
             place = names.index(hook, place) + 1
-
-    def clear(self) -> None:
-        """Delete all recorded calls."""
-        self.events.clear()
 
     @hookimpl
     def forge_configure(self, trainer: Trainer) -> None:

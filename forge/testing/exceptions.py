@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-from torch import Tensor
 
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
@@ -16,12 +14,15 @@ from forge.contract.task import TaskModule
 from forge.testing.leaks import check_task
 from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject, wraps
-from forge.testing.tiny import Batch, TinyTask
+from forge.testing.tiny import TinyTask
 from forge.twin.compare import first_difference
 
 ALWAYS = ("forge_setup_env", "forge_step_end", "forge_log")
 """Hooks in which another plugin fails: before the start, in an update and around it; hooks that are wrapped too."""
+CALLED_ONCE = ("forge_setup_env", "forge_build_optimizers", "forge_start", "forge_export")
 STEPS = ("training_step", "validation_step")
+FOURTH = 4
+"""The batch in which a step fails."""
 SHORT = 6
 """Updates of a fit: a whole epoch with its validation, and one update more."""
 
@@ -38,20 +39,24 @@ def check_exceptions(subject: Subject) -> None:
     plugin = subject.make()
     wrapped = [hook for hook in SPECS if wraps(plugin, hook) and hook not in ONE_BY_ONE]
     for step in STEPS:
-        _check_place(subject, f"the task's {step}", FailingTask(step), None, expected)
+        fail = PlantedFailure(f"the task's {step}", FOURTH)
+        _check_place(subject, fail, failing_task(step, fail), [], expected)
     for hook in dict.fromkeys((*ALWAYS, *wrapped)):
-        _check_place(subject, f"another plugin's {hook}", TinyTask(), FailingPlugin(hook), expected)
+        fail = PlantedFailure(f"another plugin's {hook}", 1 if hook in CALLED_ONCE else 2)
+        _check_place(subject, fail, TinyTask(), [FailingPlugin(hook, fail)], expected)
 
 
-def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin | None, expected: TaskModule) -> None:
-    what, plugin = f"an error in {place}", subject.make()
+def _check_place(
+    subject: Subject, fail: PlantedFailure, task: TaskModule, failing: Sequence[Plugin], expected: TaskModule
+) -> None:
+    what, plugin = f"an error in {fail.place}", subject.make()
     raised: BaseException | None = None
     with flags_kept(subject, what), _logged_failures() as failures:
         try:  # the failing plugin is innermost, so that all wrappers see its error
-            subject.fit(plugin, *([] if failing is None else [failing]), task=task, max_updates=SHORT)
+            subject.fit(plugin, *failing, task=task, max_updates=SHORT)
         except Exception as error:
             raised = error
-    planted: PlantedError | None = getattr(failing or task, "error", None)
+    planted = fail.error
     if planted is None:
         return  # the place was never reached
     assert raised is not None, (
@@ -77,54 +82,47 @@ def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin
     )
 
 
-class FailingTask(TinyTask):
-    """Fails in the fourth batch of a stage."""
+class PlantedFailure:
+    """Raises at its n-th call."""
 
-    def __init__(self, step: str):
-        super().__init__()
-        self.failing_step, self.left = step, 4
+    def __init__(self, place: str, call: int):
+        self.place, self.left = place, call
         self.error: PlantedError | None = None
 
-    def training_step(self, batch: Batch) -> dict[str, Tensor]:
-        output = super().training_step(batch)
-        self._fail("training_step")
-        return output
-
-    def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        output = super().training_step(batch)
-        self._fail("validation_step")
-        return output
-
-    def _fail(self, step: str) -> None:
-        self.left -= step == self.failing_step
+    def __call__(self) -> None:
+        self.left -= 1
         if not self.left:
-            self.error = PlantedError(f"raised in {step} by forge.testing")
+            self.error = PlantedError(f"raised in {self.place} by forge.testing")
             raise self.error
 
 
-class FailingPlugin(Plugin):
-    """Fails in one hook, at its second call if it has several."""
+def failing_task(step: str, fail: PlantedFailure) -> TaskModule:
+    """Return a task that fails at the end of a step."""
+    task = TinyTask()
+    compute = getattr(task, step)
 
-    def __init__(self, hook: str):
+    def fails(batch: Any) -> Any:
+        output = compute(batch)
+        fail()
+        return output
+
+    setattr(task, step, fails)
+    return task
+
+
+class FailingPlugin(Plugin):
+    """Fails in one hook."""
+
+    def __init__(self, hook: str, fail: PlantedFailure):
         super().__init__()
         self.name = "forge.testing.failing"
-        self.error: PlantedError | None = None
-        setattr(self, hook, _failing(self, hook))
 
+        @hookimpl(wrapper=True)
+        def fails() -> Generator[None, Any, Any]:
+            fail()
+            return (yield)
 
-def _failing(plugin: FailingPlugin, hook: str) -> Callable[..., Any]:
-    left = 1 if hook in ("forge_setup_env", "forge_build_optimizers", "forge_start", "forge_export") else 2
-
-    @hookimpl(wrapper=True)
-    def fail() -> Generator[None, Any, Any]:
-        nonlocal left
-        left -= 1
-        if not left:
-            plugin.error = PlantedError(f"raised in {hook} by forge.testing")
-            raise plugin.error
-        return (yield)
-
-    return fail
+        setattr(self, hook, fails)
 
 
 @contextmanager
@@ -139,12 +137,8 @@ def _logged_failures() -> Iterator[list[tuple[str, str]]]:
                 failures.append((str(name), f"{hook} raises {kind}: {text}"))
 
     handler, logger = Listen(), logging.getLogger("forge")
-    level = logger.level
     logger.addHandler(handler)
-    if not logger.isEnabledFor(logging.ERROR):
-        logger.setLevel(logging.ERROR)
     try:
         yield failures
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)

@@ -20,8 +20,8 @@ from forge.engine.trainer import Trainer
 from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject
 
-HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
-"""The hook registries of a module."""
+HOOKS = [*(name for name in vars(nn.Module()) if name.endswith("_hooks")), "_post_accumulate_grad_hooks"]
+"""The hook registries of a module or a parameter."""
 GRAPHS_AT = (6, 8)
 """Updates after which tensors with a graph are counted: all batch shapes and a validation have occurred."""
 GRACE = 1.0
@@ -68,20 +68,14 @@ def check_graphs(subject: Subject) -> None:
 
 def check_task(subject: Subject, task: nn.Module, what: str) -> None:
     """Refuse hooks that remain on the task's modules and parameters."""
-    for path, module in task.named_modules():
-        for kind in HOOKS:
-            if getattr(module, kind):
-                raise AssertionError(
-                    f"{subject.name!r} leaves a hook on the task after {what}: {_called(getattr(module, kind))} in "
-                    f"{kind} of {path or 'the task itself'}. Keep the handle, and call handle.remove() in forge_end."
-                )
-    for name, tensor in task.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if getattr(tensor, kind, None):
-                raise AssertionError(
-                    f"{subject.name!r} leaves a hook on the parameter {name} after {what}: "
-                    f"{_called(getattr(tensor, kind))}. Keep the handle, and call handle.remove() in forge_end."
-                )
+    owners: list[tuple[str, Any]] = [(path or "the task itself", module) for path, module in task.named_modules()]
+    owners += [(f"the parameter {name}", tensor) for name, tensor in task.named_parameters()]
+    for name, owner in owners:
+        found = next((hooks for kind in HOOKS if (hooks := getattr(owner, kind, None))), None)
+        assert found is None, (
+            f"{subject.name!r} leaves a hook on {name} after {what}: {_called(found)}. Keep the handle, and call "
+            "handle.remove() in forge_end."
+        )
 
 
 def _called(registry: Any) -> str:

@@ -28,7 +28,7 @@ from forge.engine.trainer import Trainer
 from forge.testing.process_flags import changed_flags, read_flags
 from forge.testing.subject import Subject
 from forge.testing.tiny import CLASSES, FEATURES, TinyTask
-from forge.twin.compare import first_difference
+from forge.twin.compare import Difference, first_difference
 from forge.twin.record import Record
 
 UPDATES, BATCH, SAMPLES = 8, 16, 80
@@ -36,6 +36,14 @@ UPDATES, BATCH, SAMPLES = 8, 16, 80
 RUN, FILES = "run", "the files"
 BLIND_TO = {"state_dict": "state_dict", "reads_ahead": "sample", "evaluates": "evaluation"}
 """An effect, and the kind of what is seen of it."""
+COPY = "Run a copy of the task, without its hooks (forge.snapshot.copies.without_hooks)."
+CURES = {
+    "numbers": "Draw from a generator of your own.",
+    "process": "Restore it before user code runs.",
+    "hook": COPY,
+    "call": COPY,
+    FILES: "Write below trainer.run_dir.",
+}
 
 
 class Sightings:
@@ -190,28 +198,13 @@ def difference(bare: Record, seen: Record, effects: Iterable[str]) -> str:
         for each in (seen, bare)
     )
     found = first_difference(ours, theirs)
-    return "" if found is None else f"{found}.{_file_cure(found.path) if found.kind else _cure(found.path)}"
+    return "" if found is None else f"{found}. {_cure(found)}"
 
 
-def _file_cure(name: str) -> str:
-    return f" {_effect('files')}" if name.startswith(RUN) else " Write below trainer.run_dir."
-
-
-def _cure(kind: str) -> str:
-    effect = next((effect for effect, seen in BLIND_TO.items() if seen == kind), "")
-    if effect:
-        return f" {_effect(effect)}"
-    cures = {
-        "numbers": " Draw from a generator of your own.",
-        "process": " Restore it before user code runs.",
-        "hook": " Run a copy of the task, without its hooks (forge.snapshot.copies.without_hooks).",
-        "call": " Run a copy of the task, without its hooks (forge.snapshot.copies.without_hooks).",
-    }
-    return cures.get(kind, "")
-
-
-def _effect(name: str) -> str:
-    return f"If that is its work, declare it: effects = ({name!r},)."
+def _cure(found: Difference) -> str:
+    is_in_run = found.kind == FILES and found.path.startswith(RUN)
+    effect = "files" if is_in_run else next((name for name, seen in BLIND_TO.items() if seen == found.path), "")
+    return f"If that is its work, declare it: effects = ({effect!r},)." if effect else CURES[found.kind or found.path]
 
 
 def check_purity(subject: Subject) -> None:

@@ -54,7 +54,7 @@ def tiny_task() -> Callable[..., TinyTask | TinyGAN]:
 def event_trace() -> EventTrace:
     """Return a plugin that records every hook call; put it last: `forge_run([MyPlugin(), event_trace])`.
 
-    Then `event_trace.hooks`, `.count(hook)`, `.updates(hook)`, `.assert_called(hook, times=3)`, `.assert_order(...)`.
+    Then `event_trace.hooks`, `.count(hook)`, `.updates(hook)`, `.assert_order(...)`.
     """
     from forge.testing.events import EventTrace
 

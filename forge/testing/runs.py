@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from forge.config.build import make_plugins
-from forge.contract.hooks import hookimpl
-from forge.contract.plugin import Plugin
+from forge.contract.plugin import Plugin, on
 from forge.contract.task import TaskModule
-from forge.engine.trainer import FitResult, Trainer
+from forge.engine.trainer import FitResult
 from forge.testing.events import EventTrace
 from forge.testing.tiny import fit_tiny
 
@@ -53,22 +52,14 @@ def run_tiny(
     """
     stack = make_plugins(list(plugins))
     given = next((plugin for plugin in stack if isinstance(plugin, EventTrace)), None)
-    trace, log = given or EventTrace(), LogProbe()
+    trace = given or EventTrace()
+    logged: dict[int, dict[str, Any]] = {}
+
+    @on("log")
+    def note(update: int, metrics: dict[str, Any]) -> None:
+        logged.setdefault(update, {}).update(metrics)
+
     options: dict[str, Any] = {"run_dir": run_dir, "log_every": 1, **trainer_options}
-    stack = [*(plugin for plugin in stack if plugin is not trace), log, trace]
+    stack = [*(plugin for plugin in stack if plugin is not trace), note, trace]
     trained, result = fit_tiny(stack, task=task, train=train, val=val, **options)
-    return TinyRun(trained, result, log.metrics, trace, run_dir)
-
-
-class LogProbe(Plugin):
-    """Records the logged metrics."""
-
-    observer = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name, self.metrics = "forge.testing.log", dict[int, dict[str, Any]]()
-
-    @hookimpl
-    def forge_log(self, trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
-        self.metrics.setdefault(update, {}).update(metrics)
+    return TinyRun(trained, result, logged, trace, run_dir)

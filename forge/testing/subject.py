@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,18 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge import options
 from forge.contract.hooks import hookimpl
-from forge.contract.plugin import Callback, Plugin
+from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult
-from forge.errors import ForgeError
-from forge.progress import Interval
 from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny
 
 Make = Callable[[], Plugin]
 Given = Plugin | Make
-"""The argument of check_plugin: a class, a function that makes the plugin, or a plugin."""
+"""The argument of check_plugin: a class, a function that makes the plugin, or a plugin, which is copied."""
 UPDATES = 7
 """Updates of a fit: into the second epoch, with and without accumulation."""
 
@@ -74,7 +72,7 @@ class Subject:
 
 def subject(given: Given, beside: Callable[[], Iterable[Plugin]], leave_out: Iterable[str]) -> Subject:
     """Make the Subject of a plugin."""
-    make = maker(given)
+    make: Make = (lambda: copy.deepcopy(given)) if isinstance(given, Plugin) else given
     plugin = make()
     assert isinstance(plugin, Plugin), f"{plugin!r} is no forge.Plugin."
     assert make() is not plugin, "`make` returned one object twice; it must make a new plugin each time."
@@ -82,30 +80,6 @@ def subject(given: Given, beside: Callable[[], Iterable[Plugin]], leave_out: Ite
     situations = tuple(situation for situation in SITUATIONS if situation.name not in left)
     assert situations, "leave_out names every situation: keep at least one."
     return Subject(plugin.name, make, beside, situations)
-
-
-def maker(given: Given) -> Make:
-    """Return a function that makes the plugin: the class or function itself, or one that repeats a plugin's options."""
-    if not isinstance(given, Plugin):
-        return given
-    if isinstance(given, Callback):
-        every = None if given.every is None else Interval(given.every)
-        return lambda: Callback(given.function, given.event, every, not given.observer)
-    kind, name = type(given), given.name
-    values = {option.name: getattr(given.config, option.name) for option in options.of_config(kind.Config)}
-
-    def again() -> Plugin:
-        try:
-            plugin = kind(**values)
-        except (TypeError, ForgeError) as error:
-            raise AssertionError(
-                f"{name!r} cannot be made again from its options ({error}). Pass a function that makes it: "
-                f"check_plugin(lambda: {kind.__name__}(...))."
-            ) from error
-        plugin.name = name
-        return plugin
-
-    return again
 
 
 def fit(

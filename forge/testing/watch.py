@@ -13,7 +13,7 @@ from forge.testing.subject import Subject
 from forge.twin.compare import Difference, differences, first_difference
 from forge.twin.record import Record
 
-MODES, NUMBERS, METRICS = "the modes of modules", "the random numbers", "the metrics"
+MODES, NUMBERS, METRICS, STATE = "the modes of modules", "the random numbers", "the metrics", "the plugin's state"
 CURES = {
     MODES: " Save `training` of every module, and restore it.",
     NUMBERS: " Draw from a generator of your own.",
@@ -31,9 +31,9 @@ class Watch(Plugin):
 
     observer = True
 
-    def __init__(self) -> None:
+    def __init__(self, subject: str) -> None:
         super().__init__()
-        self.name, self.record = "forge.testing.watch", Record(keep=True)
+        self.name, self.subject, self.record = "forge.testing.watch", subject, Record(keep=True)
 
     @hookimpl
     def forge_boundary(self, trainer: Trainer) -> None:
@@ -42,6 +42,9 @@ class Watch(Plugin):
         self.record.mark("", modes, update, kind=MODES)
         self.record.mark("", {GENERATORS[kind]: state for kind, state in numbers.items()}, update, kind=NUMBERS)
         self.record.mark("", trainer.task, update, kind="the weights")
+        for name, state in trainer.stack.implementations("forge_state_dict"):
+            if name == self.subject:  # it may hold times
+                self.record.mark("", state(trainer), update, kind=STATE, aside=True)
 
     @hookimpl
     def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
@@ -52,7 +55,7 @@ class Watch(Plugin):
 
 def watched(subject: Subject, *plugins: Plugin, **given: Any) -> Record:
     """Fit with these plugins, and return the record of the fit."""
-    watch = Watch()
+    watch = Watch(subject.name)
     _, result = subject.fit(*plugins, watch, **given)
     ended = {name: getattr(result, name) for name in ("updates", "epochs", "stop_reason")}
     watch.record.mark("", ended, result.updates + 1, kind="the end of the fit")
@@ -60,10 +63,12 @@ def watched(subject: Subject, *plugins: Plugin, **given: Any) -> Record:
 
 
 def apart(ours: Record, theirs: Record, again: Callable[[], Record]) -> Difference | None:
-    """Return where two fits part. A metric counts if fits of `again` have it alike, which times do not."""
+    """Return where two fits part. What is aside counts if fits of `again` have it alike, which times are not."""
     found = first_difference(ours, theirs)
     if found is None or not found.aside:
         return found
     one, other = again(), again()
-    known = {mark.path for mark in one.marks} - {each.path for each in differences(one.marks, other.marks)}
-    return first_difference(ours.where(lambda mark: mark.path in known), theirs.where(lambda mark: mark.path in known))
+    noise = {(each.kind, each.path) for each in differences(one.marks, other.marks)}
+    known = {(mark.kind, mark.path) for mark in one.marks} - noise
+    ours, theirs = (record.where(lambda mark: (mark.kind, mark.path) in known) for record in (ours, theirs))
+    return first_difference(ours, theirs)

@@ -21,14 +21,13 @@ from forge.tuning.batch import BatchReport, Probe, batch_range
 from forge.tuning.lr import LRCurve, lr_range
 from forge.tuning.plot import draw_lr
 from forge.tuning.step_reading import StepReading
-from forge.tuning.workers import WorkersProbe, WorkersReport, workers_range
+from forge.tuning.workers import WorkersReport, workers_range
 
 __all__ = [
     "BatchReport",
     "LRCurve",
     "Probe",
     "StepReading",
-    "WorkersProbe",
     "WorkersReport",
     "batch_range",
     "draw_lr",

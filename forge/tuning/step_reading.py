@@ -24,8 +24,6 @@ class StepReading:
     "Seconds until updates ran steadily: building, compiling, warming up."
     same: bool | None = None
     "Whether the weights after some updates have the bits of the start's; None if this is unknown."
-    difference: float = 0.0
-    "The largest difference of a weight from the start's, as a share of its tensor's largest entry."
 
     @staticmethod
     def middle(readings: Sequence[StepReading]) -> StepReading:
@@ -36,5 +34,4 @@ class StepReading:
             max((reading.memory for reading in readings if reading.memory is not None), default=None),
             max(reading.seconds for reading in readings),
             all(known) if known else None,
-            max(reading.difference for reading in readings),
         )

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from forge.contract.hooks import hookimpl
@@ -18,6 +17,7 @@ from forge.env import Env
 from forge.errors import ForgeError
 from forge.tuning.step_reading import StepReading
 from forge.tuning.trial import TuningTrial
+from forge.twin.compare import first_difference
 from forge.util import peak_memory
 
 CHECK_AT = 6
@@ -86,10 +86,10 @@ class StepTimer(TuningTrial):
         if not self.chunks:
             raise ForgeError("The data end too soon to measure anything.")
         ms = 1000 * statistics.median(self.chunks)
-        same, difference = compared(self.weights, start)
-        if not math.isfinite(difference):
+        if not all(weight.isfinite().all() for weight in self.weights.values()):
             raise ForgeError(f"the weights are not finite after {CHECK_AT} updates")
-        return StepReading(ms, self.memory, max(0.0, self.ready - CHECK_AT * ms / 1000), same, difference)
+        same = first_difference(self.weights, start) is None
+        return StepReading(ms, self.memory, max(0.0, self.ready - CHECK_AT * ms / 1000), same)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -122,24 +122,3 @@ class OneOfMany(Env):
     def __init__(self, device: str, share: int):
         super().__init__(device)
         self.data_world = share
-
-
-def compared(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[bool, float]:
-    """Return whether weights have the same bits, and their largest difference as a share of a tensor's largest entry.
-
-    The difference is infinite if weights are not finite although those of the start are.
-    """
-    same, largest = True, 0.0
-    for name, now in weights.items():
-        then = start.get(name)
-        if then is None or then.shape != now.shape or then.dtype != now.dtype:
-            return False, 1.0
-        if torch.equal(now, then):
-            continue
-        same = False
-        apart = float((now.double() - then.double()).abs().max())
-        scale = float(then.double().abs().max())
-        if not math.isfinite(apart):
-            return False, 0.0 if not math.isfinite(scale) else math.inf
-        largest = max(largest, apart / scale if scale else 1.0)
-    return same, largest

@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader, IterableDataset
-
 from forge.contract.task import TaskModule
 from forge.data import batch_size
 from forge.data.adapt import adopt, by_name
@@ -19,7 +17,6 @@ from forge.tuning.trial import run_trial
 
 OPTIONS = ("workers", "num_workers")
 """Names of the option of a data function that sets the number of worker processes."""
-
 SECONDS = 2.0
 """The least seconds of a measurement."""
 LEAST = 3
@@ -33,19 +30,11 @@ NEAR = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersProbe:
-    """One number of workers."""
-
-    workers: int
-    speed: float
-    "Samples per second."
-
-
-@dataclass(frozen=True, slots=True)
 class WorkersReport:
     """Speed of the data by number of workers, against the step's need."""
 
-    probes: list[WorkersProbe]
+    speeds: dict[int, float]
+    "Samples per second by number of workers."
     need: float
     "Samples per second that the step takes with batches in memory."
     step_ms: float
@@ -53,20 +42,15 @@ class WorkersReport:
     "Samples of a batch, on average."
 
     @property
-    def best(self) -> WorkersProbe:
-        """The fastest."""
-        return max(self.probes, key=lambda probe: probe.speed)
-
-    @property
-    def recommended(self) -> WorkersProbe:
+    def recommended(self) -> int:
         """The fewest workers that feed the step; else the fewest that are nearly as fast as the best."""
-        enough = min(ROOM * self.need, NEAR * self.best.speed)
-        return next(probe for probe in self.probes if probe.speed >= enough)
+        enough = min(ROOM * self.need, NEAR * max(self.speeds.values()))
+        return min(count for count, speed in self.speeds.items() if speed >= enough)
 
     @property
     def limit(self) -> Literal["data", "compute"]:
         """What limits training with the recommended number of workers."""
-        return "compute" if self.recommended.speed >= ROOM * self.need else "data"
+        return "compute" if self.speeds[self.recommended] >= ROOM * self.need else "data"
 
 
 def workers_range(
@@ -75,24 +59,20 @@ def workers_range(
     *,
     counts: Sequence[int] | None = None,
     seconds: float = SECONDS,
-    tell: Callable[[WorkersProbe], Any] = lambda probe: None,
     seed: int = 0,
     **options: Any,
 ) -> WorkersReport:
     """Measure the loader of `make_train(workers)` for each of `counts` (default: 0, 1, 2, 4 … up to the cores), and
     the step of a fresh task with batches that are in memory. `options` go to the Trainer; nothing is written."""
     counts = list(counts) if counts is not None else default_counts(available_cores())
-    probes: list[WorkersProbe] = []
     held: list[Any] = []
-    for number, count in enumerate(counts):
-        probe = _measure(make_train(count), count, number, seconds, held, seed)
-        probes.append(probe)
-        tell(probe)
+    # each begins with other samples than the one before, which the page cache would hold
+    speeds = {count: _speed(make_train(count), count, epoch, seconds, held, seed) for epoch, count in enumerate(counts)}
     samples = sum(map(_samples, held)) / len(held)
     timer = StepTimer()
     run_trial(timer, make_task, lambda: held, updates=timer.most, **options)
     ms = timer.reading(timer.weights).ms
-    return WorkersReport(probes, 1000 * samples / ms, ms, samples)
+    return WorkersReport(speeds, 1000 * samples / ms, ms, samples)
 
 
 def default_counts(cores: int) -> list[int]:
@@ -105,32 +85,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def with_workers(loader: Any, workers: int) -> Any:
-    """Return a DataLoader over the same dataset with another number of workers; None for any other loader."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return None
-    options: dict[str, Any] = {"collate_fn": loader.collate_fn, "pin_memory": loader.pin_memory}
-    if workers:
-        options["multiprocessing_context"] = loader.multiprocessing_context
-        options["worker_init_fn"] = loader.worker_init_fn
-    if isinstance(loader.dataset, IterableDataset):
-        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    elif loader.batch_sampler is not None:
-        options["batch_sampler"] = loader.batch_sampler
-    else:
-        options |= {"batch_size": None, "sampler": loader.sampler}
-    return DataLoader(loader.dataset, num_workers=workers, generator=loader.generator, **options)
-
-
 # -- one measurement --------------------------------------------------------------------------------------------------
 
 
-def _measure(given: Any, workers: int, number: int, seconds: float, held: list[Any], seed: int) -> WorkersProbe:
+def _speed(given: Any, workers: int, epoch: int, seconds: float, held: list[Any], seed: int) -> float:
+    """Return samples per second; keep the first batches in `held`."""
     loader = adopt(by_name(given, "train"), "train")
     if hasattr(loader, "set_default_seed"):
         loader.set_default_seed(seed)
-    # other samples first than in the measurement before, which the page cache would hold
-    stream = _endless(loader, number)
+    stream = _endless(loader, epoch)
     for _ in range(2 * workers + 1):  # until the workers run, and what they fetched ahead is used up
         batch = next(stream)
         if len(held) < HELD:
@@ -142,7 +105,7 @@ def _measure(given: Any, workers: int, number: int, seconds: float, held: list[A
         batches += 1
     elapsed = time.perf_counter() - began
     stream.close()
-    return WorkersProbe(workers, samples / elapsed)
+    return samples / elapsed
 
 
 def _endless(loader: Any, epoch: int) -> Generator[Any, None, None]:

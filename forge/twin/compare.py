@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from forge.twin.record import NOT_KEPT, Mark, Record, numbers, parts, seal
-from forge.util.digest import digest, form
+from forge.util.digest import digest, form, in_a_row
 from forge.util.text import few
 
+ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""What results may differ by that are computed in another order, relative to the largest entry, by their dtype."""
 Key = tuple[int | None, str, str, int]
 """Update, kind and path of a mark, and how many of these came before it."""
 
@@ -58,16 +60,21 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
     assert found is None, f"They differ {found}."
 
 
-def first_difference(actual: Any, expected: Any, tolerance: float = 0.0) -> Difference | None:
+def first_difference(
+    actual: Any, expected: Any, tolerance: float = 0.0, noise: Iterable[Difference] = ()
+) -> Difference | None:
     """Return where two records, modules or nested values part; None if they are the same.
 
     A tolerance of 0 asks for the same bits (NaN equals NaN, 0.0 is not -0.0). Any other is relative to the largest
     entry of a value, or to its norm where a record kept no values; whole numbers and texts must be equal all the same.
     A value far smaller than others of its kind in the update is noise (the gradient of a bias before a BatchNorm): it
     is compared with `tolerance` of the largest. What a record has aside is the answer if something after it in the same
-    update differs too, or if nothing else differs.
+    update differs too, or if nothing else differs. `noise` are differences of two that should be the same, such as
+    times: what they name is not compared.
     """
+    odd = {(each.kind, each.path) for each in noise}
     apart = differences(marks_of(actual), marks_of(expected), tolerance)
+    apart = (each for each in apart if (each.kind, each.path) not in odd)
     found = [each for each in apart if not tolerance or not each.distance.relative <= tolerance]
     first = next((each for each in found if not each.aside), found[0] if found else None)
     if first is None:
@@ -114,10 +121,9 @@ def tensor_difference(a: Tensor, b: Tensor) -> Distance | None:
     """Return how far a tensor is from another; None if they are equal bit for bit."""
     if form(a) != form(b):
         return Distance(f"{form(a)} against {form(b)}")
-    a, b = (tensor.detach().cpu().resolve_conj().contiguous() for tensor in (a, b))
-    # a dimension of no or one entry may have any stride, which a view as bytes refuses
-    rows = [tensor.as_strided((tensor.numel(), 1), (1, 1)).view(torch.uint8) for tensor in (a, b)]
-    unequal = int((rows[0] != rows[1]).any(1).sum())
+    a, b = (in_a_row(tensor).cpu() for tensor in (a, b))
+    bits = [row.view(torch.uint8).view(-1, row.element_size()) for row in (a, b)]
+    unequal = int((bits[0] != bits[1]).any(1).sum())
     if not unequal:
         return None
     said = f"{unequal} of {a.numel()} entries"

@@ -58,7 +58,7 @@ def sketch(tensor: Tensor) -> list[float]:
 
     The entries are summed with random signs into buckets. The sketch of a single number is that number.
     """
-    flat = _flat(tensor)
+    flat = in_a_row(tensor)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if flat.numel() == 1:
         return [float(flat)]
@@ -138,7 +138,7 @@ def _kind(value: Any) -> str:
 @torch.no_grad()
 def _tensor_pieces(value: Tensor) -> Iterator[bytes | memoryview]:
     yield form(value).encode()
-    flat = _flat(value)
+    flat = in_a_row(value)
     if flat.numel() * flat.element_size() <= LARGE:
         yield flat.cpu().view(torch.uint8).numpy().data
         return
@@ -150,8 +150,9 @@ def _tensor_pieces(value: Tensor) -> Iterator[bytes | memoryview]:
     yield left.cpu().numpy().data
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the entries in one row of memory."""
+def in_a_row(tensor: Tensor) -> Tensor:
+    """Return the entries in one row of memory; of a tensor that ranks share, this rank's."""
+    tensor = local() if (local := getattr(tensor, "to_local", None)) is not None else tensor
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     dense = dense.cpu() if dense.device.type == "mps" else dense  # MPS has no float64
     # a dimension of no or one entry may have any stride, which a view as bytes refuses

@@ -11,7 +11,7 @@ _RING = "pass keys and values round a ring of ranks"
 _NO_RING = "The plugin context_parallel does not work."
 
 NAMES = {
-    "RotateMethod": Internal(f"{_RING_MODULE}._RotateMethod", _RING, _NO_RING, parts="ALL_GATHER ALL_TO_ALL"),
+    "RotateMethod": Internal(f"{_RING_MODULE}._RotateMethod", _RING, _NO_RING, parts="ALL_TO_ALL"),
     "ring_options": Internal(
         f"{_RING_MODULE}._cp_options", _RING, _NO_RING, parts="convert_to_f32 enable_load_balance rotate_method"
     ),

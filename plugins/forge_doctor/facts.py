@@ -37,7 +37,8 @@ def facts_of(trainer: Run, patient: Patient) -> dict[str, str]:
 
 def _data(name: str, loader: Any) -> str:
     """One loader: its samples, its batches, its order."""
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    size = getattr(loader, "batch_size", None)
     count = len(dataset) if hasattr(dataset, "__len__") else getattr(loader, "samples", None)
     found = [f"{count:,} samples" if count else "samples without a number", f"batches of {size}" if size else ""]
     is_shuffled = isinstance(getattr(loader, "sampler", None), RandomSampler) or getattr(loader, "shuffle", False)

@@ -94,8 +94,7 @@ class LightningAdapter(TrainsManually, Evaluates):
     @hookimpl
     def forge_start(self, trainer: Run) -> None:
         compatibility.refuse_removed(self._proxy)
-        with compatibility.revealed(self.module):
-            self.callbacks.call("setup", self._proxy, self.module, trainer.verb, writing=True)
+        self.callbacks.call("setup", self._proxy, self.module, trainer.verb, writing=True)
         if trainer.env.world == 1:
             vars(self)["num_items"] = self._count_as_one
         if trainer.verb == "fit":

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -91,36 +89,4 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         takes = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
         arguments = arguments[:takes]
-    try:
-        return function(*arguments)
-    except AttributeError as error:
-        reveal(error, getattr(function, "__self__", None))
-        raise
-
-
-@contextmanager
-def revealed(module: Any) -> Iterator[None]:
-    """Raise what a property of the module raised, where torch says that the module has no such attribute."""
-    try:
-        yield
-    except AttributeError as error:
-        reveal(error, module)
-        raise
-
-
-def reveal(error: AttributeError, module: Any) -> None:
-    """Raise the cause of an AttributeError that torch raises for a property of a module.
-
-    An AttributeError inside a property makes Python ask `nn.Module.__getattr__`, which then denies the property itself.
-    """
-    match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error).splitlines()[0] if str(error) else "")
-    if match is None or not isinstance(module, nn.Module):
-        return
-    for part in module.modules():
-        found = inspect.getattr_static(type(part), match[2], None)
-        if type(part).__name__ == match[1] and isinstance(found, property) and found.fget is not None:
-            try:
-                found.fget(part)
-            except AttributeError as cause:
-                cause.add_note(f"forge: raised inside the property {match[1]}.{match[2]}.")
-                raise cause from error
+    return function(*arguments)

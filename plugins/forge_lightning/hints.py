@@ -1,4 +1,4 @@
-"""Hints for people who come from Lightning, Hugging Face's Trainer and accelerate.
+"""Hints for people who come from Lightning and Hugging Face's Trainer.
 
 Each names what does the same here, and the page about it. forge asks only for names that it does not have.
 """
@@ -126,28 +126,6 @@ TRAINER: dict[str, tuple[str, str]] = {
     "val_dataloaders": _FIT,
     "data_collator": ("collate_fn= of the loader", "docs/data.md"),
     "compute_metrics": ("return metrics from validation_step, or from evaluation_end", "docs/task.md"),
-    # accelerate's Accelerator
-    "mixed_precision": ("plugins={'amp': {'dtype': 'bf16'}}, or 'fp16'", "docs/plugins/amp.md"),
-    "log_with": _TRACKER,
-    "project_dir": _FOLDER,
-    "project_config": _FOLDER,
-    "cpu": ("device='cpu'", FLAGS),
-    "split_batches": ("not needed: a loader gives global batches, and ranks share each", "docs/distributed.md"),
-    "even_batches": ("not needed: a loader gives global batches, and ranks share each", "docs/distributed.md"),
-    "dispatch_batches": ("not needed: a loader gives global batches, and ranks share each", "docs/distributed.md"),
-    "dataloader_config": _LOADER,
-    "device_placement": ("not needed: batches and weights are moved", FLAGS),
-    "gradient_accumulation_plugin": ("plugins={'accumulate': {'window': ...}}", "docs/plugins/accumulate.md"),
-    "step_scheduler_with_optimizer": ("a schedule steps per update; (optimizer, schedule, '1 epoch')", "docs/task.md"),
-    "dynamo_backend": ("plugins={'compile': {'backend': ...}}", "docs/plugins/compile.md"),
-    "dynamo_plugin": ("plugins={'compile': {'backend': ...}}", "docs/plugins/compile.md"),
-    "fsdp_plugin": ("plugins=['fsdp']", "docs/plugins/fsdp.md"),
-    "deepspeed_plugin": ("plugins=['fsdp']; DeepSpeed is not supported", "docs/plugins/fsdp.md"),
-    "deepspeed_plugins": ("plugins=['fsdp']; DeepSpeed is not supported", "docs/plugins/fsdp.md"),
-    "megatron_lm_plugin": ("plugins=['tensor_parallel']", "docs/plugins/tensor_parallel.md"),
-    "parallelism_config": _RANKS,
-    "rng_types": ("seed=...: all generators are saved and restored", "docs/surviving.md"),
-    "kwargs_handlers": ("the options of plugins, as in plugins={'amp': {...}}", "docs/plugins/README.md"),
 }
 """Arguments of a Trainer elsewhere."""
 

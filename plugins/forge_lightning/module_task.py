@@ -225,7 +225,7 @@ class ModuleTask(TaskModule):
         source = self.datamodule if compatibility.defines(self.datamodule, method) else self.module
         if not compatibility.defines(source, method):
             raise DataError(f"{type(source).__name__} defines no {method}; pass the Trainer a loader.")
-        with self._attached(), compatibility.revealed(self.module):
+        with self._attached():
             loader = getattr(source, method)()
         if stage == "train":
             return CombinedTrainLoader(loader) if isinstance(loader, (list, tuple, dict)) else loader
@@ -237,7 +237,7 @@ class ModuleTask(TaskModule):
         """Call prepare_data and setup of datamodule and module, then configure_model, once per run and stage."""
         if stage in self._ready:
             return
-        with self._attached(), compatibility.revealed(self.module):
+        with self._attached():
             for thing in (self.datamodule, self.module):
                 if compatibility.defines(thing, "prepare_data"):
                     with _one_process_at_a_time(thing):
@@ -256,7 +256,7 @@ class ModuleTask(TaskModule):
         checkpoints follow in forge_start, where its folder is known."""
         if self.trainer is not None and not self._has_callbacks:
             self._has_callbacks = True
-            with self._attached(), compatibility.revealed(self.module):
+            with self._attached():
                 if self._defines("configure_callbacks"):
                     self.callbacks.attach(self.module.configure_callbacks())
                 self.callbacks.call("setup", self._proxy, self.module, stage, writing=False)
@@ -298,8 +298,7 @@ class ModuleTask(TaskModule):
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a hook of the callbacks, then of the module if it defines it."""
         if self.callbacks:
-            with compatibility.revealed(self.module):
-                self.callbacks.call(method, self._proxy, self.module, *arguments)
+            self.callbacks.call(method, self._proxy, self.module, *arguments)
         return self._call_module(method, *arguments)
 
     def _call_module(self, method: str, *arguments: Any) -> Any:

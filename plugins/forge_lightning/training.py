@@ -32,8 +32,7 @@ class Trains(ModuleMethods):
 
     def configure_optimizers(self) -> Any:
         where = f"{type(self.module).__name__}.configure_optimizers"
-        with compatibility.revealed(self.module):
-            returned = self.module.configure_optimizers() if hasattr(self.module, "configure_optimizers") else None
+        returned = self.module.configure_optimizers() if hasattr(self.module, "configure_optimizers") else None
         self.own_optimizers, self.scheduler_configs = optimizer_config.read(returned, where, self.is_manual)
         if not self.own_optimizers:
             warnings.warn(f"{where} returned no optimizer: the run changes no weight by itself.", stacklevel=2)

@@ -24,7 +24,7 @@ EXAMPLES = f"""\
 examples:
   forge plugins check forge-weight-norm                    all plugins of an installed package
   forge plugins check forge-weight-norm --out docs         write docs/{RESULT} and docs/{BADGE}
-  forge plugins check forge-weight-norm --leave-out cost   faster: nothing is timed
+  forge plugins check forge-weight-norm --leave-out order  faster: not beside other plugins
 
 Plugins are made with the options that their class declares in `example`, or with none. Exit code 0: all keep the
 contract; 1: one does not.
@@ -95,12 +95,12 @@ def _checked(name: str, leave_out: Collection[str]) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # of the kit's own small fits
     try:
         kind = registry.load("plugin", name)
-        report = check_plugin(lambda: kind(**(kind.example or {})), leave_out=leave_out)
+        checked = check_plugin(lambda: kind(**(kind.example or {})), leave_out=leave_out)
     except (AssertionError, ForgeError) as error:
         return {**found, "problem": str(error).strip() or type(error).__name__}
     finally:
         logging.disable(logging.NOTSET)
-    return {**found, "checked": list(report.checked)}
+    return {**found, "checked": list(checked)}
 
 
 def _canonical(name: str) -> str:

@@ -43,10 +43,6 @@ class Export:
     card: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def verified(self) -> bool:
-        return self.card["verified"]
-
 
 @dataclass
 class Prepared:
@@ -119,7 +115,6 @@ def export(
     max_drop: float | None = None,
     batches: int | None = None,
     force: bool = False,
-    unverified: bool = False,
     merge: bool = False,
 ) -> Export:
     """Write a trained task in a format that `forge export --help` lists, verified against the task.
@@ -129,8 +124,7 @@ def export(
     its own. `task` is the class of a task that is not installed by name. `weights` is as for `forge.load`. `quantize`
     is a kind of `forge_ship.quantize.KINDS`. `dynamic` is "auto" (the batch, and each axis that the data vary),
     "batch", "none", or a list of INPUT:AXIS. `max_drop` refuses a loss of the metric beyond it; `batches` limits the
-    validation. `merge` merges adapters into their base, as those of peft. `force` replaces what is there. `unverified`
-    exports without data, from `task.example_inputs`.
+    validation. `merge` merges adapters into their base, as those of peft. `force` replaces what is there.
     """
     format = module_of(to)
     source = _source(task_or_run, task, weights, device)
@@ -138,8 +132,6 @@ def export(
         _merge(source.task)
     file = _place(source, to, format.FILE, out, quantize)
     _refuse_existing(file, force)
-    if data is None and unverified:
-        return _unverified(source, to, format, file, dynamic, device, force)
     prepared = prepare(source, loader_of(source, data), device, dynamic, batches)
     plan = prepared.plan(getattr(format, "STRUCTURED", False))
     libraries = libraries_of(plan.model, plan.examples)
@@ -220,7 +212,7 @@ def loader_of(source: Source, data: Any) -> Any:
         if source.path is None:
             raise ExportError(
                 "An export is verified on validation data: give data=..., a loader or forge.data.Splits (--data "
-                "FILE.py:function on the command line), or unverified=True (--unverified)."
+                "FILE.py:function on the command line)."
             )
         data = data_of(source.path)
     if not isinstance(data, Splits):
@@ -371,7 +363,7 @@ def _card(
     prepared: Prepared,
     plan: Plan,
     folder: Path,
-    verdict: verify.ExportVerdict | None,
+    verdict: verify.ExportVerdict,
     quantize: str | None,
     libraries: Sequence[str],
 ) -> dict[str, Any]:
@@ -382,7 +374,6 @@ def _card(
         "version": card.VERSION,
         "format": to,
         "about": formats()[to],
-        "verified": verdict is not None,
         "task": described,
         "run": source.run or None,
         "update": source.update,
@@ -396,24 +387,6 @@ def _card(
         "libraries": libraries,
         "limits": {name: list(limits) for name, limits in plan.limits.items()},
         "files": {str(path.relative_to(folder)): card.hashed(path) for path in files},
-        "verification": asdict(verdict) if verdict is not None else None,
+        "verification": asdict(verdict),
         "versions": card.versions(libraries),
     }
-
-
-def _unverified(
-    source: Source, to: str, format: Any, file: Path, dynamic: str | Sequence[str], device: str, force: bool
-) -> Export:
-    """Export without data: inputs are those of `task.example_inputs`, which weights alone do not need."""
-    from forge_ship.interface import from_examples
-
-    interface = from_examples(source.task, device, needed=not getattr(format, "WEIGHTS_ONLY", False))
-    prepared = Prepared(source, interface, dynamic_axes(interface.calls, dynamic), None, device, None)
-    plan = prepared.plan(getattr(format, "STRUCTURED", False))
-    libraries = libraries_of(plan.model, plan.examples) if plan.inputs else []
-    with _beside(file) as folder:
-        _write(to, format, plan, folder / file.name)
-        made = _card(to, prepared, plan, folder, None, None, libraries)
-        card.write(made, folder / file.name)
-        _publish(folder, file, force)
-    return Export(file, made, ["not verified: no data were given"])

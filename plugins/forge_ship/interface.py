@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from forge.contract.task import TaskModule, defines
 from forge.engine.trainer import Trainer
 from forge.errors import TaskError
-from forge.twin.compare import first_difference
 from forge_ship.engine import Engine, ExportError, Port
 from forge_ship.structure import Rebuild, flat, outputs_of, plain, structure_of, take_apart, take_call_apart
 
@@ -84,7 +83,7 @@ def preprocess_of(task: nn.Module) -> nn.Module | None:
 
 
 def method_of(task: TaskModule) -> str:
-    """Return the name of the method to export: `task.export_method`, else `forward`, else `predict_step`."""
+    """Return the name of the method to export: `task.export_method`, else `forward`."""
     named = getattr(task, "export_method", None)
     if named is not None:
         if not callable(getattr(task, named, None)):
@@ -92,10 +91,8 @@ def method_of(task: TaskModule) -> str:
         return named
     if type(task).forward is not nn.Module.forward or "forward" in vars(task):
         return "forward"
-    if defines(task, "predict_step"):
-        return "predict_step"
     raise ExportError(
-        f"{type(task).__name__} has neither forward nor predict_step, so there is nothing to export. Add the method "
+        f"{type(task).__name__} has no forward, so there is nothing to export. Add the method "
         "that maps inputs to outputs:\n    def forward(self, images):\n        return self.net(images)\n"
         'and call self(images) in the steps; or name another method with export_method = "encode".'
     )
@@ -113,7 +110,7 @@ def observe(task: TaskModule, loader: Any, device: str, batches: int | None = No
     if not seen.calls or seen.rebuild is None:
         raise ExportError(
             f"Neither validation_step nor predict_step of {type(task).__name__} calls {method}, so its inputs are "
-            f"unknown. Call self(...) in one of them, or define predict_step(self, batch)."
+            f"unknown. Call self(...) in one of them."
         )
     if not seen.calls[0].outputs:
         raise ExportError(f"{type(task).__name__}.{method} returns no tensor, so there is nothing to export.")
@@ -124,30 +121,6 @@ def observe(task: TaskModule, loader: Any, device: str, batches: int | None = No
         )
     returns = structure_of(plain(seen.output))
     return Interface(method, seen.calls, seen.rebuild, metrics, counted, seen.rebuild_output, seen.left_out, returns)
-
-
-def from_examples(task: TaskModule, device: str, needed: bool = True) -> Interface:
-    """Learn the interface from `task.example_inputs`, a tuple of tensors, for an export without data."""
-    examples = getattr(task, "example_inputs", None)
-    examples = getattr(task, "example_input_array", None) if examples is None else examples
-    method = method_of(task) if needed or examples is not None else "forward"
-    if examples is None:
-        if needed:
-            raise ExportError(
-                f"Without data, an export needs example inputs: set {type(task).__name__}.example_inputs to a tuple of "
-                "tensors, as in (torch.zeros(2, 1, 28, 28),)."
-            )
-        return Interface(method, [SeenCall({}, {})], lambda tensors: ((), {}), {}, 0, next)
-    given = examples if isinstance(examples, tuple) else (examples,)
-    args = tuple(each.to(device) if isinstance(each, Tensor) else each for each in given)
-    real = getattr(task, method)
-    with torch.no_grad():
-        outputs = real(*args)
-    tensors, rebuild, _ = take_call_apart(real, args, {})
-    found, left_out = outputs_of(outputs)
-    again = take_apart(outputs, "output")[1]
-    returns = structure_of(plain(outputs))
-    return Interface(method, [SeenCall(tensors, found)], rebuild, {}, 0, again, left_out, returns)
 
 
 def validate(task: TaskModule, loader: Any, device: str, batches: int | None = None) -> dict[str, float]:
@@ -220,8 +193,6 @@ class _Seen:
         self.counted += 1
         if self._raw is not None:  # what preprocess got: the exported model begins there
             args, self._raw, self.preprocessed = (self._raw, *args[1:]), None, True
-        if self.method == "predict_step":
-            args = (without_labels(real, args[0], outputs), *args[1:])
         tensors, rebuild, form = take_call_apart(real, args, kwargs)
         self._form = form if self._form is None else self._form
         found, left_out = outputs_of(outputs)
@@ -233,19 +204,6 @@ class _Seen:
             self.rebuild_output = take_apart(outputs, "output")[1]
         if len(self.calls) < KEPT // 2 or (len(self.calls) < KEPT and call.sizes not in {c.sizes for c in self.calls}):
             self.calls.append(call)
-
-
-def without_labels(predict_step: Callable[..., Any], batch: Any, outputs: Any) -> Any:
-    """Replace the labels of an (inputs, labels) pair by None, if predict_step gives the same without them."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or hasattr(batch, "_fields"):
-        return batch
-    bare = type(batch)((batch[0], None))
-    try:
-        again = outputs_of(predict_step(bare))[0]
-    except Exception:
-        return batch
-    before = outputs_of(outputs)[0]
-    return bare if first_difference(again, before) is None else batch
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 torchao does the work. `int8-static` works on the exported graph (torchao.quantization.pt2e), with one scheme on every
 machine: inputs and weights of linear layers and convolutions. The other kinds replace the weights of nn.Linear
-(torchao's `quantize_`), and for int8 those of convolutions. A quantised model is made of plain tensors and of torch's
+(torchao's `quantize_`). A quantised model is made of plain tensors and of torch's
 own operators: torchao is not needed where it runs.
 """
 
@@ -24,15 +24,14 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from forge_ship.engine import ExportError
-from forge_ship.int8 import LARGEST, SMALLEST_SCALE, STEPS, activation_grid, weight_scale
+from forge_ship.int8 import LARGEST, SMALLEST_SCALE, STEPS, activation_grid
 from forge_ship.torch_internals import int_mm
 
 KINDS = {
-    "int8-dynamic": "Weights of linear layers and convolutions in 8 bits; inputs of linear layers too, each row by its "
-    "own range. CPU and GPU.",
+    "int8-dynamic": "Weights of linear layers in 8 bits; inputs too, each row by its own range. CPU and GPU.",
     "int8-static": "Weights and inputs of linear layers and convolutions in 8 bits; ranges are found on data, or are "
     "those that the plugin qat has learnt. CPU and GPU.",
-    "int8-weights": "Weights of linear layers and convolutions in 8 bits; computes in float. CPU and GPU.",
+    "int8-weights": "Weights of linear layers in 8 bits; computes in float. CPU and GPU.",
     "fp8": "Weights and inputs of linear layers in 8-bit floating point. GPU of compute capability 8.9 or more.",
 }
 """The names of `--quantize`: what each does, and on which device."""
@@ -51,13 +50,6 @@ DOES_NOT_WORK = {
 
 FEWEST_ROWS = 17
 "Rows that CUDA's product of integers needs."
-NO_LINEAR = "no nn.Linear with a weight of its own"
-NOTHING = {
-    "int8-dynamic": f"neither a convolution nor {NO_LINEAR.removeprefix('no ')}",
-    "int8-weights": f"neither a convolution nor {NO_LINEAR.removeprefix('no ')}",
-    "fp8": f"{NO_LINEAR} and multiples of 16 inputs and outputs",
-}
-
 Inputs = tuple[Tensor, ...]
 Ranges = Mapping[str, tuple[float, float]]
 """Least and largest input of layers, by the names of modules."""
@@ -157,9 +149,13 @@ def _refused_device(kind: str, device: torch.device) -> str | None:
 
 def _refused_model(kind: str, model: nn.Module, device: torch.device) -> str | None:
     """Refuse a model in which nothing would be quantised; of int8-static the graph says it."""
-    if kind == "int8-static" or linears(model, kind, device) or (kind.startswith("int8") and convolutions(model)):
+    if kind == "int8-static" or linears(model, kind, device):
         return None
-    return f"--quantize {kind} would change nothing: the model has {NOTHING[kind]}."
+    sizes = " and multiples of 16 inputs and outputs" if kind == "fp8" else ""
+    return (
+        f"--quantize {kind} would change nothing: the model has no nn.Linear with a weight of its own{sizes}. "
+        "int8-static takes convolutions too."
+    )
 
 
 def linears(model: nn.Module, kind: str, device: torch.device) -> dict[str, nn.Linear]:
@@ -187,12 +183,6 @@ def _fits(layer: nn.Linear, kind: str, device: torch.device) -> bool:
     return layer.in_features % inner == 0 and layer.out_features % outer == 0
 
 
-def convolutions(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the convolutions whose weights can be stored in 8 bits, by name."""
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {name: module for name, module in model.named_modules() if type(module) in kinds}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights replaced in the model
 
@@ -201,15 +191,10 @@ def _replace_weights(model: nn.Module, kind: str, device: torch.device) -> None:
     """Replace weights by quantised ones, in place."""
     torchao = _torchao("torchao.quantization")
     layers = [*linears(model, kind, device).values()]
-    if layers:
-        chosen = set(map(id, layers))
-        config = _config(kind, layers[0].weight.dtype)
-        torchao.quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
-        _torchao("torchao.utils").unwrap_tensor_subclass(model)
-    if kind.startswith("int8"):
-        for name, layer in convolutions(model).items():
-            around, _, last = name.rpartition(".")
-            setattr(model.get_submodule(around), last, Int8Convolution(layer))
+    chosen = set(map(id, layers))
+    config = _config(kind, layers[0].weight.dtype)
+    torchao.quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
+    _torchao("torchao.utils").unwrap_tensor_subclass(model)
 
 
 def _config(kind: str, dtype: torch.dtype) -> Any:
@@ -221,26 +206,6 @@ def _config(kind: str, dtype: torch.dtype) -> Any:
     # torchao scales rows of bfloat16 weights alone
     scales = torchao.PerRow() if dtype == torch.bfloat16 else torchao.PerTensor()
     return torchao.Float8DynamicActivationFloat8WeightConfig(granularity=scales, set_inductor_config=False)
-
-
-class Int8Convolution(nn.Module):
-    """A convolution that stores its weight in 8 bits, with a scale per output channel, and computes in float."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, layer: Any):
-        super().__init__()
-        weight = layer.weight.detach()
-        scale = weight_scale(weight).view(-1, *[1] * (weight.dim() - 1))
-        integers = torch.round(weight / scale).clamp(-LARGEST, LARGEST).to(torch.int8)
-        self.register_buffer("weight", integers)
-        self.register_buffer("scale", scale.to(weight.dtype))
-        del layer.weight
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer._conv_forward(x, self.weight.to(self.scale.dtype) * self.scale, self.layer.bias)
 
 
 def _without_torchao(model: nn.Module, example: Inputs, dynamic_shapes: Any, device: torch.device) -> nn.Module:

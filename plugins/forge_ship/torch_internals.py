@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from forge.torch_internals import Internal, resolve
@@ -12,10 +13,17 @@ _NO_AOTI = "The format aoti does not work."
 NAMES = {
     "aoti_compile_and_package": Internal("torch._inductor.aoti_compile_and_package", _AOTI, _NO_AOTI),
     "aoti_load_package": Internal("torch._inductor.aoti_load_package", _AOTI, _NO_AOTI),
-    "while_loop": Internal(
-        "torch._higher_order_ops.while_loop",
-        "export recurrent layers at any length",
-        "A model with LSTM, GRU or RNN cannot be exported with sequences that vary in length.",
+    "lstm_loops": Internal(
+        "torch.export._patches.register_lstm_while_loop_decomposition",
+        "export LSTM at any length",
+        "A model with LSTM cannot be exported with sequences that vary in length.",
+        or_else=lambda: nullcontext,
+    ),
+    "gru_loops": Internal(
+        "torch.export._patches.register_gru_while_loop_decomposition",
+        "export GRU at any length",
+        "A model with GRU cannot be exported with sequences that vary in length.",
+        or_else=lambda: nullcontext,
     ),
     "decompositions": Internal(
         "torch._inductor.decomposition.decompositions",

@@ -87,8 +87,6 @@ class LeverSituation:
     "The names of all installed plugins."
     leave_out: Collection[str] = ()
     "Plugins and levers that the user excludes."
-    only_adds: bool = False
-    "Whether plugins of the stack must stay as they are."
     cores: int = 1
     "Of the CPU, that this process may use."
 
@@ -105,7 +103,7 @@ class LeverSituation:
     def open_option(self, plugin: str, *options: str) -> bool:
         """Return whether the stack has a plugin whose options the user has left open."""
         given = self.given.get(plugin)
-        return given is not None and not self.only_adds and not any(name in given for name in options)
+        return given is not None and not any(name in given for name in options)
 
 
 def levers(situation: LeverSituation) -> list[Lever]:
@@ -221,14 +219,14 @@ def workers(s: LeverSituation) -> Iterator[Lever]:
 
 
 def no_remat(s: LeverSituation) -> Iterator[Lever]:
-    if "remat" in s.given and not s.only_adds:
+    if "remat" in s.given:
         yield Lever("no remat", Change({"remat": None}), "bitwise", "")
 
 
 def micro_batches(s: LeverSituation) -> Iterator[Lever]:
     """The same global batch in larger micro-batches, or in smaller ones."""
     size, window = s.data.get("batch_size"), s.facts.window
-    if not isinstance(size, int) or isinstance(size, bool) or s.only_adds:
+    if not isinstance(size, int) or isinstance(size, bool):
         return
     per_batch = "BatchNorm's statistics depend on the micro-batch" if s.facts.batch_norm else ""
     given = s.given.get("accumulate")

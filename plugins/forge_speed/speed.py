@@ -50,7 +50,6 @@ def speed_range(
     budget: float = BUDGET,
     data: Mapping[str, Any] | None = None,
     leave_out: Collection[str] = (),
-    only_adds: bool = False,
     tell: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
     **trainer: Any,
@@ -61,7 +60,7 @@ def speed_range(
     updates. `numbers` says what may change in the results: "bitwise" nothing, "rounding" the last bits, "precision"
     everything. `limit` is a budget of memory in GB, of the device or of this process on a CPU; `budget` is one of time,
     in minutes. `data` are the options of the data with their values; without them the data stay. `leave_out` names
-    plugins and levers that are not tried; with `only_adds` plugins of the stack stay as they are. `tell` is called with
+    plugins and levers that are not tried. `tell` is called with
     a line for each measurement. `trainer` are arguments of `forge.Trainer`: `recipe`, `plugins` (those that only
     observe, save or guard are left out of the trials), `seed`, `device`.
     """
@@ -74,7 +73,7 @@ def speed_range(
     begun = clock()
     trials.time_left = lambda: begun + budget * 60 - clock()
     first = trials.look()
-    found = trials.levers(data or {}, leave_out, only_adds)
+    found = trials.levers(data or {}, leave_out)
     tell(f"start: {in_ms(first.ms)} ms")
     search = SpeedSearch(
         trials,
@@ -87,21 +86,6 @@ def speed_range(
     )
     search.begun = begun
     return search.run(first)
-
-
-def speed_levers(
-    make_task: Callable[[], TaskModule],
-    make_train: Callable[..., Any],
-    *,
-    data: Mapping[str, Any] | None = None,
-    leave_out: Collection[str] = (),
-    **trainer: Any,
-) -> list[Lever]:
-    """Return what `speed_range` would try, after one measurement of the step. `why_not` of a lever says why it would
-    not be tried here."""
-    trials = StepTrials(make_task, make_train, **trainer)
-    trials.look()
-    return trials.levers(data or {}, leave_out)
 
 
 class StepTrials:
@@ -133,7 +117,7 @@ class StepTrials:
         """Measure the start for the first time, and learn the facts about the step."""
         return self._run([], LookingTimer(self.share))
 
-    def levers(self, data: Mapping[str, Any], leave_out: Collection[str], only_adds: bool = False) -> list[Lever]:
+    def levers(self, data: Mapping[str, Any], leave_out: Collection[str]) -> list[Lever]:
         """Return every lever, those too that do not apply here; after a first look."""
         situation = LeverSituation(
             facts=self.facts,
@@ -141,7 +125,6 @@ class StepTrials:
             data=data,
             installed=registry.installed("plugin").keys(),
             leave_out=leave_out,
-            only_adds=only_adds,
             cores=available_cores(),
         )
         return levers(situation)

@@ -55,8 +55,6 @@ class SweepPlan:
     sampler: str = "tpe"
     prune: bool = False
     seed: int = 0
-    seeds: tuple[int, ...] = ()
-    "Each trial is trained once with each of these; its result is their mean."
 
     def __post_init__(self) -> None:
         for name, value, known in (("mode", self.mode, ("max", "min")), ("sampler", self.sampler, SAMPLERS)):
@@ -70,7 +68,7 @@ class SweepPlan:
     def described(self) -> dict[str, Any]:
         """Return the plan as plain data."""
         plain = {name: getattr(self, name) for name in ("metric", "mode", "sampler", "prune", "seed")}
-        return {"space": {space.key: str(space) for space in self.spaces}, **plain, "seeds": list(self.seeds)}
+        return {"space": {space.key: str(space) for space in self.spaces}, **plain}
 
     def limit(self, trials: int) -> int:
         """Return the number of trials: at most as many as the grid has."""

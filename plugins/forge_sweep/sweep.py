@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from forge.config import Recipe, read_recipe
-from forge.engine.repeat import as_overrides, check_jobs, check_members
+from forge.engine.repeat import check_jobs
 from forge.errors import ForgeError, Interrupted, did_you_mean
 from forge.runs.folder import RunFolder
-from forge.runs.group import members, open_group
 from forge.runs.wording import counted
 from forge.runs.wording import number as number_text
 from forge.util.children import in_jobs, signals_to
@@ -79,7 +77,6 @@ def sweep(
     sampler: str = "tpe",
     prune: bool = False,
     seed: int = 0,
-    seeds: Sequence[int] = (),
     folder: str | Path | None = None,
     storage: str | None = None,
     overrides: Sequence[str] = (),
@@ -93,8 +90,7 @@ def sweep(
     `space` has a range for each option: `{"task.lr": "log(1e-4,1e-1)", "task.hidden": "choice(64,256)"}`; other forms
     are `uniform(0,1)`, `int(1,8)` and `logint(16,1024)`. A trial is a normal run below `folder` (by default
     runs/sweeps/RECIPE-ID); its result is the last value of the metric. `sampler` is "tpe", "random" or "grid". `prune`
-    stops trials that are worse than others at the same validation. With `seeds` a trial is a group of runs, one for
-    each, and its result their mean; `prune` judges it by the first. The same call again continues a sweep that was
+    stops trials that are worse than others at the same validation. The same call again continues a sweep that was
     interrupted, and with more `trials` one that was complete; with one job the trials are the same as without the
     interruption. `jobs` trials run at a time; the same call on other machines takes part, if `folder` is shared, or
     `storage` is the URL of a database (it is written nowhere). `overrides`, `add` and `remove` change the recipe as in
@@ -109,7 +105,7 @@ def sweep(
         return [str(recipe), *overrides, *more, *stack]
 
     names = [maker.__qualname__ for maker in (task, data) if maker is not None]
-    plan = SweepPlan(parse_spaces(space), metric, mode, sampler, prune, seed, tuple(seeds))
+    plan = SweepPlan(parse_spaces(space), metric, mode, sampler, prune, seed)
     runner = InProcess(load, metric) if names else OwnProcess(words, metric)
     target = SweepTarget(Path(str(recipe)).stem, load, runner, [*words(()), *names])
     return run_sweep(target, plan, trials, jobs, folder, storage)
@@ -130,9 +126,7 @@ def run_sweep(
         raise ForgeError("Trials in this process run one at a time. Name a recipe, or FILE.py:Task, for several jobs.")
     limit = plan.limit(trials)
     recipe = target.load([space.override(space.example) for space in plan.spaces])  # refuses what no trial could use
-    if plan.seeds:
-        check_members(recipe, members(plan.seeds))
-    seeded = [] if plan.seeds or recipe.trainer.get("seed") is not None else [f"trainer.seed={plan.seed}"]
+    seeded = [] if recipe.trainer.get("seed") is not None else [f"trainer.seed={plan.seed}"]
     home = Path(folder if folder is not None else default_folder(target, plan)).absolute()
     study = SweepStudy(home, plan, storage, target.identity)
     crew = Crew(study, target, home, limit, seeded, tell)
@@ -197,31 +191,19 @@ class Crew:
             self.publish()
 
     def _train(self, claim: TrialClaim, device: str | None) -> tuple[float | None, str]:
-        """Return a trial's value, else why it has none: the mean over its runs, one for each seed, in a group.
-
-        Runs that are finished are not made again.
-        """
-        folder, plan = trial_folder(self.home, claim.number), self.study.plan
-        overrides, values = [*self.seeded, *claim.overrides], []
-        runs = members(plan.seeds) if plan.seeds else {"": {}}
-        if plan.seeds:
-            open_group(folder, shlex.join(overrides), [*self.target.identity, *overrides], runs)
-        for name, options in runs.items():
-
-            def report(update: int, value: float, is_first: bool = not values) -> str:
-                return self.study.report(claim, update, value) if is_first else ""
-
-            if RunFolder(folder / name).status != "finished":
-                reason = self.target.runner(folder / name, [*overrides, *as_overrides(options)], report, device)
-                if reason or claim.pruned:
-                    return None, f"{name}: {reason}" if name and reason else reason
-            final = RunFolder(folder / name).final
-            if plan.metric not in final:
-                reason = f"The trial logged no metric {plan.metric!r}.{did_you_mean(plan.metric, sorted(final))}"
-                self.problem = ForgeError(f"{reason} Name it with --metric.")
+        """Return a trial's value, else why it has none. A run that is finished is not made again."""
+        folder, metric = trial_folder(self.home, claim.number), self.study.plan.metric
+        if RunFolder(folder).status != "finished":
+            report = partial(self.study.report, claim)
+            reason = self.target.runner(folder, [*self.seeded, *claim.overrides], report, device)
+            if reason or claim.pruned:
                 return None, reason
-            values.append(final[plan.metric])
-        return fmean(values), ""
+        final = RunFolder(folder).final
+        if metric not in final:
+            reason = f"The trial logged no metric {metric!r}.{did_you_mean(metric, sorted(final))}"
+            self.problem = ForgeError(f"{reason} Name it with --metric.")
+            return None, reason
+        return final[metric], ""
 
     def publish(self) -> SweepResult:
         """Write the best recipe as of now."""

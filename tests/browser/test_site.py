@@ -19,25 +19,23 @@ pytest.importorskip("material")
 pytestmark = pytest.mark.browser
 
 WANTED = {
-    "images in folders": "Images in folders",
-    "wandb": "wandb: Weights & Biases logging",
-    "resume": "Checkpointing and resuming",
-    "multi-node": "Multi-node training",
-    "sweep": "Hyperparameter sweeps",
-    "learning rate": "Frequently asked questions",
+    "images in folders": ("Images in folders", 3),
+    "wandb": ("wandb: Weights & Biases logging", 3),
+    "resume": ("Checkpointing and resuming", 3),
+    "multi-node": ("Multi-node training", 3),
+    "sweep": ("Hyperparameter sweeps", 3),
+    "learning rate": ("Frequently asked questions", 3),
+    "reinforcement learning": ("Reinforcement learning: PPO on cart pole", 1),
+    "distillation": ("Distillation: a student learns from a frozen teacher", 1),
+    "DPO": ("DPO: preferences against a frozen reference", 1),
+    "LoRA": ("Several models", 1),
+    "retrieval": ("Two-tower retrieval: a contrastive loss with in-batch negatives", 1),
+    "warm restarts": ("Warm restarts: cosine annealing in cycles", 1),
+    "own plugin": ("A plugin of your own: clipping that adapts", 1),
+    "vanishing_gradient": ("vanishing_gradient", 1),
 }
-"""What people type, and a title that must be among the first results."""
-FIRST = {
-    "reinforcement learning": "Reinforcement learning: PPO on cart pole",
-    "distillation": "Distillation: a student learns from a frozen teacher",
-    "DPO": "DPO: preferences against a frozen reference",
-    "LoRA": "Several models",
-    "retrieval": "Two-tower retrieval: a contrastive loss with in-batch negatives",
-    "warm restarts": "Warm restarts: cosine annealing in cycles",
-    "own plugin": "A plugin of your own: clipping that adapts",
-    "vanishing_gradient": "vanishing_gradient",
-}
-"""What people call their job, or a finding of the doctor, and the page that must be the first result."""
+"""What people type, and a title that must be among so many first results: for a job or a finding of the doctor, the
+very first."""
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +61,8 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("query", WANTED)
 def test_the_search_works_from_the_disk(site: Path, browser: Any, query: str) -> None:
     page, said = opened(browser, site / "index.html")
-    titles = search(page, query)
-    assert WANTED[query] in titles[:3], titles[:8]
-    assert said == []
-
-
-@pytest.mark.parametrize("query", FIRST)
-def test_the_page_of_a_job_is_the_first_result(site: Path, browser: Any, query: str) -> None:
-    page, said = opened(browser, site / "index.html")
-    titles = search(page, query)
-    assert titles[0] == FIRST[query], titles[:8]
+    titles, (title, most) = search(page, query), WANTED[query]
+    assert title in titles[:most], titles[:8]
     assert said == []
 
 

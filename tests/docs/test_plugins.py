@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from forge import cli, registry
 from forge.cli import plugin_page
 from tests.conftest import PROFILE, REPO
+from tests.support.docs_pages import load_script
 
 OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_"))
 CHEAP = {
@@ -20,25 +19,16 @@ CHEAP = {
 """What an example leaves out so that it reads well, and a test adds: no C++ compiler, and little time."""
 
 
-def make_pages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_pages", REPO / "docs" / "make_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_pages_are_what_the_plugins_say() -> None:
     folder = REPO / "docs" / "plugins"
-    made = make_pages().pages()
+    made = load_script("make_pages").pages()
     assert {path.name for path in folder.iterdir()} == made.keys()
     stale = [name for name, text in made.items() if (folder / name).read_text() != text]
     assert not stale, f"python docs/make_pages.py writes {', '.join(stale)} again"
 
 
 def test_every_plugin_has_a_page() -> None:
-    groups = make_pages().GROUPS
+    groups = load_script("make_pages").GROUPS
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 

@@ -145,15 +145,6 @@ def test_an_abandoned_course_no_longer_counts(tmp_path: Path) -> None:
 # -- an empty machine -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_an_empty_machine_resumes_in_the_same_bits(tmp_path: Path, straight: Classifier) -> None:
-    train(tmp_path / "one/first", updates=3)
-    resumed = train(tmp_path / "two/first")
-    assert_same(resumed, straight)
-    assert json.loads((tmp_path / "two/first/card.json").read_text())["resumed_from"] == 3
-    assert there()[-2:] == [5, 6]
-
-
 def test_without_a_run_folder_the_run_is_fetched_into_one(
     tmp_path: Path, straight: Classifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import functional
 
 import forge
 from forge.distributed.positions import set_slice
 from forge.errors import DataError, RecipeError, StackError, TaskError
-from forge_cluster import context_parallel
 from forge_cluster.context_parallel import ContextParallel
 from forge_cluster.context_parallel.calls import SequenceCalls
 from forge_cluster.context_parallel.slices import Slicing
@@ -64,13 +60,13 @@ def run(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     return kit.fit_tokens(task, plugins, {**options, **({"positions": "arange"} if kind == "stranger" else {})}, **data)
 
 
-QUICK = [(2, "both sides", {"method": "alltoall"})]
+QUICK = [(2, "both sides", {})]
 SLOW = [
     (4, "counted items", {"size": 2, "balance": False}),
     *((count, kind, {}) for count in (2, 4) for kind in kinds()),
     *((8, kind, {}) for kind in ("levers", "both sides", "counted items", "padded")),
-    (8, "levers", {"balance": False, "method": "alltoall"}),
-    (8, "levers", {"size": 4, "method": "alltoall"}),
+    (8, "levers", {"balance": False}),
+    (8, "levers", {"size": 4}),
     (8, "counted items", {"size": 2}),
 ]
 
@@ -84,20 +80,6 @@ def test_slices_train_what_one_process_trains(count: int, kind: str, options: di
     for rank in together:
         close(rank, alone, 1e-11)
         assert all(torch.equal(value, rank["weights"][key]) for key, value in together[0]["weights"].items())
-
-
-def run_gathered(kind: str) -> dict[str, Any]:
-    """As over NCCL: with the gather that is left out over gloo."""
-    with patch.object(context_parallel, "safe_method", lambda method, *_: method):
-        return run(kind, {"method": "allgather"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_gather_trains_the_same(count: int) -> None:
-    alone = run("levers", {})
-    for rank in ranks(count)(run_gathered, "levers"):
-        close(rank, alone, 1e-11)
 
 
 class Single(kit.Tokens):
@@ -228,55 +210,6 @@ def test_torchs_functions_are_put_back() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is sent
-
-
-GATHER = "all_gather_single" if hasattr(_attention.ft_c, "all_gather_single") else "all_gather_tensor"
-"""What torch's ring calls."""
-
-
-def traffic(options: dict[str, Any]) -> list[dict[str, int]]:
-    """Messages and values of the ring in each update."""
-    seen: list[dict[str, int]] = [{"gathered": 0, "gathers": 0, "passed": 0, "passes": 0}]
-    gather, permute = getattr(_attention.ft_c, GATHER), _attention.ft_c.permute_tensor
-
-    def gathered(tensor: Tensor, *args: Any, **named: Any) -> Any:
-        seen[-1]["gathers"] += 1
-        seen[-1]["gathered"] += tensor.numel()
-        return gather(tensor, *args, **named)
-
-    def passed(tensor: Tensor, *args: Any, **named: Any) -> Any:
-        seen[-1]["passes"] += 1
-        seen[-1]["passed"] += tensor.numel()
-        return permute(tensor, *args, **named)
-
-    @forge.on("step_end")
-    def next_one(step: forge.Step) -> None:
-        seen.append(dict.fromkeys(seen[-1], 0))
-
-    for name, counted in ((GATHER, gathered), ("permute_tensor", passed)):
-        setattr(_attention.ft_c, name, counted)
-    try:
-        data = kit.token_batches(sizes=(4,) * 3)
-        kit.fit_tokens(kit.Tokens(), [next_one], {**options, "check": False}, data=data, val=None, max_epochs=1)
-    finally:
-        for name, own in ((GATHER, gather), ("permute_tensor", permute)):
-            setattr(_attention.ft_c, name, own)
-    return seen[:-1]
-
-
-@pytest.mark.parametrize("method", some(["allgather", "alltoall"]))
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_update_sends_what_the_formula_says(count: int, method: str) -> None:
-    """Over gloo nothing is gathered into one tensor, whatever the method: `safe_method` says why."""
-    layers, slice_of_both = 2, 2 * 4 * (kit.LENGTH // count) * kit.WIDTH  # keys and values of one rank
-    passes = layers * (3 * count - 2)
-    expected = {"gathers": 0, "gathered": 0, "passes": passes, "passed": passes * slice_of_both}
-    for updates in ranks(count)(traffic, {"method": method}):
-        assert updates == [expected] * 3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Refused
 
 
@@ -368,7 +301,6 @@ def test_a_stack_that_makes_no_sense_is_refused(plugin: Any) -> None:
     [
         ({"size": 1}, "context_parallel.size is 1"),
         ({"dim": -1}, "context_parallel.dim is -1"),
-        ({"method": "ring"}, "ring"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) -> None:

@@ -27,7 +27,7 @@ def alone() -> Iterator[None]:
 def test_the_ring_of_one_rank_is_attention(alone: None, dtype: torch.dtype, length: int, causal: bool) -> None:
     made = [torch.randn(2, heads, length, 32, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
     results = []
-    for ring in (Ring(dist.group.WORLD, "allgather", True), None):
+    for ring in (Ring(dist.group.WORLD, True), None):
         q, k, v = own = [tensor.clone().requires_grad_() for tensor in made]
         if ring is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)

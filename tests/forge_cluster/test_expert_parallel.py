@@ -295,49 +295,21 @@ def test_a_checkpoint_continues_on_another_mesh_and_in_one_process(chain: list[A
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Capacity
+# Routing
 
 
-def limited(mesh: dict[str, int]) -> dict[str, Any]:
-    given = {"capacity": 0.8}
-    alone = [DDP(), ExpertParallel(**given)]
-    return kit.fit_experts(mesh, [Accumulate(2), Clip(0.05)], None, given, kit.words(sizes=(8, 6, 8, 4)), alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}, {"data": 2, "shard": 1, "expert": 2}])
-def test_the_same_tokens_are_dropped_as_in_one_process(mesh: dict[str, int]) -> None:
-    alone = limited(mesh)
-    assert all(0.2 <= share < 0.6 for share in alone["logged"]["experts/dropped"])
-    for rank in ranks(math.prod(mesh.values()))(limited, mesh):
-        assert apart(rank["weights"], alone["weights"]) < EXACT
-        assert rank["logged"].keys() == alone["logged"].keys()
-        for name, values in alone["logged"].items():
-            assert rank["logged"][name] == pytest.approx(values, rel=1e-11)
-
-
-@pytest.mark.parametrize("capacity", [None, 0.5, 1.0, 4.0])
-def test_an_expert_takes_the_first_of_a_batch_up_to_its_capacity(capacity: float | None) -> None:
+def test_each_token_gets_the_sum_of_the_experts_that_it_chose() -> None:
     torch.manual_seed(0)
     tokens, chosen, weights = torch.randn(9, 3), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)  # 4: none
     counts = [int((chosen == expert).sum()) for expert in range(4)]
-    most = math.inf if capacity is None else math.ceil(capacity * sum(counts) / 4)
-    expected, places = torch.zeros_like(tokens), [0] * 4
-    for token in range(9):
-        for choice in range(2):
-            expert = int(chosen[token, choice])
-            if expert < 4:
-                places[expert] += 1
-                if places[expert] <= most:
-                    expected[token] += tokens[token] * (expert + 1) * weights[token, choice]
+    factors = torch.where(chosen < 4, (chosen + 1) * weights, 0).sum(1, keepdim=True)
 
     def experts(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return tokens * (chosen + 1) * weights
 
-    found, loads = route(experts, 4, Ranks(), tokens, chosen, weights, capacity)
-    assert torch.allclose(found, expected)
-    assert loads.chosen.tolist() == counts
-    assert int(loads.dropped) == sum(max(0, count - most) for count in counts)
+    found, own = route(experts, 4, Ranks(), tokens, chosen, weights)
+    assert torch.allclose(found, tokens * factors)
+    assert own.tolist() == counts
 
 
 def test_no_tokens_and_no_choices() -> None:
@@ -346,7 +318,7 @@ def test_no_tokens_and_no_choices() -> None:
 
     for tokens, chosen in ((0, torch.zeros(0, 2).long()), (3, torch.full((3, 2), 4))):
         given = torch.randn(tokens, 5), chosen, torch.rand(chosen.shape)
-        assert torch.equal(route(experts, 4, Ranks(), *given, 1.0)[0], torch.zeros(tokens, 5))
+        assert torch.equal(route(experts, 4, Ranks(), *given)[0], torch.zeros(tokens, 5))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,7 +334,6 @@ def test_one_process_trains_as_without_the_plugin_and_logs_loads() -> None:
     assert apart(with_plugin["weights"], plain["weights"]) < EXACT
     logged = with_plugin["logged"]
     assert min(logged["experts/most"]) > 1 > max(logged["experts/least"])
-    assert "experts/dropped" not in logged
 
 
 def test_a_copy_of_the_task_calls_its_own_experts_and_the_task_is_given_back() -> None:
@@ -408,7 +379,6 @@ class Turned(kit.Mixed):
         (kit.Mixed, {"modules": "*.exprts"}, RecipeError, "expert_parallel.modules: '..exprts' is neither a class nor"),
         (kit.Mixed, {"modules": []}, RecipeError, "expert_parallel.modules is empty"),
         (kit.Mixed, {"size": 1}, RecipeError, "expert_parallel.size is 1; it must be at least 2"),
-        (kit.Mixed, {"capacity": 0.0}, RecipeError, "expert_parallel.capacity is 0; it must be above 0"),
     ],
 )
 def test_what_holds_no_experts_is_refused(task: Any, options: Any, error: Any, said: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import forge
 from forge.errors import RecipeError, StackError, TaskError
@@ -239,40 +238,6 @@ def test_export_validate_and_predict_are_those_of_one_process(
     ours, theirs = (Deeper.from_checkpoint(tmp_path / name).state_dict() for name in ("two", "one"))
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-11)
-
-
-def traffic(parts: int) -> list[tuple[int, int]]:
-    """Messages and values that this rank sends to its neighbour in each update."""
-    seen = [(0, 0)]
-    send: Any = schedules._batch_p2p
-
-    def counted(operations: Any, *args: Any, **options: Any) -> Any:
-        sent = [op.tensor.numel() for op in operations if "isend" in getattr(op.op, "__name__", "")]
-        seen[-1] = seen[-1][0] + len(sent), seen[-1][1] + sum(sent)
-        return send(operations, *args, **options)
-
-    @forge.on("step_end")
-    def next_one(step: forge.Step) -> None:
-        seen.append((0, 0))
-
-    schedules._batch_p2p = counted
-    try:
-        task = deep(Deeper)
-        trainer = forge.Trainer(
-            max_updates=3, seed=0, device="cpu", run_dir=False, plugins=[Pipeline(parts, schedule="gpipe"), next_one]
-        )
-        trainer.fit(task, wide(sizes=(8,) * 3))
-    finally:
-        schedules._batch_p2p = send
-    return seen[:-1]
-
-
-def test_an_update_sends_one_boundary_there_and_back() -> None:
-    parts, batch, width = 4, 8, 8
-    for first, *updates in ranks(2)(traffic, parts):
-        assert updates == [(parts, batch * width)] * 2
-        greeting = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")  # of torch 2.10, once
-        assert first == (parts + greeting, batch * width + greeting)
 
 
 def read_from_device() -> list[int]:

@@ -115,18 +115,6 @@ def test_a_requeued_job_ends_in_the_same_bits(cluster: SlurmCluster, straight: P
     assert json.loads(Path("runs/requeued/card.json").read_text())["job"] == f"slurm:{job}"
 
 
-def test_a_job_at_slurms_own_limit_ends_in_the_same_bits(cluster: SlurmCluster, straight: Path) -> None:
-    """SLURM itself sends the signal, up to half a minute early, since it looks at limits that often."""
-    pause = ["checkpoint.every=1000 updates", "task.pause=2.5"]  # only the signal makes it save
-    job = submit(cluster, "limited", *pause, "--time", "00:02:00", "--grace", "40")
-    assert cluster.job(job)["TimeLimit"] == "00:02:00"
-    cluster.wait(job)
-    said = Path(f"limited-{job}.out").read_text()
-    assert int(cluster.job(job)["Restarts"]) >= 1, said
-    assert "DUE TO TIME LIMIT" not in said
-    assert_same_end("limited", straight)
-
-
 @pytest.mark.parametrize(("victim", "requeues"), [("rank", "0"), ("node", "1")])
 def test_what_was_killed_is_started_again_and_ends_in_the_same_bits(
     victim: str, requeues: str, cluster: SlurmCluster, straight: Path

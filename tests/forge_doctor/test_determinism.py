@@ -139,7 +139,6 @@ def test_the_first_tensor_that_differs_is_named(capsys: Any, file: Path, task: s
     code, out, _ = ask(capsys, f"{file}:{task}", "--updates", "3")
     assert code == 1
     assert f"Not the same: {found}" in out
-    assert "values before it were equal bit for bit." in out
     assert "Likely causes - " in out
 
 
@@ -190,14 +189,11 @@ def test_nothing_is_left_behind(capsys: Any, file: Path, in_this_process: list[A
     assert not folder.parent.exists()
 
 
-def test_a_mistake_is_told_before_anything_runs(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_mistake_is_told_before_anything_runs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *words, **more: pytest.fail("a run began"))
-    (tmp_path / "old").write_text("")
     for words, said in (
         (["quickstart", "--updates", "0"], "--updates must be at least 1"),
         (["quickstart", "task.hiden=3"], "Did you mean 'hidden'?"),
-        (["quickstart", "--keep", str(tmp_path)], "is not empty"),
-        (["quickstart", "--keep", str(tmp_path / "old")], "is a file"),
     ):
         code, _, err = ask(capsys, *words)
         assert code == 2
@@ -211,15 +207,10 @@ def causes(kind: str, apart: float, device: str = "cuda", deterministic: bool = 
     return determinism.causes(Difference(1, "x", Distance("", apart), kind), device, deterministic)
 
 
-def test_a_tiny_difference_is_most_likely_a_kernel() -> None:
+def test_a_tiny_difference_is_most_likely_a_kernel_and_a_large_one_something_that_is_not_seeded() -> None:
     assert causes("output", 1e-7)[0] == determinism.KERNEL
-    assert causes("output", 1e-7, "cpu")[0] == determinism.KERNEL
     assert causes("output", 1e-7, deterministic=True)[0] == determinism.EXTERNAL_KERNEL
-
-
-def test_a_large_one_is_most_likely_something_that_is_not_seeded() -> None:
     assert "os.urandom" in causes("output", 0.5)[0]
-    assert causes("output", 0.5)[-1] == determinism.KERNEL
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------

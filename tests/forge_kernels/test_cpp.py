@@ -153,18 +153,6 @@ def test_a_missing_compiler_is_named(source: Path, monkeypatch: pytest.MonkeyPat
     assert re.match(r"small\.cpp could not be built: .*no-such-compiler: .*not found", str(built(source)))
 
 
-def test_a_cache_that_cannot_be_written_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    assert re.match(r"small\.cpp could not be built: .*Not a directory.*file/forge_small", str(built(source)))
-
-
-@needs_compiler
-def test_a_library_that_cannot_be_loaded_is_done_without(source: Path) -> None:
-    source.write_text("extern int nowhere();\nint seven() { return nowhere(); }\n")
-    assert "small.cpp could not be built" in str(built(source))
-
-
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 
 TWICE = """

@@ -22,7 +22,6 @@ options = st.fixed_dictionaries(
     {},
     optional={
         "label_smoothing": st.sampled_from([0.1, 1.0]),
-        "z_loss": st.sampled_from([1e-4, 0.1]),
         "reduction": st.sampled_from(["mean", "sum"]),
         "ignore_index": st.sampled_from([-100, 0, -1]),
     },
@@ -180,6 +179,3 @@ def test_off_its_contract_the_functional_itself_runs():
     assert stand_in(original, logits, target.int()) == "original"
     assert stand_in(original, logits.detach(), target) == "original"
     assert stand_in(original, logits, target, reduction="none") == "original"
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------

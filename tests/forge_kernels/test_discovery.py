@@ -8,7 +8,7 @@ import pytest
 
 import forge_kernels
 from forge import registry as installed
-from forge.errors import ForgeError, KernelError
+from forge.errors import KernelError
 from forge_kernels import discovery
 from tests.support.toy_kernels import TOY, TOY_BARE, entries
 
@@ -25,19 +25,6 @@ def test_a_kernel_is_loaded_by_name(only: Any) -> None:
     only(entries("toy", "toy_rival"))
     assert discovery.names() == ["toy", "toy_rival"]
     assert discovery.load("toy") is TOY
-
-
-def test_names_are_known_without_importing_anything(only: Any) -> None:
-    only(entries(lost="a_package_that_nobody_has:LOST"))
-    assert discovery.names() == ["lost"]
-    with pytest.raises(ForgeError, match=r"kernel 'lost' of .* cannot be imported \(a_package_that_nobody_has:LOST\)"):
-        discovery.load("lost")
-
-
-def test_an_unknown_name_is_refused_with_the_nearest(only: Any) -> None:
-    only(entries("toy"))
-    with pytest.raises(ForgeError, match=r"No kernel is called 'tooy'. Did you mean 'toy'\?"):
-        discovery.load("tooy")
 
 
 def test_what_is_no_kernel_or_has_another_name_is_refused(only: Any) -> None:

@@ -33,7 +33,6 @@ def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=Fa
         optional={
             "chunk": st.sampled_from([1, 3, 100]),
             "label_smoothing": st.just(0.1),
-            "z_loss": st.just(1e-2),
             "reduction": st.sampled_from(["mean", "sum"]),
             "ignore_index": st.sampled_from([-100, 0]),
         },

@@ -1,4 +1,4 @@
-"""Arguments from Lightning, Hugging Face and accelerate are answered with what does the same here."""
+"""Arguments from Lightning and Hugging Face are answered with what does the same here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def test_every_argument_of_lightnings_verbs_is_answered() -> None:
     [
         ("gradient_clip_val", r"plugins=\{'clip': \{'max_norm': \.\.\.\}\} \(docs/plugins/clip\.md\)"),
         ("per_device_train_batch_size", r"on the loader .* \(docs/data\.md\)"),
-        ("mixed_precision", r"'amp'.*\(docs/plugins/amp\.md\)"),
         ("fast_dev_run", "smoke=True"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 import forge
 from forge.errors import RecipeError
 from forge_plugins import Accumulate
-from tests.forge.snapshot.test_resume import resumes
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import fit, make_batches
 
 Batch = tuple[Tensor, Tensor]
 
@@ -54,35 +52,17 @@ def big(micros: list[Batch], window: int) -> list[Batch]:
     return [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part])) for part in parts]
 
 
-def assert_trains_alike(task: Exact, micros: list[Batch], window: int, within: float = 1e-12) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [((4, 4, 4, 4, 4, 4), 3), ((1, 7, 3, 5, 2, 6), 3), ((4, 4, 4, 4, 3), 2), ((4, 2), 100)],
+    ids=["equal", "unequal", "a short last window", "longer than the epoch"],
+)
+def test_micro_batches_equal_one_big_batch(sizes: tuple[int, ...], window: int) -> None:
+    task, micros = Exact(), batches(*sizes)
     other = copy.deepcopy(task)
     fit(task, train=micros, max_epochs=3, plugins=[Accumulate(window)])
     fit(other, train=big(micros, window), max_epochs=3)
-    torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=within, atol=within)
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 6])
-def test_k_micro_batches_equal_one_big_batch(window: int) -> None:
-    assert_trains_alike(Exact(), batches(4, 4, 4, 4, 4, 4), window)
-
-
-def test_micro_batches_of_unequal_sizes_equal_one_big_batch() -> None:
-    assert_trains_alike(Exact(), batches(1, 7, 3, 5, 2, 6), window=3)
-
-
-def test_a_shorter_last_window_still_averages_right() -> None:
-    assert_trains_alike(Exact(), batches(4, 4, 4, 4, 3), window=2)
-
-
-def test_a_window_longer_than_the_epoch_is_the_whole_epoch() -> None:
-    assert_trains_alike(Exact(), batches(4, 2), window=100)
-
-
-def test_num_items_decides_what_is_averaged_over() -> None:
-    micros = batches(4, 4, 4, 4)
-    for i, (_, labels) in enumerate(micros):
-        labels[:i] = -100
-    assert_trains_alike(Tokens(), micros, window=2)
+    torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 def test_weights_that_are_tensors_keep_a_loss_in_float32() -> None:
@@ -121,14 +101,6 @@ def test_the_window_knows_its_length_before_its_first_backward() -> None:
     assert seen == [(0, 2, False), (1, 2, True), (0, 1, True)]
 
 
-def test_the_logged_loss_is_the_mean_over_samples() -> None:
-    task, micros = Classifier(lr=0.0), batches(1, 7, 4)
-    with torch.no_grad():
-        losses = [(len(y), float(F.cross_entropy(task(x), y))) for x, y in micros]
-    expected = sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
-    assert fit(task, train=micros, plugins=[Accumulate(2)]).metrics["train/loss"] == pytest.approx(expected)
-
-
 def test_a_window_below_one_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"accumulate\.window is 0; it must be at least 1"):
         Accumulate(0)
@@ -163,9 +135,3 @@ def test_windows_by_epoch_are_planned(epochs: int, most: int | None, planned: in
 def test_windows_by_epoch_that_say_too_little_are_refused(window: dict[int, int]) -> None:
     with pytest.raises(RecipeError, match=r"accumulate\.window is"):
         Accumulate(window)
-
-
-@pytest.mark.slow
-def test_windows_by_epoch_resume_in_the_same_bits(tmp_path: Path) -> None:
-    result = resumes(tmp_path, dict, lambda updates: [1, 4, 6], plugins=lambda: [Accumulate({0: 3, 1: 2})])
-    assert result.updates == 2 + 3 + 3

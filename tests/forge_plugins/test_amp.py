@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 import forge
@@ -22,6 +22,7 @@ from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
 from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
 from forge_plugins.amp import best_dtype
+from tests.support import reference
 from tests.support.amp_kit import HIGH, Scales, made, trained
 from tests.support.profiles import covering, few
 
@@ -31,93 +32,43 @@ SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # -- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def windows(data: list[Any], length: int) -> Iterable[list[tuple[Any, Any]]]:
-    """(micro-batch, what its loss is worth) by window; None is "all of it"."""
-    for start in range(0, len(data), length):
-        micros = data[start : start + length]
-        sizes = [len(x) for x, _ in micros]
-        alike = len(set(sizes)) == 1
-        yield [(m, None if alike else n / sum(sizes)) for m, n in zip(micros, sizes, strict=True)]
-
-
-def backward(loss: Tensor, share: float | None, count: int, scaler: GradScaler | None) -> None:
-    if share is not None:
-        loss = loss * share
-    elif count > 1:
-        loss = loss / count
-    (loss if scaler is None else scaler.scale(loss)).backward()
-
-
 def train_by_hand(
-    task: forge.TaskModule,
-    dtype: str,
-    data: list[Any],
-    epochs: int = 2,
-    *,
-    window: int = 1,
-    clip: float | None = None,
-    skip: frozenset[int] = frozenset(),
-    options: Mapping[str, Any] = HIGH,
-    device: str = "cpu",
+    task: forge.TaskModule, dtype: str, data: list[Any], epochs: int = 2, device: str = "cpu", **levers: Any
 ) -> list[float]:
-    """One optimizer, perhaps with a schedule: the scale after every update."""
-    torch.manual_seed(0)
-    task.to(device).train()
-    data = [(x.to(device), y.to(device)) for x, y in data]
+    """The scale after every update."""
+    task.to(device)
     configured = task.configure_optimizers()
     optimizer, schedule = configured if isinstance(configured, tuple) else (configured, None)
-    scaler = GradScaler(device, **options) if dtype == "fp16" else None
-    scales: list[float] = []
-    for micros in (micros for _ in range(epochs) for micros in windows(data, window)):
-        for batch, share in micros:
-            with torch.autocast(device, SHORT[dtype]):
-                loss = task.training_step(batch)["loss"]
-            backward(loss, share, len(micros), scaler)
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(task.parameters(), clip)
-        left_out = len(scales) in skip
-        before = 1.0 if scaler is None else scaler.get_scale()
-        if scaler is None:
-            optimizer.step()
-        elif not left_out:
-            scaler.step(optimizer)
-        if scaler is not None:
-            scaler.update()
-        optimizer.zero_grad()
-        after = 1.0 if scaler is None else scaler.get_scale()
-        scales.append(after)
-        if schedule is not None and after >= before and not left_out:
-            schedule.step()
-    return scales
+    levers |= {"dtype": SHORT[dtype], "scale": HIGH["init_scale"], "growth_interval": HIGH["growth_interval"]}
+    by_hand = reference.Levers(schedule=schedule and (lambda _: schedule), **levers)
+    data = [(x.to(device), y.to(device)) for x, y in data]
+    return reference.train_with_levers(task, loss_of, optimizer, data, epochs, by_hand, 0).scales
 
 
-def train_gan_by_hand(
-    gan: Any, dtype: str, data: list[Any], epochs: int = 2, *, window: int = 1, device: str = "cpu"
-) -> list[float]:
+def loss_of(task: Any, batch: Any) -> Tensor:
+    return task.training_step(batch)["loss"]
+
+
+def train_gan_by_hand(gan: Any, dtype: str, data: list[Any], epochs: int) -> list[float]:
     """Two optimizers, one scaler: stepped each for itself, updated once."""
     torch.manual_seed(0)
-    gan.to(device).train()
-    data = [(x.to(device), y.to(device)) for x, y in data]
+    gan.train()
     optimizers = gan.configure_optimizers()
-    scaler = GradScaler(device, **HIGH) if dtype == "fp16" else None
+    scaler = GradScaler("cpu", **HIGH, enabled=dtype == "fp16")
     scales: list[float] = []
-    for micros in (micros for _ in range(epochs) for micros in windows(data, window)):
+    for batch in data * epochs:
         for name, optimizer in optimizers.items():
             if not gan.takes_turn(name, len(scales)):
                 continue
             for other in optimizers:
                 getattr(gan, other).requires_grad_(other == name)
-            for batch, share in micros:
-                with torch.autocast(device, SHORT[dtype]):
-                    loss = gan.training_step(batch, name)["loss"]
-                backward(loss, share, len(micros), scaler)
-            optimizer.step() if scaler is None else scaler.step(optimizer)
+            with torch.autocast("cpu", SHORT[dtype]):
+                loss = gan.training_step(batch, name)["loss"]
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
             optimizer.zero_grad()
-        if scaler is not None:
-            scaler.update()
-        scales.append(1.0 if scaler is None else scaler.get_scale())
+        scaler.update()
+        scales.append(scaler.get_scale())
     return scales
 
 
@@ -134,17 +85,13 @@ class WithSchedule(TinyTask):
     window=st.integers(1, 3),
     clip=st.sampled_from([None, 0.3]),
     kind=st.sampled_from([TinyTask, WithSchedule]),
-    amp_first=st.booleans(),
 )
 def test_training_equals_a_hand_written_loop_bit_for_bit(
-    dtype: str, sizes: list[int], window: int, clip: float | None, kind: type[TinyTask], amp_first: bool
+    dtype: str, sizes: list[int], window: int, clip: float | None, kind: type[TinyTask]
 ) -> None:
     ours, theirs, data = kind(), kind(), tiny_batches(sizes)
-    others = [Accumulate(window), *([] if clip is None else [Clip(clip)])]
-    amp = made(dtype)
-    seen = Scales(amp)
-    fit_tiny([amp, *others, seen] if amp_first else [*others, amp, seen], task=ours, train=data)
-    assert seen.seen == train_by_hand(theirs, dtype, data, window=window, clip=clip)
+    scales = trained(ours, made(dtype), Accumulate(window), *([] if clip is None else [Clip(clip)]), train=data)
+    assert scales == train_by_hand(theirs, dtype, data, window=window, clip_norm=clip)
     assert_same(ours, theirs)
 
 
@@ -161,26 +108,13 @@ class LoudDiscriminator(TinyGAN):
         return {"loss": loss * 8 if name == "discriminator" else loss}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind", "window"), covering(["fp16", "bf16"], [LoudDiscriminator, TinyGAN, Turns], [1, 2])
-)
-def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any, window: int) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), covering(["fp16", "bf16"], [LoudDiscriminator, TinyGAN, Turns]))
+def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any) -> None:
+    """Only the optimizer whose gradients overflow is skipped."""
     ours, theirs = kind(), kind()
-    scales = trained(ours, made(dtype), Accumulate(window), max_epochs=3)
-    assert scales == train_gan_by_hand(theirs, dtype, tiny_batches(), epochs=3, window=window)
+    scales = trained(ours, made(dtype), max_epochs=3)
+    assert scales == (train_gan_by_hand(theirs, dtype, tiny_batches(), epochs=3))
     assert_same(ours, theirs)
-
-
-def test_only_the_optimizer_whose_gradients_overflow_is_skipped() -> None:
-    stepped: list[tuple[str, ...]] = []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        stepped.append(step.updated_names)
-
-    trained(LoudDiscriminator(), made("fp16"), watch, max_epochs=3)
-    assert ("generator",) in stepped
-    assert ("generator", "discriminator") in stepped
 
 
 # -- skipped updates --------------------------------------------------------------------------------------------------
@@ -206,11 +140,11 @@ class Skip(forge.Plugin):
 @pytest.mark.parametrize("hook", ["forge_finalize_grads", "forge_inspect_grads", "forge_edit_grads"])
 @pytest.mark.parametrize("amp_first", [True, False])
 def test_another_plugins_skip_leaves_the_scaler_right(hook: str, amp_first: bool) -> None:
-    ours, theirs, skipped = TinyTask(), TinyTask(), frozenset({0, 5, 6})
+    ours, theirs, skipped = TinyTask(), TinyTask(), (0, 5, 6)
     amp, skip = made("fp16"), Skip(skipped, hook)
     scales = Scales(amp)
     fit_tiny([amp, skip, scales] if amp_first else [skip, amp, scales], task=ours)
-    assert scales.seen == train_by_hand(theirs, "fp16", tiny_batches(), skip=skipped)
+    assert scales.seen == train_by_hand(theirs, "fp16", tiny_batches(), left_out=skipped)
     assert_same(ours, theirs)
 
 
@@ -357,27 +291,14 @@ def with_nan(*bad: int, count: int = 6) -> list[Any]:
     return data
 
 
-@pytest.mark.parametrize(("policy", "amp_first"), covering(["stop", "skip", "rewind"], [True, False]))
-def test_an_overflow_is_no_business_of_guard_and_anomaly(policy: str, amp_first: bool, tmp_path: Path) -> None:
-    plain, watched, amp, anomaly = TinyTask(), TinyTask(), made("fp16"), Anomaly()
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+def test_an_overflow_is_no_business_of_guard_and_anomaly(policy: str, tmp_path: Path) -> None:
+    plain, watched, anomaly = TinyTask(), TinyTask(), Anomaly()
     expected = trained(plain, made("fp16"))
-    others = [Guard(policy), anomaly]
-    scales = Scales(amp)
-    fit_tiny([amp, *others, scales] if amp_first else [*others, amp, scales], task=watched, run_dir=tmp_path)
     assert 2.0**19 in expected
-    assert scales.seen == expected
+    assert trained(watched, made("fp16"), Guard(policy), anomaly, run_dir=tmp_path) == expected
     assert_same(watched, plain)
     assert anomaly.findings == []
-
-
-@pytest.mark.parametrize("amp_first", [True, False])
-def test_guard_stops_at_a_bad_loss_with_the_weights_as_before(amp_first: bool) -> None:
-    task, before = TinyTask(), TinyTask()
-    stack = [AMP("fp16", init_scale=128.0), Guard()]
-    with pytest.raises(NonFiniteError, match=r"Update 3 \(epoch 0\): the loss and the gradients of net"):
-        fit_tiny(stack if amp_first else stack[::-1], task=task, train=with_nan(3))
-    fit_tiny([AMP("fp16", init_scale=128.0)], task=before, train=with_nan(), max_updates=3)
-    assert_same(dict(task.named_parameters()), dict(before.named_parameters()))
 
 
 @pytest.mark.parametrize("amp_first", [True, False])
@@ -421,40 +342,6 @@ def test_anomaly_names_the_layer_too_large_for_fp16() -> None:
 
 
 # -- what it owns -----------------------------------------------------------------------------------------------------
-
-
-def roles(trainer: forge.Trainer) -> set[tuple[str, str]]:
-    calls = trainer.stack.calls().items()
-    return {(hook, call.role) for hook, who in calls for call in who if call.plugin == "amp" and call.role != "event"}
-
-
-FORWARD = {("forge_forward", "wrap"), ("forge_setup_env", "wrap")}
-SCALES = {("forge_backward", "own"), ("forge_optimizer_step", "own")}
-
-
-@pytest.mark.parametrize(
-    ("asked", "best", "expected", "things"),
-    [
-        ("bf16", "fp16", FORWARD, ("autocast",)),
-        ("fp16", "bf16", FORWARD | SCALES, ("autocast", "grad_scaler")),
-        ("auto", "bf16", FORWARD, ("autocast",)),
-        ("auto", "fp16", FORWARD | SCALES, ("autocast", "grad_scaler")),
-    ],
-)
-def test_bf16_owns_nothing_and_fp16_backward_and_step(
-    asked: str, best: str, expected: set[Any], things: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: best)
-    amp, seen = AMP(asked), []
-
-    @forge.on("start")
-    def look(trainer: forge.Trainer) -> None:
-        seen.append((roles(trainer), amp.provides))
-
-    for _ in range(2):  # one object serves two runs
-        trainer = forge.Trainer(plugins=[amp, look], max_updates=2, run_dir=False)
-        trainer.fit(TinyTask(), tiny_batches())
-    assert seen == [(expected, things)] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import forge
 from forge.data import TensorLoader
-from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Guard, Prefetch
+from forge_plugins import EMA, SWA, Prefetch
 from forge_plugins.averaging.average import Average
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -35,17 +32,6 @@ class Normed(Classifier):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
-
-
-class Half(Classifier):
-    """bfloat16 weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.to(torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.to(torch.bfloat16)).float()
 
 
 def made(kind: Any = Normed, **options: Any) -> Any:
@@ -78,24 +64,6 @@ def by_hand(model: Any, average: AveragedModel | None, epochs: int = 1) -> None:
         optimizer.step()
         if average is not None:
             average.update_parameters(model)
-
-
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        EMA(),
-        EMA(start=2, every=2, warmup=True, buffers="average"),
-        SWA(0, every="1 updates", lr=0.01, anneal=3),
-    ],
-    ids=["ema", "ema with everything", "swa"],
-)
-@pytest.mark.parametrize("kind", [Normed, Half])
-def test_nothing_waits_for_the_device(plugin: forge.Plugin, kind: Any, syncs_are_errors: forge.Plugin) -> None:
-    stack = [syncs_are_errors, plugin, Guard(), Clip(0.1), Accumulate(2)]
-    if kind is Half:
-        stack = [syncs_are_errors, plugin]
-    task = made(kind)
-    assert fit(task, batches(20), max_updates=8, device="cuda", plugins=stack, log_every=1000).updates == 8
 
 
 def test_the_average_is_torchs_own_bit_for_bit() -> None:
@@ -136,28 +104,6 @@ def test_a_captured_graph_sees_what_is_in_place() -> None:
             assert not torch.equal(captured, before)
         assert torch.equal(replayed(), before)
     assert all(torch.equal(a, b) for a, b in zip(trained, task.parameters(), strict=True))
-
-
-def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path: Path) -> None:
-    def run(folder: str, updates: int, plugin: forge.Plugin) -> dict[str, Tensor]:
-        options = {"max_epochs": None, "max_updates": updates, "resume": "auto", "run_dir": tmp_path / folder}
-        fit(made(), batches(), device="cuda", seed=1, plugins=[plugin, Checkpoint()], **options)
-        return load_file(tmp_path / folder / "weights.safetensors")
-
-    for name, make in {"ema": lambda: EMA(0.9), "swa": lambda: SWA(3, every="2 updates", lr=0.01, anneal=4)}.items():
-        straight = run(f"{name}-straight", 10, make())
-        run(f"{name}-resumed", 5, make())
-        assert same(run(f"{name}-resumed", 10, make()), straight)
-
-
-def test_the_statistics_of_the_mean_are_those_of_update_bn(tmp_path: Path) -> None:
-    plugin, task = SWA(0, every="1 updates"), made(dropout=0.0)
-    fit(task, batches(), device="cuda", seed=1, plugins=[plugin], run_dir=tmp_path)
-    exported = load_file(tmp_path / "weights.safetensors")
-    model = AveragedModel(applied(plugin, task).cuda())
-    update_bn([x for x, _ in batches()], model, device=torch.device("cuda"))
-    for name in ("norm.running_mean", "norm.running_var"):
-        torch.testing.assert_close(exported[name], model.module.state_dict()[name].cpu(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import forge
 from forge.checkpoint import Checkpoints, publish, wait_until_written
 from forge.checkpoint import StoredCheckpoint as SavedState
-from forge_plugins.checkpoint import Best, Checkpoint
+from forge_plugins.checkpoint import Checkpoint
 from forge_plugins.checkpoint.kept import ranking
 from tests.support.patience import PATIENCE
 from tests.support.ranks import in_threads
@@ -96,20 +96,6 @@ def test_a_checkpoint_holds_the_state_of_its_update(tmp_path: Path) -> None:
         tree = SavedState(Checkpoints(tmp_path / "checkpoints").path(update)).load()
         assert tree["progress"]["update"] == update
         assert torch.equal(tree["model"]["net.0.weight"], weights[update])
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_a_run_that_fails_keeps_what_was_saved_before(tmp_path: Path, background: bool) -> None:
-    class Fails(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            if self.trainer is not None and self.trainer.progress.update == 3:
-                raise RuntimeError("on purpose")
-            return super().training_step(batch)
-
-    plugin = Checkpoint("1 updates", background=background)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path)
-    assert kept(tmp_path) == [2, 3]
 
 
 def test_without_a_run_folder_fit_warns_once(empty_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -503,23 +489,6 @@ def test_a_write_that_fails_at_the_end_is_no_success(tmp_path: Path, monkeypatch
     assert kept(tmp_path) == []
 
 
-def test_a_failed_best_leaves_the_best_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Broken(monkeypatch)
-    best = {"monitor": "val/score", "mode": "max"}
-    play = Play(Checkpoint(every=None, keep=1, best=best, on_failure="warn"), tmp_path)
-    for update, value, fails in ((1, 0.5, False), (2, 0.9, True), (3, 0.1, False), (4, 0.7, False)):
-        play.go_to(update)
-        broken.now = fails
-        asked = play.validate(value)
-        assert asked == (update != 3)
-        play.save()
-        play.wait()
-        state = play.plugin.forge_state_dict()["best"]
-        assert [entry["update"] for entry in state] == [4 if update == 4 else 1]
-    assert kept(tmp_path) == [4]
-    assert target(tmp_path, "best") == 4
-
-
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("error", [OSError(13, "Permission denied"), forge.CheckpointError("It could not be removed.")])
 def test_an_old_one_that_stays_is_a_warning(
@@ -542,12 +511,6 @@ def test_an_old_one_that_stays_is_a_warning(
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_best_can_be_a_mapping_or_an_object() -> None:
-    mapping = Checkpoint(best={"monitor": "val/accuracy", "mode": "max"})
-    assert mapping.config.best == Best(monitor="val/accuracy", mode="max", keep=1)
-    assert Checkpoint(best=Best(monitor="val/accuracy", mode="max")).config == mapping.config
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -567,12 +530,6 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 def test_a_stack_without_best_wraps_nothing() -> None:
     assert Checkpoint().forge_evaluate is None
-
-
-def test_two_in_one_stack_are_refused(tmp_path: Path) -> None:
-    plugins = {"checkpoint": {}, "checkpoint@second": {"every": "1 updates"}}
-    with pytest.raises(forge.StackError, match="'checkpoint' and 'checkpoint@second' both provide 'checkpoints'"):
-        fit(plugins=plugins, run_dir=tmp_path)
 
 
 @pytest.mark.parametrize(("metric", "mode"), [("val/loss", "min"), ("val/accuracy", "max")])

@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import forge
 from forge.errors import RecipeError
 from forge.testing import TinyGAN, assert_same, tiny_batches
 from forge_plugins import Accumulate, Clip
 from tests.support import reference
+from tests.support.averages import loss_of
 from tests.support.tasks import Classifier, fit, make_batches
-
-
-def loss_of(task: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(task(batch[0]), batch[1])
 
 
 def gradient_norms(plugins: list[forge.Plugin], task: Any = None, norm: float = 2.0, **options: Any) -> list[float]:

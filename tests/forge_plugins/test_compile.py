@@ -372,13 +372,12 @@ def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureF
         plugin = Compile(backend="eager", dynamic=False)
         fit(plugin, train=tiny_batches(range(3, 10)), validate_every=None, log_every=1)
     warnings = [r.getMessage() for r in caplog.records if r.name == "forge" and r.levelno == logging.WARNING]
-    assert ["in each of the last 3 log intervals" in text for text in warnings] == [True, False]
-    assert "training_step was compiled for so many kinds of inputs that torch gave up" in warnings[1]
-    assert "A resumed run would compile them again, and so end in other bits" in warnings[1]
-    for text in warnings:
-        assert "size mismatch at index 0" in text
-        assert "Pad batches to one shape" in text
-        assert "compile.dynamic=true" in text
+    (text,) = warnings
+    assert "training_step was compiled for so many kinds of inputs that torch gave up" in text
+    assert "A resumed run would compile them again, and so end in other bits" in text
+    assert "size mismatch at index 0" in text
+    assert "Pad batches to one shape" in text
+    assert "compile.dynamic=true" in text
 
 
 @pytest.mark.slow
@@ -390,7 +389,8 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
             return F.cross_entropy(logits * scale, batch[1])
 
     plugin = Compile(backend="eager", dynamic=False)
-    fit(plugin, Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        fit(plugin, Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
     assert "became part of the graph: keep it in a tensor" in caplog.text
 
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-import forge
 from forge.errors import StackError
-from forge.testing import assert_same
+from forge.testing import assert_same, tiny_batches
 from forge_plugins import (
     AMP,
     EMA,
-    JSONL,
     Accumulate,
     Anomaly,
-    Checkpoint,
     Clip,
     Compile,
     CudaGraph,
@@ -30,72 +25,28 @@ from forge_plugins import (
     Prefetch,
     Schedule,
 )
-from tests.forge.snapshot.test_resume import ends_as_if_it_had_not_been_cut
+from tests.support import emulated_graphs
+from tests.support.emulated_graphs import Net
 
 pytestmark = pytest.mark.gpu
 
 
-class Net(forge.TaskModule):
-    """Dropout, BatchNorm, two metrics, a learning rate that float32 holds exactly."""
-
-    def __init__(self, kind: str = "AdamW", lr: float = 2.0**-7, **options: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Linear(8, 32),
-            nn.BatchNorm1d(32),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Linear(32, 32),
-            nn.ReLU(),
-            nn.Linear(32, 3),
-        )
-        self.kind, self.lr, self.options = kind, lr, options
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        out = self.net(x)
-        loss = F.cross_entropy(out.float(), y)
-        return {"loss": loss, "accuracy": (out.argmax(-1) == y).float().mean()}
-
-    def validation_step(self, batch: Any) -> Any:
-        return {"loss": F.cross_entropy(self.net(batch[0]).float(), batch[1])}
-
-    def configure_optimizers(self) -> Any:
-        # fused, as the plugin makes it: so the plain run has the same kernels
-        return getattr(torch.optim, self.kind)(self.parameters(), lr=self.lr, fused=True, **self.options)
+LR = 2.0**-7
+ON_THE_DEVICE: dict[str, Any] = {"device": "cuda", "log_every": 7, "max_epochs": 2}
 
 
 def batches(count: int = 20, size: int = 16, last: int | None = None) -> list[Any]:
-    generator = torch.Generator().manual_seed(1)
-    sizes = [size] * (count - 1) + [last or size]
-    made = [(torch.randn(n, 8, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
+    made = tiny_batches([size] * (count - 1) + [last or size], seed=1)
     return [(x.pin_memory(), y.pin_memory()) for x, y in made]
 
 
-def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) -> tuple[Any, forge.FitResult, Any]:
-    task = Net() if task is None else task
-    settings = {"max_epochs": 2, "seed": 3, "device": "cuda", "log_every": 7, "run_dir": False, **options}
-    logs: list[Any] = []
-
-    @forge.on("log")
-    def keep(update: int, metrics: dict[str, Any]) -> None:
-        logs.append((update, {k: v for k, v in metrics.items() if not k.startswith(("rates", "time"))}))
-
-    trainer = forge.Trainer(plugins=[*plugins, keep], **settings)
-    result = trainer.fit(task, batches() if data is None else data, None)
-    return task, result, logs
+def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) -> tuple[Any, list[Any]]:
+    return emulated_graphs.run(plugins, data or batches(), task, **{**ON_THE_DEVICE, **options})
 
 
 def compare(plugins: Any, least: int, data: Any = None, task: Any = Net, **options: Any) -> CudaGraph:
     """The run with and without capture: weights, buffers and logs are equal, and so many updates were replayed."""
-    graph = CudaGraph(strict=True)
-    plain, _, plain_logs = run(plugins(), data, task(), **options)
-    captured, _, logs = run([*plugins(), graph], data, task(), **options)
-    assert graph.replayed >= least
-    assert_same(captured, plain)
-    assert logs == plain_logs
-    return graph
+    return emulated_graphs.compare(plugins, least, data or batches(), task, **{**ON_THE_DEVICE, **options})
 
 
 STACKS = {
@@ -122,9 +73,9 @@ def test_a_compiled_model_is_captured_too() -> None:
 
 
 def test_a_schedule_moves_the_rate_inside_the_graph() -> None:
-    plain_rates = [log["lr"] for _, log in run([Schedule("cosine", warmup=5), Clip(0.1)])[2] if "lr" in log]
+    plain_rates = [log["lr"] for _, log in run([Schedule("cosine", warmup=5), Clip(0.1)])[1] if "lr" in log]
     graph = CudaGraph(strict=True)
-    task, _, logs = run([Schedule("cosine", warmup=5), Clip(0.1), graph])
+    task, logs = run([Schedule("cosine", warmup=5), Clip(0.1), graph])
     assert graph.replayed > 30
     assert [log["lr"] for _, log in logs if "lr" in log] == plain_rates
     reference = by_hand(40, lambda i: _factor(i, 40, 5))
@@ -142,12 +93,12 @@ def _factor(i: int, planned: int, warmup: int) -> float:
 def by_hand(updates: int, factor: Any) -> dict[str, torch.Tensor]:
     """A loop in plain torch whose rate is a float32 tensor."""
     task = Net().cuda().train()
-    rate = torch.tensor(task.lr, device="cuda")
+    rate = torch.tensor(LR, device="cuda")
     optimizer = torch.optim.AdamW(task.parameters(), lr=rate, fused=True, capturable=True)
     torch.manual_seed(3)
     data = batches()
     for i in range(updates):
-        rate.fill_(task.lr * factor(i))
+        rate.fill_(LR * factor(i))
         x, y = (t.cuda() for t in data[i % len(data)])
         loss = task.training_step((x, y))["loss"]
         loss.backward()
@@ -166,10 +117,10 @@ def test_a_read_of_the_device_is_found_and_named(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level(logging.INFO, logger="forge"):
         graph = CudaGraph()
-        task, _, _ = run([graph], task=Reads())
+        task, _ = run([graph], task=Reads())
     assert graph.replayed == 0
     assert 'out["loss"].item()' in caplog.text
-    plain, _, _ = run([], task=Reads())
+    plain, _ = run([], task=Reads())
     assert_same(task, plain)
     with pytest.raises(StackError, match=r"updates run uncaptured.*\.item\(\)"):
         run([CudaGraph(strict=True)], task=Reads())
@@ -204,11 +155,11 @@ def test_a_capture_that_breaks_off_leaves_a_run_that_goes_on(caplog: pytest.LogC
             return out
 
     graph = CudaGraph()
-    task, _, logs = run([graph], task=Breaks())
+    task, logs = run([graph], task=Breaks())
     assert graph.replayed == 0
     assert "it cannot be captured at" in caplog.text
     assert '(out["loss"].item())' in caplog.text
-    plain, _, plain_logs = run([], task=Breaks())
+    plain, plain_logs = run([], task=Breaks())
     assert_same(task, plain)
     assert logs == plain_logs
 
@@ -218,7 +169,7 @@ class Wide(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8192, 8)
+        self.first = nn.Linear(8192, 6)
 
     def training_step(self, batch: Any) -> Any:
         return super().training_step((self.first(batch[0]), batch[1]))
@@ -233,24 +184,6 @@ def wide(count: int = 20) -> list[Any]:
 @pytest.mark.parametrize("stack", [lambda: [], lambda: [Accumulate(2)], lambda: [Prefetch()]])
 def test_large_batches_come_by_a_stream_of_their_own(stack: Any) -> None:
     compare(stack, 15, wide(), Wide)
-
-
-def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
-    graph = CudaGraph(strict=True)
-    plugins = [Accumulate(2), Clip(0.5), Schedule("cosine", warmup=3), Guard(), EMA(0.9), graph]
-    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
-    settings: dict[str, Any] = {"seed": 3, "device": "cuda", "log_every": 4, "max_epochs": 6, **options}
-    task = Net()
-    trainer = forge.Trainer(plugins=plugins, run_dir=folder, resume="auto", **settings)
-    data = [(x, y % 3) for x, y in batches(14, last=7)]
-    trainer.fit(task, data, data[:3])
-    assert graph.replayed > 10
-    return task
-
-
-@pytest.mark.parametrize("update", [5, 17, 30])
-def test_a_captured_run_that_was_cut_ends_the_same(tmp_path: Path, update: int) -> None:
-    ends_as_if_it_had_not_been_cut(live, tmp_path, update)
 
 
 def test_garbage_of_an_earlier_run_is_not_collected_in_a_capture() -> None:

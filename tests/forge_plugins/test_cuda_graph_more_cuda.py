@@ -13,17 +13,16 @@ import torch
 
 import forge
 from forge.errors import NonFiniteError
-from forge.testing import assert_same
 from forge_plugins import AMP, EMA, Accumulate, Clip, CudaGraph, Guard, Prefetch, Remat, Schedule
-from tests.forge_plugins.test_cuda_graph_cuda import Net, batches, compare, run
+from tests.forge_plugins.test_cuda_graph_cuda import batches, compare, run
 from tests.forge_plugins.test_cuda_graph_more import GAN, Blocks, Noise, Spikes
+from tests.support.emulated_graphs import Net
 
 pytestmark = pytest.mark.gpu
 
 
-def small(*bad: int, count: int = 20, size: int = 16) -> list[Any]:
-    """Batches of 6 numbers; those of `bad` hold a NaN."""
-    data = [(x[:, :6].contiguous().pin_memory(), y) for x, y in batches(count, size)]
+def with_nan(*bad: int) -> list[Any]:
+    data = batches()
     for index in bad:
         data[index][0][0, 0] = math.nan
     return data
@@ -43,33 +42,27 @@ TURNS = {
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("stack", TURNS.values(), ids=TURNS.keys())
 def test_turns_that_are_replayed_are_the_turns(stack: Any, kind: str) -> None:
-    compare(stack, 15, small(), lambda: GAN(kind))
-
-
-def with_nan(where: int) -> list[Any]:
-    data = batches()
-    data[where][0][0, 0] = math.nan
-    return data
+    compare(stack, 15, None, lambda: GAN(kind))
 
 
 @pytest.mark.parametrize(
-    ("where", "task", "data"),
-    [(2, GAN, small), (9, GAN, small), (6, Net, with_nan), (9, Net, with_nan)],
+    ("where", "task"),
+    [(2, GAN), (9, GAN), (6, Net), (9, Net)],
     ids=["turns at once", "turns", "soon", "later"],
 )
-def test_guard_stops_a_captured_run(where: int, task: Any, data: Any) -> None:
+def test_guard_stops_a_captured_run(where: int, task: Any) -> None:
     graph = CudaGraph(strict=True)
     with pytest.raises(NonFiniteError, match=rf"Update {where} .*loss is not finite"):
-        run([Guard(), graph], data(where), task(), max_epochs=1)
+        run([Guard(), graph], with_nan(where), task(), max_epochs=1)
     assert task is GAN or graph.replayed >= where - 3
 
 
 @pytest.mark.parametrize(
-    ("task", "data", "schedule"),
-    [(Net, batches, "cosine"), (GAN, small, "cosine"), (lambda: Net("SGD", momentum=0.9), batches, "one_cycle")],
+    ("task", "schedule"),
+    [(Net, "cosine"), (GAN, "cosine"), (lambda: Net("SGD", momentum=0.9), "one_cycle")],
     ids=["one optimizer", "turns", "outside"],
 )
-def test_nothing_waits_for_the_device_between_logs(task: Any, data: Any, schedule: Any) -> None:
+def test_nothing_waits_for_the_device_between_logs(task: Any, schedule: Any) -> None:
     graph, strict = CudaGraph(strict=True), []
     plugins = [Schedule(schedule), Guard(), Clip(0.1), EMA(0.9), graph]
 
@@ -80,7 +73,7 @@ def test_nothing_waits_for_the_device_between_logs(task: Any, data: Any, schedul
         strict.append(torch.cuda.get_sync_debug_mode())
 
     try:
-        run([*plugins, no_waiting], data(), task(), max_epochs=1, log_every=100)
+        run([*plugins, no_waiting], None, task(), max_epochs=1, log_every=100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert graph.replayed == 17
@@ -110,7 +103,7 @@ HALVES = {
 @pytest.mark.parametrize("stack", HALVES.values(), ids=HALVES.keys())
 def test_a_loss_scaler_skips_the_same_updates(stack: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="forge"):
-        compare(stack, 15, small(), Spikes)
+        compare(stack, 15, None, Spikes)
     told = [line for line in caplog.messages if "skipped in this run" in line]
     assert len(told) == 2
     assert len(set(told)) == 1
@@ -129,36 +122,25 @@ REMATS = {
 
 @pytest.mark.parametrize("stack", REMATS.values(), ids=REMATS.keys())
 def test_blocks_that_are_computed_again_are_captured(stack: Any) -> None:
-    compare(stack, 15, small(), Blocks)
+    compare(stack, 15, None, Blocks)
 
 
 # -- many shapes, and memory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graphs", [1, 2])
-def test_a_graph_that_is_no_longer_used_makes_room(graphs: int) -> None:
-    data = [batch for size in (16, 12, 20, 8) for batch in batches(30, size)]
-    graph = CudaGraph(graphs=graphs, strict=True)
-    ours, _, logs = run([Guard(), Clip(0.1), graph], data, max_epochs=1)
-    plain, _, plain_logs = run([Guard(), Clip(0.1)], data, max_epochs=1)
-    assert graph.replayed == 120 - 3 - (graphs - 1) - (4 - graphs) * 15
-    assert_same(ours, plain)
-    assert logs == plain_logs
-
-
 STACKS = {
-    "one optimizer": (list, Net, batches),
-    "turns": (lambda: [Noise()], GAN, small),
-    "outside": (lambda: [Schedule("one_cycle")], Net, batches),
-    "fp16": (lambda: [AMP("fp16")], Net, batches),
+    "one optimizer": (list, Net),
+    "turns": (lambda: [Noise()], GAN),
+    "outside": (lambda: [Schedule("one_cycle")], Net),
+    "fp16": (lambda: [AMP("fp16")], Net),
 }
 
 
-@pytest.mark.parametrize(("plugins", "task", "data"), STACKS.values(), ids=STACKS.keys())
-def test_nothing_is_left_on_the_device_after_a_run(plugins: Any, task: Any, data: Any) -> None:
+@pytest.mark.parametrize(("plugins", "task"), STACKS.values(), ids=STACKS.keys())
+def test_nothing_is_left_on_the_device_after_a_run(plugins: Any, task: Any) -> None:
     def allocated() -> int:
         graph = CudaGraph(strict=True)
-        run([*plugins(), graph], data(), task())
+        run([*plugins(), graph], None, task())
         assert graph.replayed > 30
         torch.cuda.synchronize()
         gc.collect()

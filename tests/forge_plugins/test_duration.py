@@ -122,18 +122,6 @@ def test_a_first_validation_changes_no_weight(tmp_path: Path) -> None:
     assert {name: line[name] for name in expected} == expected
 
 
-@pytest.mark.slow
-def test_a_resumed_run_does_not_validate_first(tmp_path: Path) -> None:
-    plugins = lambda: [Checkpoint("1 updates", background=False), JSONL()]  # noqa: E731
-    straight, _ = live(tmp_path / "straight", plugins(), task=Seen(), validate_first=True)
-    die(tmp_path / "cut", plugins(), 2, task=Seen(), validate_first=True)
-    task = Seen()
-    resumed, _ = live(tmp_path / "cut", plugins(), task=task, validate_first=True)
-    assert len(task.seen["val"]) == 3 * len(tiny_batches())
-    assert_same(resumed, straight)
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 

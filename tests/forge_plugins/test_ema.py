@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import forge
 from forge.testing import TinyTask, assert_same, fit_tiny, tiny_batches
 from forge_plugins import EMA, Checkpoint
-from tests.support.averages import Watched, applied, by_hand, ema_of, loss_of, parameters, train
+from tests.support.averages import Watched, applied, by_hand, ema_of, parameters, train
 
 
 @given(
@@ -113,15 +113,8 @@ def test_a_buffer_that_is_replaced_is_averaged_all_the_same() -> None:
 
 def test_validation_is_of_the_average_with_the_live_buffers() -> None:
     task = Watched()
-    _, result = fit_tiny([EMA(0.9)], task=task)
-    expected = by_hand(ema_of).module
-    assert_same(task.seen[-1], expected)
-    expected.eval()
-    batches, total = tiny_batches(seed=1), 0.0
-    with torch.inference_mode():
-        for batch in batches:
-            total += loss_of(expected, batch).item() * len(batch[0])
-    assert result.metrics["val/loss"] == total / sum(len(x) for x, _ in batches)
+    fit_tiny([EMA(0.9)], task=task)
+    assert_same(task.seen[-1], by_hand(ema_of).module)
 
 
 class Replacing(TinyTask):

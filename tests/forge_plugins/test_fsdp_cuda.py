@@ -2,98 +2,46 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import forge
-from forge.errors import NonFiniteError
+from forge.testing import tiny_batches
 from forge_plugins import AMP, EMA, Accumulate, Clip, Compile, Guard, Remat, Schedule
 from forge_plugins.fsdp import FSDP
 from forge_plugins.tensor_parallel import TensorParallel
+from tests.support.fsdp_kit import Deep, deep
 
 pytestmark = pytest.mark.gpu
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
-
-
-class Deep(forge.TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def training_step(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    validation_step = training_step
-
+class Fused(Deep):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-class Tempered(Deep):
-    """A parameter without a dimension, before all others."""
+class Tempered(Fused):
+    """A parameter without a dimension, after all others."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype=dtype)
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.temperature * super().forward(x)
 
 
-class NaNLoss(Deep):
-    """The loss of update 3 is NaN."""
-
-    def training_step(self, batch: Any) -> Tensor:
-        assert self.trainer is not None
-        return super().training_step(batch) + (math.nan if self.trainer.progress.update == 3 else 0.0)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process of nobody's, whatever the tests before have joined."""
-    monkeypatch.delenv("RANK", raising=False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def batches(count: int = 12) -> list[Any]:
-    made = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(8, 16, generator=made).pin_memory(), torch.randint(4, (8,), generator=made).pin_memory())
-        for _ in range(count)
-    ]
+    return [(x.pin_memory(), y.pin_memory()) for x, y in tiny_batches([8] * count)]
 
 
-def train(plugins: list[Any], kind: type[Deep] = Deep, **options: Any) -> Deep:
-    torch.manual_seed(1)
-    task = kind()
+def train(plugins: list[Any], kind: type[Deep] = Fused, **options: Any) -> Deep:
+    task = deep(kind, dtype=torch.float32)
     options = {"max_epochs": 2, "seed": 0, "device": "cuda", "run_dir": False, "log_every": 4, **options}
     forge.Trainer(plugins=plugins, **options).fit(task, batches(), batches(2))
     return task
@@ -103,7 +51,7 @@ def levers() -> list[Any]:
     return [AMP("bf16"), Accumulate(3), Clip(0.5), EMA(0.9), Remat(), Schedule("linear"), Guard()]
 
 
-@pytest.mark.parametrize("kind", [Deep, Tempered])
+@pytest.mark.parametrize("kind", [Fused, Tempered])
 @pytest.mark.parametrize(
     "options", [{}, {"reshard": False}, {"offload": True}], ids=["sharded", "kept until backward", "on the host"]
 )
@@ -128,11 +76,9 @@ def test_blocks_compile_and_compute_in_bf16() -> None:
 
 
 def test_weights_drawn_on_the_host_are_those_of_a_full_task() -> None:
-    torch.manual_seed(1)
-    full = Deep()
-    torch.manual_seed(1)
+    full = deep(Fused, dtype=torch.float32)
     with torch.device("meta"):
-        task = Deep()
+        task = deep(Fused, dtype=torch.float32)
     started: dict[str, Tensor] = {}
 
     @forge.on("start")
@@ -145,28 +91,6 @@ def test_weights_drawn_on_the_host_are_those_of_a_full_task() -> None:
     trainer = forge.Trainer(max_updates=2, device="cuda", run_dir=False, plugins=[FSDP(), look])
     trainer.fit(task, batches())
     assert all(torch.equal(started[name], value) for name, value in full.state_dict().items())
-
-
-@pytest.mark.parametrize("policy", ["stop", "rewind"])
-def test_nothing_waits_for_the_device(policy: Any, syncs_are_errors: forge.Plugin) -> None:
-    modes: list[int] = []
-
-    @forge.on("step_end")
-    def look(step: forge.Step) -> None:
-        modes.append(torch.cuda.get_sync_debug_mode())
-
-    plugins = [Accumulate(2), Clip(0.5), EMA(0.9), Guard(policy), FSDP(), look, syncs_are_errors]
-    train(plugins, log_every=1000, validate_every=None, max_epochs=1)
-    assert modes == [0] + [2] * 5  # 2 is "error": from the second update on every wait would have raised
-
-
-def test_what_is_not_finite_stops_the_run_and_leaves_the_weights() -> None:
-    torch.manual_seed(1)
-    task = NaNLoss()
-    trainer = forge.Trainer(max_epochs=1, seed=0, device="cuda", run_dir=False, plugins=[Guard(), FSDP()])
-    with pytest.raises(NonFiniteError, match="Update 3"):
-        trainer.fit(task, batches())
-    assert all(torch.isfinite(parameter).all() for parameter in task.parameters())
 
 
 def test_a_mesh_that_one_process_cannot_make_is_refused() -> None:

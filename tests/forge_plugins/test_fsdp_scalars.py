@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import forge
@@ -21,34 +20,6 @@ from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
 
 EXACT = 1e-11
-
-
-def messages(window: int) -> list[int]:
-    """How many sums over ranks have the gradients of all scalars, in each update."""
-    send, counts = dist.all_reduce, [0]
-    used = 4  # of three blocks, and the temperature
-
-    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        counts[-1] += tensor.numel() == used and tensor.dtype is torch.float64
-        return send(tensor, *args, **options)
-
-    @forge.on("step_end")
-    def next_one(step: forge.Step) -> None:
-        counts.append(0)
-
-    dist.all_reduce = counted
-    try:
-        options: dict[str, Any] = {"validate_every": None, "max_epochs": 1, "log_every": 1000}
-        train(deep(Tempered), [Accumulate(window), next_one], wide(sizes=(8,) * 6), **options)
-    finally:
-        dist.all_reduce = send
-    return counts[:-1]
-
-
-@pytest.mark.slow
-def test_all_scalars_are_averaged_in_one_message_per_update() -> None:
-    assert ranks(2)(messages, 1) == [[1] * 6] * 2
-    assert ranks(2)(messages, 3) == [[1] * 2] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

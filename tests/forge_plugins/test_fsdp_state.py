@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 import forge
 from forge.errors import PeerFailed, RecipeError, StackError, TaskError
-from forge.optim import state as optimizer_state
 from forge_plugins import AMP, EMA, Clip
 from forge_plugins.fsdp import FSDP
 from forge_plugins.fsdp.blocks import sharded_blocks
@@ -117,69 +116,6 @@ def test_without_gathering_each_rank_keeps_its_shards() -> None:
     assert len(first) == len(list(deep().parameters()))
     assert [a + b for (_, a), (_, b) in zip(first, second, strict=True)] == [p.numel() for p in deep().parameters()]
     assert ranks(2)(after_an_error) == [("Block", True)] * 2
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# State
-
-
-def optimizer_roundtrip() -> dict[str, bool]:
-    found: dict[str, bool] = {}
-
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        if trainer.progress.update != 3:
-            return
-        state = optimizer_state.save(trainer.optimizers, trainer.task)
-        kept = {
-            name: {key: value.clone() for key, value in values.items()}
-            for name, values in state[""]["optimizer"]["state"].items()
-        }
-        for values in trainer.optimizers[None].state.values():
-            for value in values.values():
-                (value.to_local() if isinstance(value, DTensor) else value).zero_()
-        tree = {"": {**state[""], "optimizer": {**state[""]["optimizer"], "state": kept}}}
-        optimizer_state.refuse_others(trainer.optimizers, tree, trainer.task, "here")
-        optimizer_state.load(trainer.optimizers, tree, trainer.task)
-        again = optimizer_state.save(trainer.optimizers, trainer.task)[""]["optimizer"]["state"]
-        found["names"] = list(again) == [name for name, _ in trainer.task.named_parameters()]
-        for name, values in again.items():
-            moment = values["exp_avg"]
-            found[name] = isinstance(moment, DTensor) and moment.shape == trainer.task.get_parameter(name).shape
-            found[name] &= torch.equal(moment.to_local(), kept[name]["exp_avg"].to_local())
-            found[name] &= bool(values["step"] == 3)
-
-    found |= {"weights": False}
-    options = {"max_epochs": 1, "validate_every": None}
-    weights = train(deep(), [look], **options)["weights"]
-    plain = train(deep(), [], **options)["weights"]
-    found["weights"] = all(torch.equal(value, weights[name]) for name, value in plain.items())
-    return found
-
-
-def averages_roundtrip() -> dict[str, bool]:
-    average, found = EMA(0.9), {}
-
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        state = average._average.state_dict()
-        kept = {"weights": {n: t.clone() for n, t in state["weights"].items()}, "updates": state["updates"]}
-        for tensor in average._average.tensors.values():
-            tensor.to_local().zero_()  # pyright: ignore[reportAttributeAccessIssue]
-        average._average.load_state_dict(kept)
-        for name, tensor in average._average.state_dict()["weights"].items():
-            found[name] = isinstance(tensor, DTensor)
-            found[name] &= torch.equal(tensor.to_local(), kept["weights"][name].to_local())
-
-    train(deep(), [average, look], max_updates=2, max_epochs=None, validate_every=None)
-    return found
-
-
-@pytest.mark.slow
-def test_optimizer_state_and_averages_go_out_and_in_as_shards() -> None:
-    for rank in ranks(2)(optimizer_roundtrip) + ranks(2)(averages_roundtrip):
-        assert len(rank) > 20
-        assert all(rank.values()), rank
 
 
 # ---------------------------------------------------------------------------------------------------------------------

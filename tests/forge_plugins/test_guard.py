@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import NonFiniteError, RecipeError
-from forge.metrics.means import Means
 from forge.snapshot.non_finite import all_finite
 from forge.testing import TinyGAN, TinyTask, assert_same, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
@@ -47,13 +46,6 @@ def saving(every: str = "1 updates") -> Checkpoint:
 
 
 # -- finite numbers ---------------------------------------------------------------------------------------------------
-
-
-def test_policy_stop_leaves_the_default_actions_alone() -> None:
-    trainer = forge.Trainer(max_updates=2, plugins=[Guard()], run_dir=False, device="cpu")
-    trainer.fit(TinyTask(), tiny_batches())
-    for name in ("forge_forward", "forge_backward", "forge_optimizer_step"):
-        assert getattr(trainer.hooks, name) == getattr(trainer.core, name)
 
 
 class Large(forge.TaskModule):
@@ -155,17 +147,6 @@ def test_stop_names_the_checkpoint_that_meets_it_again(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="Update 5"):
         fit([Guard(), saving("2 updates"), again], batches(5), run_dir=tmp_path, resume="auto")
     assert again.findings[0]["name"] == "batch[0]"
-
-
-def test_the_saved_checkpoint_is_from_before_the_bad_update(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError):
-        fit([Guard(), saving()], batches(3), run_dir=tmp_path)
-    from forge.checkpoint import Checkpoints
-
-    newest = Checkpoints(tmp_path / "checkpoints").newest_valid()
-    assert newest is not None
-    assert newest.update == 3
-    assert all_finite([value for value in newest.weights().values() if value.is_floating_point()])
 
 
 # -- skip -------------------------------------------------------------------------------------------------------------
@@ -458,55 +439,3 @@ def test_one_object_serves_another_run_after_a_failed_one() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Guard(**options)
-
-
-class Scaling(forge.Plugin):
-    """Owns the backward pass, as a loss scaler does, and lets one gradient overflow."""
-
-    @forge.hookimpl
-    def forge_backward(self, step: forge.Step, loss: Tensor) -> bool:
-        (loss * (math.inf if step.index == 1 else 1.0)).backward()
-        return True
-
-    @forge.hookimpl
-    def forge_optimizer_step(self, step: forge.Step) -> bool:
-        if step.index != 1:
-            step.optimizer.step()
-        return step.index != 1
-
-
-def test_overflows_of_a_loss_scaler_are_its_own_business() -> None:
-    assert fit([Guard(), Scaling()], tiny_batches())[1].updates == 5
-    with pytest.raises(NonFiniteError, match="Update 1"):
-        fit([Guard(), Scaling()], tiny_batches(), NaNLoss())
-
-
-# -- means ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_mean_knows_whether_it_is_finite_so_far() -> None:
-    means = Means(torch.device("cpu"))
-    assert math.isfinite(means.total("loss"))
-    means.add("loss", 1.0)
-    means.add("other", math.nan)
-    assert math.isfinite(means.total("loss"))
-    means.add("loss", torch.tensor(math.inf))
-    assert math.isinf(means.total("loss"))
-    means.read()
-    assert math.isfinite(means.total("loss"))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_means_go_back_to_where_they_were(device: str) -> None:
-    means = Means(torch.device(device))
-    means.add("loss", 1.0, 2)
-    savepoint = means.savepoint()
-    means.add("loss", math.nan)
-    means.add("new", 1.0)
-    means.rollback(savepoint)
-    means.add("loss", 3.0, 2)
-    if device == "cpu":
-        assert means.read().result() == {"loss": 2.0}
-    else:  # anything that is no host keeps every value
-        assert means.latest("loss", 5) == [1.0, 3.0]
-        assert means.latest("new", 5) == []

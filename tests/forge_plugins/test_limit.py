@@ -120,27 +120,12 @@ def stateful() -> Any:
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "batches": tiny_batches,
     "tensors": lambda: TensorLoader(Noisy().x, Noisy().y, batch_size=8, shuffle=True),
     "workers": lambda: Loader(Noisy(), 8, shuffle=True, num_workers=1),
     "stream": lambda: DataLoader(Counting(), batch_size=8),
     "stateful": stateful,
 }
-
-
-CASES = [
-    pytest.param(kind, option, id=f"{kind}-{option}", marks=() if quick else pytest.mark.slow)
-    for kind, option, quick in (
-        ("tensors", "overfit", True),
-        ("stream", "train", False),
-        ("stateful", "train", False),
-        ("tensors", "train", False),
-        ("batches", "train", False),
-        ("batches", "overfit", False),
-        ("workers", "train", False),
-        ("workers", "overfit", False),
-    )
-]
+CASES = [("tensors", "overfit"), ("workers", "overfit"), ("stream", "train"), ("stateful", "train")]
 
 
 @pytest.mark.slow

@@ -30,13 +30,13 @@ def look(
     updates: int = 20,
     train: Any = None,
     *plugins: forge.Plugin,
+    warn: bool = True,
     **options: Any,
 ) -> None:
-    limits = {name: options.pop(name) for name in ("vanishing", "exploding") if name in options}
     fit(
         Net(net, **options),
         vectors() if train is None else train,
-        plugins=[quiet(every, **limits), *plugins],
+        plugins=[quiet(every, alarms=warn), *plugins],
         max_epochs=None,
         max_updates=updates,
     )
@@ -123,6 +123,10 @@ class TestAlarms:
         assert text.startswith("monitor: after update 13: the gradient vanishes in net.0 (Linear, norm ")
         assert "Try ReLU or GELU in place of sigmoid and tanh" in text
         assert not [text for text in alarms(caplog) if "net.24" in text or "vanishes" not in text]
+
+    def test_alarms_can_be_switched_off(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(mlp(nn.Sigmoid, 12), warn=False)
+        assert alarms(caplog) == []
 
     def test_an_exploding_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         class Steep(nn.Module):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import forge
 from forge.cli.plugin_page import declared
 from forge.errors import RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same, fit_tiny, tiny_batches
-from forge_plugins import SAM, Accumulate, Clip, Freeze
+from forge_plugins import SAM, Accumulate, Clip
+from tests.support import reference
+from tests.support.averages import loss_of
 from tests.support.profiles import covering, few
 from tests.support.tasks import Classifier
 from tests.support.tasks import fit as task_fit
@@ -29,106 +28,6 @@ class Decayed(TinyTask):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def loss_of(task: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(task(batch[0]), batch[1])
-
-
-# -- by hand ----------------------------------------------------------------------------------------------------------
-
-
-def climb(parameters: list[nn.Parameter], rho: float, adaptive: bool) -> None:
-    """w + rho * g / |g|, or with T = |w| + 0.01: w + rho * T² g / |T g|."""
-    with torch.no_grad():
-        sizes = [p.abs() + 0.01 if adaptive else torch.ones_like(p) for p in parameters]
-        scaled = [p.grad * size for p, size in zip(parameters, sizes, strict=True) if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in scaled]))
-        for parameter, size, gradient in zip(parameters, sizes, scaled, strict=True):
-            parameter.add_(gradient * size * (rho / (norm + 1e-12)))
-
-
-def sam_by_hand(
-    task: Any,
-    batches: Sequence[Any],
-    epochs: int = 2,
-    *,
-    rho: float = 0.05,
-    adaptive: bool = False,
-    window: int = 1,
-    clip: float | None = None,
-    still: bool = True,
-    after_update: Callable[[int], None] = lambda update: None,
-) -> None:
-    """SAM as one writes it by hand: gradient, climb, gradient, back, clip, step."""
-    optimizer, update = task.configure_optimizers(), 0
-    torch.manual_seed(0)
-    task.train()
-    for _ in range(epochs):
-        for start in range(0, len(batches), window):
-            micros = batches[start : start + window]
-            sizes = [len(x) for x, _ in micros]
-
-            def run(micros: Any = micros, sizes: list[int] = sizes) -> None:
-                optimizer.zero_grad()
-                for micro, size in zip(micros, sizes, strict=True):
-                    loss = loss_of(task, micro)
-                    if len(set(sizes)) > 1:
-                        loss = loss * (size / sum(sizes))
-                    elif len(sizes) > 1:
-                        loss = loss / len(sizes)
-                    loss.backward()
-
-            random_numbers = torch.get_rng_state()
-            run()
-            parameters = [p for p in task.parameters() if p.grad is not None]
-            weights = [p.detach().clone() for p in parameters]
-            buffers = [b.clone() for b in task.buffers()]
-            climb(parameters, rho, adaptive)
-            torch.set_rng_state(random_numbers)
-            run()
-            with torch.no_grad():
-                for parameter, weight in zip(parameters, weights, strict=True):
-                    parameter.copy_(weight)
-                for buffer, before in zip(task.buffers(), buffers, strict=True):
-                    buffer.copy_(before if still else buffer)
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(task.parameters(), clip)
-            optimizer.step()
-            update += 1
-            after_update(update)
-
-
-def gan_by_hand(gan: TinyGAN, batches: Sequence[Any], epochs: int, rho: float, window: int, clip: float) -> None:
-    """Two optimizers over one window: each climbs with its own parameters, in its own turn."""
-    nets: dict[str, nn.Module] = {"generator": gan.generator, "discriminator": gan.discriminator}
-    optimizers = gan.configure_optimizers()
-    torch.manual_seed(0)
-    for _ in range(epochs):
-        for start in range(0, len(batches), window):
-            micros = batches[start : start + window]
-            total = sum(len(x) for x, _ in micros)
-            alike = len({len(x) for x, _ in micros}) == 1
-            for name, net in nets.items():
-                for other in nets.values():
-                    other.requires_grad_(other is net)
-
-                def run(name: str = name, micros: Any = micros, total: int = total, alike: bool = alike) -> None:
-                    optimizers[name].zero_grad()
-                    for micro in micros:
-                        loss = gan.training_step(micro, name)["loss"]
-                        share = loss / len(micros) if alike and len(micros) > 1 else loss
-                        (share if alike else loss * (len(micro[0]) / total)).backward()
-
-                random_numbers = torch.get_rng_state()
-                run()
-                weights = copy.deepcopy(net.state_dict())
-                climb(list(net.parameters()), rho, False)
-                torch.set_rng_state(random_numbers)
-                run()
-                net.load_state_dict(weights)
-                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-                optimizers[name].step()
 
 
 @pytest.mark.parametrize(("kind", "adaptive"), covering([TinyTask, Decayed], [False, True]))
@@ -146,40 +45,34 @@ def test_it_equals_a_hand_written_loop_bit_for_bit(
     ours, theirs, data = kind(), kind(), tiny_batches(sizes)
     plugins = [SAM(rho, adaptive=adaptive), Accumulate(window), *([Clip(clip)] if clip else [])]
     fit_tiny(plugins, task=ours, train=data, log_every=3)
-    sam_by_hand(theirs, data, rho=rho, adaptive=adaptive, window=window, clip=clip)
+    levers = reference.Levers(window=window, clip_norm=clip, rho=rho, adaptive=adaptive)
+    reference.train_with_levers(theirs, loss_of, theirs.configure_optimizers(), data, 2, levers, 0)
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_with_two_optimizers_each_climbs_with_its_own_parameters(window: int) -> None:
-    ours, theirs = TinyGAN(), TinyGAN()
-    fit_tiny([SAM(0.3), Accumulate(window), Clip(0.2)], task=ours)
-    gan_by_hand(theirs, tiny_batches(), 2, 0.3, window, 0.2)
-    assert_same(ours, theirs)
+def test_with_two_optimizers_each_climbs_with_its_own_parameters() -> None:
+    climbed: dict[str, list[float]] = {}
 
+    class Measure(TinyGAN):
+        def training_step(self, batch: Any, name: str) -> Any:
+            other = self.discriminator if name == "generator" else self.generator
+            own = self.generator if name == "generator" else self.discriminator
+            seen = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (own, other)]
+            if name in starts:
+                climbed[name] = [float((now - then).norm()) for now, then in zip(seen, starts.pop(name), strict=True)]
+            else:
+                starts[name] = seen
+            return super().training_step(batch, name)
 
-def test_the_climb_has_length_rho() -> None:
-    lengths: list[float] = []
-
-    class Measure(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            flat = torch.cat([p.detach().flatten() for p in self.parameters()])
-            lengths.append(float((flat - self.start).norm()) if hasattr(self, "start") else 0.0)
-            if not hasattr(self, "start"):
-                self.start = flat.clone()
-            return super().training_step(batch)
-
-    fit_tiny([SAM(0.3)], task=Measure(), max_epochs=None, max_updates=1)
-    assert lengths == [0.0, pytest.approx(0.3, rel=1e-5)]
+    starts: dict[str, list[Tensor]] = {}
+    fit_tiny([SAM(0.3)], task=Measure(), max_updates=1)
+    assert climbed == {name: [pytest.approx(0.3, rel=1e-5), 0.0] for name in ("generator", "discriminator")}
 
 
 def test_batch_norm_learns_from_the_second_pass_only_if_asked_to() -> None:
-    ours, theirs = TinyTask(), TinyTask()
-    fit_tiny([SAM(freeze_norm=False)], task=ours)
-    sam_by_hand(theirs, tiny_batches(), still=False)
-    assert_same(ours, theirs)
-    assert int(ours.net[1].num_batches_tracked) == 20  # pyright: ignore
-    assert int(fit_tiny([SAM()])[0].net[1].num_batches_tracked) == 10  # pyright: ignore
+    for freeze_norm, forwards in ((False, 20), (True, 10)):
+        task, _ = fit_tiny([SAM(freeze_norm=freeze_norm)])
+        assert int(task.net[1].num_batches_tracked) == forwards  # pyright: ignore
 
 
 # -- what others see --------------------------------------------------------------------------------------------------
@@ -240,15 +133,6 @@ def test_an_error_in_the_second_pass_restores_the_weights() -> None:
     fit_tiny([SAM(0.5)], task=expected, max_epochs=None, max_updates=1)
     for ours, theirs in zip(fallen.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_parameters_that_thaw_are_climbed_from_then_on() -> None:
-    ours, theirs = Decayed(), Decayed()
-    fit_tiny([SAM(0.5), Freeze("net.0", thaw="3 updates")], task=ours)
-    first: Any = theirs.net[0]  # pyright: ignore
-    first.requires_grad_(False)
-    sam_by_hand(theirs, tiny_batches(), rho=0.5, after_update=lambda update: first.requires_grad_(update >= 3))
-    assert_same(ours, theirs)
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------

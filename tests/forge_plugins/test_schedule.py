@@ -60,21 +60,18 @@ class ReturnsOne(Classifier):
 
 
 class TestShapes:
-    def test_cosine_without_warm_up_is_torchs_cosine_annealing(self) -> None:
-        expected = torch_rates(lambda o: CosineAnnealingLR(o, T_max=10, eta_min=0.1 * PEAK), 10)
-        assert rates_of(Schedule("cosine", min_ratio=0.1)) == pytest.approx(expected)
-
-    def test_linear_without_warm_up_is_torchs_linear(self) -> None:
-        expected = torch_rates(lambda o: LinearLR(o, start_factor=1.0, end_factor=0.2, total_iters=10), 10)
-        assert rates_of(Schedule("linear", min_ratio=0.2)) == pytest.approx(expected)
-
-    def test_step_is_torchs_step(self) -> None:
-        expected = torch_rates(lambda o: StepLR(o, step_size=3, gamma=0.5), 10)
-        assert rates_of(Schedule("step", step_size=3, gamma=0.5)) == pytest.approx(expected)
-
-    def test_one_cycle_is_torchs_up_to_the_optimizers_rate(self) -> None:
-        expected = torch_rates(lambda o: OneCycleLR(o, max_lr=PEAK, total_steps=10), 10)
-        assert rates_of(Schedule("one_cycle")) == pytest.approx(expected)
+    @pytest.mark.parametrize(
+        ("schedule", "torchs"),
+        [
+            (Schedule("cosine", min_ratio=0.1), lambda o: CosineAnnealingLR(o, T_max=10, eta_min=0.1 * PEAK)),
+            (Schedule("linear", min_ratio=0.2), lambda o: LinearLR(o, 1.0, end_factor=0.2, total_iters=10)),
+            (Schedule("step", step_size=3, gamma=0.5), lambda o: StepLR(o, step_size=3, gamma=0.5)),
+            (Schedule("one_cycle"), lambda o: OneCycleLR(o, max_lr=PEAK, total_steps=10)),
+        ],
+        ids=["cosine", "linear", "step", "one cycle"],
+    )
+    def test_without_a_warm_up_it_is_torchs(self, schedule: Schedule, torchs: Callable[[Any], LRScheduler]) -> None:
+        assert rates_of(schedule) == pytest.approx(torch_rates(torchs, 10))
 
     @pytest.mark.parametrize(("kind", "warmup", "lowest"), covering(["cosine", "linear"], [0, 1, 4, 9, 10], [0.0, 0.1]))
     def test_the_rate_of_every_update_follows_the_formula(self, kind: str, warmup: int, lowest: float) -> None:
@@ -180,17 +177,6 @@ class TestOneCycleMomentum:
         assert seen[0] == first
 
 
-class TestSkippedUpdates:
-    def test_a_skipped_update_does_not_move_the_schedule(self) -> None:
-        @forge.on("inspect_grads", mutates=True)
-        def skip_the_third(step: forge.Step) -> None:
-            if step.index == 2:
-                step.skip_update("a test")
-
-        rates = rates_of(Schedule("linear"), plugins=[skip_the_third])
-        assert rates[2] == rates[3] == pytest.approx(PEAK * 0.8)
-
-
 class TestTheTasksSchedule:
     def test_kind_task_keeps_what_the_task_returned(self) -> None:
         assert rates_of(Schedule("task"), 6, ReturnsOne()) == pytest.approx(
@@ -239,25 +225,6 @@ class TestRefused:
     def test_an_option_that_the_kind_does_not_use_warns(self) -> None:
         with pytest.warns(UserWarning, match="kind 'cosine' does not use step_size=100"):
             Schedule("cosine", step_size=100)
-
-
-def test_a_restored_schedule_continues_where_it_was() -> None:
-    whole = rates_of(Schedule(warmup=3, min_ratio=0.1))
-    states: list[Any] = []
-
-    @forge.on("boundary")
-    def keep(trainer: forge.Trainer) -> None:
-        states.append(trainer.optimizers.state_dict(trainer.task)[""]["schedules"][0]["state"])
-
-    fit(Classifier(lr=PEAK), train=make_batches(10), plugins=[Schedule(warmup=3, min_ratio=0.1), keep])
-
-    @forge.on("start", mutates=True)
-    def restore(trainer: forge.Trainer) -> None:
-        entry = trainer.optimizers.entries[None]
-        entry.schedules[0].schedule.load_state_dict(states[4])
-        entry.optimizer.param_groups[0]["lr"] = states[4]["_last_lr"][0]
-
-    assert rates_of(Schedule(warmup=3, min_ratio=0.1), plugins=[restore])[:5] == pytest.approx(whole[5:])
 
 
 def _features(count: int) -> list[Any]:

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +9,8 @@ import torch
 
 from forge.cli import main
 from forge_plugins import Checkpoint
-from tests.conftest import PLAIN, REPO
-from tests.support import forked
-from tests.support.patience import PATIENCE
+from forge_ship.open_engine import open_engine
+from tests.conftest import REPO
 from tests.support.profiles import some
 from tests.support.ships import Classifier, batches, trained_run
 
@@ -41,29 +33,10 @@ def run(empty_folder: Path) -> torch.Tensor:
     return expected
 
 
-@pytest.mark.slow
-def test_serve_answers_with_the_best_weights(run: torch.Tensor) -> None:
-    command = [sys.executable, "-m", "forge", "serve", BEST, "--port", "0", *NAMED]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    with forked.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **PLAIN, "PYTHONPATH": paths}
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"Serving run:best at http://127.0.0.1:(\d+)", line)
-            assert found, line
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=PATIENCE)
-            body = json.dumps({"images": batches()[0][0].tolist()})
-            connection.request("POST", "/predict", body, {"Content-Type": "application/json"})
-            answer = json.load(connection.getresponse())
-            connection.close()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=PATIENCE) == 0
-        finally:
-            process.kill()
-    (values,) = answer["outputs"].values()
-    assert torch.allclose(torch.tensor(values), run, atol=1e-5)
+def test_an_engine_has_the_best_weights(run: torch.Tensor) -> None:
+    engine = open_engine(BEST, task=Classifier, data=batches())
+    (found,) = engine({"images": batches()[0][0]}).values()
+    assert torch.allclose(found, run, atol=1e-5)
 
 
 @pytest.mark.parametrize("words", some([["export", "--to", "pt2"], ["bench"], ["serve", "--port", "0"]], quick=1))

@@ -48,7 +48,7 @@ def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> N
     made = exported(task, tmp_path, to)
     found = json.loads(card.place_of(made.path).read_text())
     assert found == made.card
-    assert (found["verified"], found["format"], found["method"]) == (True, to, "forward")
+    assert (found["format"], found["method"]) == (to, "forward")
     assert [(port["name"], port["dtype"], port["shape"]) for port in found["inputs"] + found["outputs"]] == [
         ("images", "float32", ["batch", 4]),
         ("output", "float32", ["batch", 3]),
@@ -129,7 +129,7 @@ def test_weights_alone_are_the_tasks_bit_for_bit(tmp_path: Path, capsys: pytest.
             self.again = self.first
 
     made = exported(Tied(), tmp_path, "safetensors")
-    assert (made.verified, made.card["verification"]["weights"]) == (True, 4)
+    assert made.card["verification"]["weights"] == 4
     print_export(made)
     assert "has read 4 tensors: each is the task's." in capsys.readouterr().out
 
@@ -198,13 +198,13 @@ class Fixed(Classifier):
 
 
 REFUSED = {
-    "no method": (Bare, {}, ["neither forward nor predict_step", "def forward(self, images)"]),
+    "no method": (Bare, {}, ["has no forward", "def forward(self, images)"]),
     "control flow": (Branching, {"to": "pt2"}, ["torch.cond", "--to torchscript", "test_export.py"]),
     "a size": (Fixed, {"to": "pt2"}, ["'batch'", "fixes"]),
     "format": (Classifier, {"to": "tflite"}, ["no format 'tflite'"]),
     "no file": (Classifier, {"out": None}, ["Name the file"]),
     "suffix": (Classifier, {"to": "onnx", "out": "model.pt2"}, ["ends in .onnx"]),
-    "no data": (Classifier, {"data": None}, ["data=", "unverified"]),
+    "no data": (Classifier, {"data": None}, ["data="]),
     "axes": (Classifier, {"dynamic": "pixels:1"}, ["INPUT:AXIS", "images (2 axes)"]),
     "quantised weights": (Classifier, {"to": "safetensors", "quantize": "int8-static"}, ["weights alone"]),
 }
@@ -234,18 +234,6 @@ def test_a_missing_package_is_named_with_its_pip_line(tmp_path: Path, monkeypatc
     monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(ExportError, match=r"onnxruntime: pip install 'forge-trainer\[export\]'"):
         exported(Classifier(), tmp_path, "onnx")
-
-
-def test_without_data_an_export_is_marked_as_unverified(tmp_path: Path) -> None:
-    class Exemplary(Classifier):
-        example_inputs = (torch.zeros(2, 4),)
-
-    with pytest.raises(ExportError, match="example_inputs"):
-        forge.export(Classifier(), to="pt2", out=tmp_path, unverified=True)
-    made = forge.export(Exemplary(), to="pt2", out=tmp_path, unverified=True)
-    assert (made.verified, made.card["verification"]) == (False, None)
-    assert open_engine(made.path)({"images": torch.zeros(5, 4)})["output"].shape == (5, 3)
-    assert not forge.export(Classifier(), to="safetensors", out=tmp_path / "w", unverified=True).verified
 
 
 # -- cards from elsewhere ---------------------------------------------------------------------------------------------

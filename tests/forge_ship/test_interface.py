@@ -73,35 +73,6 @@ def test_named_inputs_and_a_structure_come_out_by_name(tmp_path: Path) -> None:
     assert found["hidden"].tolist() == [[0.0, 0.5, 0.5, 0.5]]
 
 
-class Predicts(forge.TaskModule):
-    """A task without forward, whose predict_step takes an (inputs, labels) pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 3)
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    validation_step = training_step
-
-    def predict_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        images, _ = batch
-        scores = self.net(images).softmax(1)
-        return {"label": scores.argmax(1), "score": scores.amax(1)}
-
-
-def test_predict_step_is_exported_without_the_labels(tmp_path: Path) -> None:
-    made = export(Predicts(), batches(), tmp_path)
-    assert [(port["name"], port["shape"]) for port in made.card["inputs"]] == [("batch_0", ["batch", 4])]
-    assert [(port["name"], port["dtype"]) for port in made.card["outputs"]] == [
-        ("label", "int64"),
-        ("score", "float32"),
-    ]
-    assert made.card["verification"]["metrics_after"] == {}
-    assert "does not call predict_step" in made.notes[-1]
-
-
 class Encodes(Classifier):
     export_method = "encode"
 

@@ -23,7 +23,7 @@ from forge_ship.serving.protocol import JSON
 from tests.support import serving_kit
 from tests.support.patience import PATIENCE
 from tests.support.serving_kit import FAST, Body, X, check_refusal, client_of, expected, post, service_of
-from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine
+from tests.support.small_engines import GatedEngine, LinearEngine
 
 linear = serving_kit.linear
 tokens = serving_kit.tokens
@@ -33,9 +33,8 @@ tokens = serving_kit.tokens
 # Answers
 
 
-@pytest.mark.parametrize("body", [{"inputs": {"x": X}}, {"x": X}, {"inputs": X}])
-def test_json_is_answered_as_json(linear: TestClient, body: Body) -> None:
-    answer = post(linear, body)
+def test_json_is_answered_as_json(linear: TestClient) -> None:
+    answer = post(linear, {"x": X})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == JSON
     assert torch.equal(torch.tensor(answer.json()["outputs"]["y"]), expected(linear, X))
@@ -68,12 +67,13 @@ MALFORMED: list[tuple[Body, str]] = [
     ('{"x": [[1, 2, 3, NaN]]}', "NaN is not a JSON number"),
     ('{"x": [[1, 2, 3, 1e999]]}', "NaN or infinity"),
     ('{"x": [[1, 2, 3, 1e300]]}', "NaN or infinity as float32"),
-    ('{"x": [[1, 2, 3, 1' + "0" * 5000 + "]]}", "413|not valid JSON|more than"),
+    ('{"x": [[1, 2, 3, 1' + "0" * 5000 + "]]}", "not valid JSON|more than"),
     ('{"x": [[1, 2, 3, 4]], "x": [[1, 2, 3, 4]]}', "occurs twice"),
-    ("[" * 2000, "413|nested too deeply|more values"),
+    ("[" * 2000, "nested too deeply"),
     ("[[1, 2, 3, 4]]", "must be an object"),
     ({}, "takes x; the body has nothing"),
-    ({"inputs": None}, "nested lists of numbers"),
+    ({"x": None}, "nested lists of numbers"),
+    ({"inputs": {"x": X}}, "takes x; the body has 'inputs'"),
     ({"z": X}, "takes x; the body has 'z'"),
     ({"x": X, "z": X}, "'x', 'z'"),
     ({"x": [1, 2, 3, 4]}, "list of one"),
@@ -93,7 +93,6 @@ def test_malformed_json_is_refused(linear: TestClient, body: Body, message: str)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"inputs": [[1, 2]]}, "several inputs"),
         ({"ids": [[1, 2]]}, "takes ids, mask"),
         ({"ids": [[1.5, 2]], "mask": [[True, True]]}, "int64: send whole numbers"),
         ({"ids": [[True, True]], "mask": [[True, True]]}, "int64: send whole numbers"),
@@ -121,11 +120,7 @@ def test_other_formats_are_refused(linear: TestClient, headers: dict[str, str], 
 
 
 def test_more_rows_than_a_batch_are_refused(linear: TestClient) -> None:
-    check_refusal(post(linear, {"x": X * 5}), "at most 4, or start the server with --max-batch|more values", (413,))
-
-
-def test_a_flood_of_values_is_refused_before_it_is_parsed(linear: TestClient) -> None:
-    check_refusal(post(linear, '{"x": [' + "[]," * 1000 + "[]]}"), "more values than 4 rows", (413,))
+    check_refusal(post(linear, {"x": X * 5}), "at most 4, or start the server with --max-batch", (413,))
 
 
 def test_large_bodies_are_refused_without_reading_on(linear: TestClient) -> None:
@@ -148,7 +143,7 @@ JSON_VALUES = st.recursive(
 
 @given(value=JSON_VALUES)
 def test_any_json_gets_an_answer_that_is_no_5xx(linear: TestClient, value: Any) -> None:
-    for body in (value, {"x": value}, {"inputs": [value]}):
+    for body in (value, {"x": value}):
         assert post(linear, body).status_code < 500
 
 
@@ -213,14 +208,6 @@ def test_a_failing_engine_is_a_500_and_a_line_in_the_log(caplog: pytest.LogCaptu
 
 def broken(x: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("secret/path.py: broken")
-
-
-def test_a_request_that_the_model_rejects_is_a_422(caplog: pytest.LogCaptureFixture) -> None:
-    with client_of(PickyEngine()) as client:
-        answer = post(client, {"x": [[13, 0, 0, 0]]})
-        check_refusal(answer, "values or the sizes of this request; it computes zeros, x of 1 × 4", (422,))
-        assert "The model failed on x (1, 4): IndexError: secret/path.py: 13 is out of range" in caplog.text
-        assert post(client, {"x": X}).status_code == 200
 
 
 def test_a_bug_of_the_server_is_a_500_without_a_traceback() -> None:

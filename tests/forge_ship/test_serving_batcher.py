@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge_ship.engine import Engine, Port
-from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, QueuedRequest, can_batch, next_batch
+from forge_ship.serving.batcher import Batcher, EngineFailure, QueuedRequest, can_batch, next_batch
 from tests.support.serving_kit import in_a_loop
 from tests.support.small_engines import GatedEngine, LinearEngine, MeanEngine, PickyEngine, TokensEngine
 
@@ -130,9 +130,9 @@ async def test_an_error_goes_to_the_request_that_causes_it() -> None:
     async with batching(engine, max_batch=4, max_wait=3600.0) as batcher:
         answers = [batcher.submit(rows(n), 1) for n in (1, 13, 2, 3)]
         outcomes = await asyncio.gather(*answers, return_exceptions=True)
-        assert [isinstance(outcome, InputRejected) for outcome in outcomes] == [False, True, False, False]
+        assert [isinstance(outcome, EngineFailure) for outcome in outcomes] == [False, True, False, False]
         again = await asyncio.gather(*(batcher.submit(rows(n), 1) for n in range(4)))
-    assert engine.sizes == [4, 1, 1, 1, 1, 1, 4]  # all, each alone, zeros for the one that fails, all again
+    assert engine.sizes == [4, 1, 1, 1, 1, 4]  # all, each alone, all again
     assert len(again) == 4
 
 

@@ -139,4 +139,4 @@ def test_a_model_is_exported_and_verified(name: str, format: str, small_data: ob
     if name in STRANGERS and name.partition(" ")[0] in ("torchvision", "transformers"):
         pytest.importorskip(name.partition(" ")[0])
     task, data = made(name)
-    assert forge.export(task, to=format, out=tmp_path, data=data, batches=4).verified
+    assert forge.export(task, to=format, out=tmp_path, data=data, batches=4).card["verification"]

@@ -44,7 +44,7 @@ class Fake:
             for name in names:
                 ms *= self.factors.get(name, 1.0)
         memory = sum(self.memory.get(name, 0) for name in ("start", *names))
-        return StepReading(ms, memory, 0.0, not self.other_bits & set(names), 0.0)
+        return StepReading(ms, memory, 0.0, not self.other_bits & set(names))
 
     def search(self, *given: Lever, **options: Any) -> SpeedReport:
         return SpeedSearch(self, given, clock=lambda: self.now, **options).run()

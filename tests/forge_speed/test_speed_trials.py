@@ -55,7 +55,6 @@ def test_a_change_of_the_bits_is_seen() -> None:
     assert measure([adding("prefetch", "bitwise")]).same
     clipped = measure([adding("clip", max_norm=1e-3)])
     assert clipped.same is False
-    assert clipped.difference > 0
 
 
 def test_weights_that_are_not_finite_are_a_failure() -> None:

@@ -16,7 +16,7 @@ import pytest
 import forge
 from forge.data import Splits
 from forge.errors import ForgeError, RecipeError
-from forge.runs.find import rows_in, runs_in
+from forge.runs.find import runs_in
 from forge_sweep.space import parse_spaces
 from forge_sweep.study import SweepPlan, SweepStudy
 from forge_sweep.sweep import SweepResult
@@ -44,8 +44,7 @@ class Odd(Classifier):
         order = Path("kill.json")
         if order.exists() and self.trainer is not None and self.trainer.run_dir is not None:
             trial, update = json.loads(order.read_text())
-            named = trial if isinstance(trial, str) else f"trial-{trial:04d}"
-            if self.trainer.run_dir.as_posix().endswith(named) and self.trainer.progress.update == update:
+            if self.trainer.run_dir.name == f"trial-{trial:04d}" and self.trainer.progress.update == update:
                 order.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch)
@@ -243,46 +242,3 @@ def test_without_optuna_the_line_to_install_it_is_said(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ForgeError, match=r"pip install 'forge-trainer\[sweep\]'"):
         sweep(tmp_path)
-
-
-class TestSeeds:
-    """Each trial with several seeds."""
-
-    SPACE = {"task.lr": "choice(0.1,0.01)"}
-    OVERRIDES = [word for word in OVERRIDES if "seed" not in word]
-
-    def test_a_trial_is_a_group_and_its_result_the_mean(self, tmp_path: Path) -> None:
-        found = sweep(tmp_path, self.SPACE, sampler="grid", seeds=[0, 1], overrides=self.OVERRIDES)
-        for row in found.trials:
-            values = []
-            for seed in (0, 1):
-                trainer = forge.Trainer(max_epochs=3, seed=seed, run_dir=False)
-                by_hand = trainer.fit(Odd(lr=row.params["task.lr"]), data().train, data().val)  # pyright: ignore[reportArgumentType]
-                values.append(by_hand.metrics["val/loss"])
-            assert row.value == sum(values) / 2
-            assert values[0] != values[1]
-        rows = rows_in(tmp_path)
-        assert sorted(row.path.name for row in rows) == ["trial-0000", "trial-0001"]
-        assert {row.final["val/loss"] for row in rows} == {row.value for row in found.trials}
-
-    @pytest.mark.slow
-    def test_a_killed_trial_goes_on_with_the_seed_that_ran(self, tmp_path: Path, empty_folder: Path) -> None:
-        options: dict[str, Any] = {"sampler": "grid", "seeds": [0, 1], "overrides": self.OVERRIDES}
-        straight = sweep(tmp_path / "straight", self.SPACE, **options)
-        Path("kill.json").write_text(json.dumps(["trial-0001/seed-1", 5]))
-        gone = forked.call(partial(sweep, tmp_path / "cut", self.SPACE, **options))
-        assert gone.returncode == -signal.SIGKILL, gone.stderr
-        cut = sweep(tmp_path / "cut", self.SPACE, **options)
-        assert table(cut) == table(straight)
-        resumed = {
-            f"{run.path.parent.name}/{run.path.name}": run.card["resumed_from"] for run in runs_in(tmp_path / "cut")
-        }
-        assert [name for name, update in resumed.items() if update] == ["trial-0001/seed-1"]
-
-    def test_other_seeds_are_another_sweep(self, tmp_path: Path) -> None:
-        options: dict[str, Any] = {"sampler": "grid", "trials": 1, "overrides": self.OVERRIDES}
-        sweep(tmp_path, self.SPACE, seeds=[0], **options)
-        with pytest.raises(ForgeError, match=r"its seeds is \[0\]"):
-            sweep(tmp_path, self.SPACE, **options)
-        with pytest.raises(RecipeError, match="leave one of them out"):
-            sweep(tmp_path / "other", self.SPACE, seeds=[0], trials=1)

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import forge
 from forge.data import Splits, TensorLoader
 from forge_recipes.fashion_cnn import moved
-from forge_recipes.fashion_mlp import FashionMLP
 from forge_recipes.fashion_mnist import MEAN, STD, fashion_mnist, read_idx
-from tests.support.profiles import some
 from tests.support.small_data import TEST, TRAIN
 
 TINY: dict[str, Any] = {"widths": (4, 8), "depths": (0, 1)}
@@ -142,33 +138,6 @@ def test_a_file_that_is_broken_is_refused_by_name(content: bytes, tmp_path: Path
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fused", some([False, True], quick=1))
-def test_fashion_mlp_trains_as_the_loop_by_hand_does_bit_for_bit(fused: bool, small_data: Path) -> None:
-    torch.manual_seed(5)
-    task = FashionMLP(fused=fused)
-    net = nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.2),
-        nn.Linear(256, 10),
-    )  # fmt: skip
-    for mine, its in zip(task.parameters(), net.parameters(), strict=True):
-        its.data.copy_(mine.data)
-    train = loader(fashion_mnist().train)
-    forge.Trainer(max_updates=12, seed=9, plugins=[], run_dir=False, device="cpu").fit(task, train)
-
-    torch.manual_seed(9)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=fused)
-    images, labels = train.tensors
-    for update in range(12):
-        epoch, batch = divmod(update, TRAIN // 64)
-        chosen = train.sample_indices(epoch, batch * 64, batch * 64 + 64)
-        loss = F.cross_entropy(net(images[chosen]), labels[chosen])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for mine, its in zip(task.parameters(), net.parameters(), strict=True):
-        assert torch.equal(mine, its)
 
 
 def recipe_run(name: str, overrides: list[str], updates: int, **given: Any) -> tuple[forge.Trainer, Any, Splits]:

@@ -107,7 +107,7 @@ def test_the_recipe_trains_writes_a_text_and_ships_a_folder(text: Path, tmp_path
     trainer.fit(made, splits.train, splits.val)
     assert len(made.write(length=8)) > 0
     out = forge.export(made, to="pretrained", out=tmp_path / "shipped", data=splits.val)
-    assert out.card["verified"]
+    assert out.card["verification"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out.path)
     for (name, found), expected in zip(loaded.named_parameters(), made.model.parameters(), strict=True):
         assert torch.equal(found, expected), name

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.cli import main
 from forge_recipes import metric_learning, mnist
 from forge_recipes.metric_learning import nearest_hits, nt_xent
 
@@ -72,17 +71,6 @@ def test_validation_shows_pictures_that_training_does_not(root: Path) -> None:
     assert not seen & unseen
     with pytest.raises(forge.DataError, match="more than the 200 pictures"):
         metric_learning.fashion_pictures(train=150, val=70)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "metric"), [("metric_learning", "val/recall_at_1"), ("mnist", "val/accuracy")])
-def test_each_runs_from_the_command_line(
-    root: Path, name: str, metric: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
-) -> None:
-    words = ["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"]
-    small = ["data.train=100", "data.val=70"] if name == "metric_learning" else []
-    assert main([*words, "task.width=4", "data.batch_size=32", *small]) == 0
-    assert metric in capsys.readouterr().out
 
 
 def test_the_recall_of_a_validation_is_that_of_all_batches(root: Path) -> None:

@@ -15,7 +15,7 @@ from forge.rng import seed_rank
 from forge.testing import assert_same
 from forge_plugins import Checkpoint
 from forge_recipes.dqn import DQN, replay
-from forge_recipes.grpo import END, GRPO, LETTERS, PROMPT, is_right, sums, until_end
+from forge_recipes.grpo import END, LETTERS, PROMPT, is_right, until_end
 from forge_recipes.ppo import PPO, environment, rollouts
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.profiles import some
@@ -132,21 +132,6 @@ def test_an_answer_is_right_if_it_is_the_sum_and_ends() -> None:
         assert bool(is_right(written(text), torch.tensor([total]))) is right, text
     assert until_end(written("3+4=7.0")[:, PROMPT:]).tolist() == [[True, True, False]]
     assert LETTERS[END] == "."
-
-
-def grpo_by_forge(folder: Path | bool, *plugins: Any) -> GRPO:
-    torch.manual_seed(5)
-    task = GRPO(width=16, layers=1)
-    settings: Any = {"seed": 3, "max_updates": 12, "device": "cpu", "resume": "auto" if folder else None}
-    forge.Trainer(plugins=[*plugins], run_dir=folder, **settings).fit(task, sums(group=4, batch_size=80).train)
-    return task
-
-
-def test_grpo_cut_in_a_collection_ends_in_the_same_bits(tmp_path: Path) -> None:
-    often = Checkpoint(every="3 updates")
-    with pytest.raises(PowerCut):
-        grpo_by_forge(tmp_path, often, cut_at(8))
-    assert_same(grpo_by_forge(tmp_path, often), grpo_by_forge(False))
 
 
 DATA = """

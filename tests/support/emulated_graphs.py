@@ -139,7 +139,7 @@ def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) 
 
     @forge.on("log")
     def keep(update: int, metrics: dict[str, Any]) -> None:
-        logs.append((update, dict(metrics)))
+        logs.append((update, {k: v for k, v in metrics.items() if not k.startswith(("rates", "time"))}))
 
     settings = {"max_epochs": 3, "seed": 3, "device": "cpu", "log_every": 5, "run_dir": False, **options}
     trainer = forge.Trainer(plugins=[OnADevice(), *plugins, keep], **settings)

@@ -92,23 +92,21 @@ def words(seed: int = 0, sizes: Sequence[int] = (8, 6, 8, 3)) -> list[Any]:
     return [(text[:, :-1].contiguous(), text[:, 1:].contiguous()) for text in drawn]
 
 
-def several(mesh: Mapping[str, int], **options: Any) -> list[Any]:
+def several(mesh: Mapping[str, int]) -> list[Any]:
     """The plugins of a mesh: with `shard`, of any size, fsdp."""
-    return [FSDP() if "shard" in mesh else DDP(), ExpertParallel(**options)]
+    return [FSDP() if "shard" in mesh else DDP(), ExpertParallel()]
 
 
 def fit_experts(
     mesh: Mapping[str, int],
     plugins: Sequence[Any] = (),
     task: forge.TaskModule | None = None,
-    given: Mapping[str, Any] | None = None,
     data: list[Any] | None = None,
-    alone: Sequence[Any] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Fit; on several ranks with the strategies of the mesh. Weights, metrics, and bytes that this rank held."""
     many = "RANK" in os.environ and bool(mesh)
-    stack = [*plugins, *(several(mesh, **(given or {})) if many else alone)]
+    stack = [*plugins, *(several(mesh) if many else ())]
     logged: dict[str, list[float]] = {}
 
     @forge.on("log")

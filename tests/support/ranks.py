@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -87,7 +88,7 @@ def _fork(rank: int, world: int, port: int, function: Callable[..., Any], argume
 
 def in_threads(world: int, function: Callable[[int], Any]) -> list[Any]:
     """`function(rank)` of all ranks at once; the first error is raised when all have ended, or wait for one that has
-    failed.
+    failed. Ranks that wait for each other for good show where.
 
     Where this process was forked, make tensors before: torch does not do so in a thread of its own there.
     """
@@ -103,9 +104,13 @@ def in_threads(world: int, function: Callable[[int], Any]) -> list[Any]:
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + PATIENCE
     for thread in threads:
         while thread.is_alive():
             thread.join(LEFT_ALONE)
+            if time.monotonic() > deadline:
+                faulthandler.dump_traceback()
+                raise TimeoutError(f"The ranks have not ended for {PATIENCE:.0f} seconds: stderr says where they are.")
             if errors and thread.is_alive():
                 thread.join(LEFT_ALONE)
                 break
@@ -133,6 +138,10 @@ class Pair(Env):
     """Two ranks, for what they say to each other."""
 
     world = 2
+
+    @property
+    def mean_rank(self) -> int:
+        return dist.get_rank()
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None, None]

@@ -139,8 +139,12 @@ class Levers:
     "Forward under autocast; float16 with a GradScaler."
     scale: float = 2.0**16
     growth_interval: int = 2000
+    left_out: Sequence[int] = ()
+    "Updates that somebody skips, whatever their gradients."
     rho: float | None = None
     "Sharpness-aware minimisation."
+    adaptive: bool = False
+    "With each parameter's climb by its size."
     decay: float | None = None
     "Exponential moving average."
     swa_every: int | None = None
@@ -154,6 +158,8 @@ class Levers:
 class Outcome:
     average: list[torch.Tensor] | None
     skipped: int
+    scales: list[float]
+    "Of the loss, after each update."
 
 
 def train_with_levers(
@@ -168,21 +174,24 @@ def train_with_levers(
     """One loop that does all of it, in the order in which it has to be done."""
     if seed is not None:
         torch.manual_seed(seed)
+    device = next(model.parameters()).device.type
+    random_numbers = torch.cuda if device == "cuda" else torch
     model.train()
     for module in levers.frozen:
         module.requires_grad_(False)
         module.eval()
     schedule = levers.schedule(optimizer) if levers.schedule is not None else None
     half = levers.dtype is torch.float16
-    scaler = torch.amp.GradScaler("cpu", levers.scale, growth_interval=levers.growth_interval, enabled=half)
+    scaler = torch.amp.GradScaler(device, levers.scale, growth_interval=levers.growth_interval, enabled=half)
     average: list[torch.Tensor] | None = None
     taken = update = skipped = 0
+    scales: list[float] = []
     moved = False  # whether the weights have changed since they were last taken
 
     def run_window(micros: Sequence[Any]) -> None:
         sizes = [len(x) for x, _ in micros]
         for micro, size in zip(micros, sizes, strict=True):
-            with torch.autocast("cpu", levers.dtype or torch.bfloat16, enabled=levers.dtype is not None):
+            with torch.autocast(device, levers.dtype or torch.bfloat16, enabled=levers.dtype is not None):
                 loss = loss_of(model, micro)
             if len(set(sizes)) > 1:
                 loss = loss * (size / sum(sizes))
@@ -194,22 +203,24 @@ def train_with_levers(
         for start in range(0, len(batches), levers.window):
             micros = batches[start : start + levers.window]
             optimizer.zero_grad()
-            rng = torch.get_rng_state()
+            rng = random_numbers.get_rng_state()
             run_window(micros)
             if levers.rho is not None:
-                after = torch.get_rng_state()
-                torch.set_rng_state(rng)
-                climb_and_run(model, levers.rho, lambda micros=micros: run_window(micros))
-                torch.set_rng_state(after)
+                after = random_numbers.get_rng_state()
+                random_numbers.set_rng_state(rng)
+                climb_and_run(model, levers.rho, levers.adaptive, lambda micros=micros: run_window(micros))
+                random_numbers.set_rng_state(after)
             scaler.unscale_(optimizer)
             if levers.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), levers.clip_norm)
             if levers.clip_value is not None:
                 torch.nn.utils.clip_grad_value_(model.parameters(), levers.clip_value)
             before = scaler.get_scale()
-            scaler.step(optimizer)
+            if update not in levers.left_out:
+                scaler.step(optimizer)
             scaler.update()
-            updated = scaler.get_scale() >= before
+            updated = scaler.get_scale() >= before and update not in levers.left_out
+            scales.append(scaler.get_scale())
             update += 1
             skipped += not updated
             moved = moved or updated
@@ -225,18 +236,22 @@ def train_with_levers(
                 for module in levers.frozen:
                     module.requires_grad_(True)
                     module.train()
-    return Outcome(average, skipped)
+    return Outcome(average, skipped, scales)
 
 
-def climb_and_run(model: nn.Module, rho: float, run_window: Callable[[], None]) -> None:
-    """Sharpness-aware minimisation's second pass; weights and BatchNorm's statistics are put back."""
+def climb_and_run(model: nn.Module, rho: float, adaptive: bool, run_window: Callable[[], None]) -> None:
+    """Sharpness-aware minimisation's second pass; weights and BatchNorm's statistics are put back.
+
+    w + rho * g / |g|, or with T = |w| + 0.01: w + rho * T² g / |T g|.
+    """
     moving = [p for p in model.parameters() if p.grad is not None]
     held = [t.detach().clone() for t in (*moving, *model.buffers())]
     with torch.no_grad():
-        length = rho / (torch.nn.utils.get_total_norm([p.grad for p in moving if p.grad is not None]) + 1e-12)
-        for p in moving:
-            assert p.grad is not None
-            p.add_(p.grad * length)
+        sizes = [p.abs() + 0.01 if adaptive else torch.ones_like(p) for p in moving]
+        scaled = [p.grad * size for p, size in zip(moving, sizes, strict=True) if p.grad is not None]
+        length = rho / (torch.nn.utils.get_total_norm(scaled) + 1e-12)
+        for p, size, gradient in zip(moving, sizes, scaled, strict=True):
+            p.add_(gradient * size * length)
     for p in moving:
         p.grad = None
     run_window()

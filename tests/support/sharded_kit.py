@@ -14,7 +14,6 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from forge.checkpoint import (
     BackgroundWriter,
@@ -29,8 +28,6 @@ from forge.checkpoint import (
     write_sharded,
 )
 from forge.checkpoint.tree import Split, split
-from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
-from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support.ranks import in_threads, launch, pretending
 
 
@@ -73,21 +70,12 @@ class Net(nn.Module):
         return self.head(hidden).logsumexp(-1).mean() + self.one(hidden).mean()
 
 
-def spread(how: str) -> Net:
+def spread() -> Net:
     torch.manual_seed(5)
     net = Net()
-    world = dist.get_world_size()
-    if how == "fsdp":
-        mesh = init_device_mesh("cpu", (world,))
-        for part in (net.up, net.down, net.one):
-            fully_shard(part, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-    elif how == "hybrid":
-        fully_shard(net, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
-    elif how == "tensor":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
-        parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(net, mesh=mesh["data"])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (net.up, net.down, net.one, net):
+        fully_shard(part, mesh=mesh)
     return net
 
 
@@ -131,7 +119,7 @@ def whole(value: Any) -> Any:
 
 def save_by_two(rank: int, store: dist.Store, folder: Path) -> None:
     writers = Writers(rank, 2, store)
-    net = spread("fsdp")
+    net = spread()
     tree = tree_of_net(net, step(net))
     expected = whole(tree)
     if rank == 0:
@@ -180,8 +168,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_in_threads(target: Path, number: int, world: int = 2) -> None:
-    store, tree = dist.HashStore(), plain_tree(number)
+def write_in_threads(target: Path, tree: dict[str, Any], world: int = 2) -> None:
+    store = dist.HashStore()
     in_threads(world, lambda rank: write_sharded(target, tree, Writers(rank, world, store)))
 
 

@@ -31,7 +31,6 @@ class Clock:
 def set_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let spans and the Trainer measure by a clock of their own."""
     clock = Clock()
-    monkeypatch.setattr("forge.spans.rates.clock", clock)
     monkeypatch.setattr("forge.spans.goodput.clock", clock)
     monkeypatch.setattr("forge.spans.record.clock", lambda: round(1e9 * clock()))
     monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=clock))

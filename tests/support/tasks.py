@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,3 +76,15 @@ class SecondRank(forge.Plugin):
     @forge.hookimpl
     def forge_setup_env(self) -> Env:
         return second_rank()
+
+
+def noting(event: str, value: Callable[..., Any], every: str | None = None) -> tuple[forge.Plugin, list[Any]]:
+    """A callback of an event, and what `value` makes of the event's arguments each time that it is called."""
+    noted: list[Any] = []
+
+    @functools.wraps(value)
+    def note(*given: Any) -> None:
+        noted.append(value(*given))
+
+    note.__name__ = f"note_{event}"
+    return forge.on(event, every=every)(note), noted

@@ -18,7 +18,7 @@ from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge.twin.compare import Difference
 from forge_cluster.context_parallel.calls import SequenceCalls, WithoutDropout
 from forge_cluster.context_parallel.comparison import Outcome, compared_length, difference, mean_over, outcome_of
-from forge_cluster.context_parallel.ring import Method, Ring, safe_method
+from forge_cluster.context_parallel.ring import Ring
 from forge_cluster.context_parallel.slices import Slicing
 
 logger = logging.getLogger("forge")
@@ -30,8 +30,8 @@ class ContextParallel(forge.Plugin):
     """Divide every sequence among ranks: for sequences whose activations do not fit on one device.
 
     Each rank has a slice of every sequence of the batch. Attention goes over the slices of all ranks, by torch's ring
-    attention: keys and values pass from rank to rank. All else is computed position by position, so activations take
-    1/n of the memory. With more ranks than `size`, groups of `size` neighbours divide batches.
+    attention: keys and values pass from rank to rank, slice by slice. All else is computed position by position, so
+    activations take 1/n of the memory. With more ranks than `size`, groups of `size` neighbours divide batches.
 
     The strategy beside it averages gradients over slices too: `ddp`; `zero`; or `fsdp`, which then divides the weights
     among the ranks of a sequence as well.
@@ -72,8 +72,6 @@ class ContextParallel(forge.Plugin):
         "Ranks that divide a sequence; null: `context` of trainer.mesh, else all. The others divide batches."
         balance: bool = True
         "Give each rank a slice of the head and one of the tail: equal work for causal attention."
-        method: Method = "allgather"
-        "How keys and values travel: at once (allgather), or slice by slice (alltoall): less memory, always over gloo."
         entries: list[str] = field(default_factory=list)
         "Entries of the batch that hold sequences, by key or number (inputs, 0, text.tokens); empty: found."
         dim: int = 1
@@ -133,8 +131,7 @@ class ContextParallel(forge.Plugin):
             )
         self._group = mesh[AXIS].get_group()
         size = mesh[AXIS].size()
-        method = safe_method(config.method, self._group, trainer.env.device.type)
-        ring = Ring(self._group, method, config.balance)
+        ring = Ring(self._group, config.balance)
         self._slicing = Slicing(tuple(config.entries), config.dim, mesh.get_local_rank(AXIS), size, config.balance)
         self._calls = SequenceCalls(ring, defines(build.task, "num_items"), config.positions == "arange")
         self._calls.install(compiled)

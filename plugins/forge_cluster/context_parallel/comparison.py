@@ -10,19 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge.optim.sharded import is_distributed, local
-from forge.twin.compare import Difference, differences
+from forge.twin.compare import ROUNDING, Difference, first_difference
 from forge.twin.record import Record
 
 Outcome = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Metrics, and gradients by parameter."""
 ENOUGH = 512
 """Positions that are compared at least, where a sequence has as many."""
-TOLERANCES = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-4, 1e-3)}
-"""By type: what metrics may differ by as a share of them, and gradients as a share of their norm. Metrics beside the
-loss may differ by the latter as such (an argmax may tip over)."""
-LOOSE = 5e-2, 5e-2
-NOTHING = 1e-3
-"""What a loss is compared with that is smaller."""
 
 
 def outcome_of(call: Callable[[], Any], parameters: Mapping[str, nn.Parameter]) -> Outcome:
@@ -66,19 +60,17 @@ def mean_over(group: Any, outcome: Outcome, parameters: Mapping[str, nn.Paramete
 
 
 def difference(own: Outcome, expected: Outcome, dtype: torch.dtype) -> Difference | None:
-    """Return the first difference of two outcomes; None if they differ only by rounding."""
-    metric, gradient = TOLERANCES.get(dtype, LOOSE)
+    """Return the first difference of two outcomes; None if they differ only by rounding.
+
+    A metric beside the loss is noise by the largest of them: an argmax may tip over.
+    """
     known = [name for name, value in expected[0].items() if not value.isnan()]
     records = Record(), Record()
     for record, (metrics, gradients) in zip(records, (own, expected), strict=True):
-        record.mark("", {name: metrics[name] for name in known})
+        for name in known:
+            record.mark(name, metrics[name], kind="" if name == "loss" else "the metrics")
         record.mark("", gradients, kind="the gradients")
-    for each in differences(records[0].marks, records[1].marks, gradient):
-        least = 0.0 if each.kind else metric * NOTHING if each.path == "loss" else gradient
-        far = each.distance.relative > (gradient if each.kind else metric)
-        if far and (each.distance.absolute is None or not each.distance.absolute <= least):
-            return each
-    return None
+    return first_difference(*records, tolerance=ROUNDING.get(dtype, ROUNDING[torch.bfloat16]))
 
 
 def compared_length(length: int, size: int, multiple: int) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,21 +28,14 @@ from forge_cluster.torch_internals import (
     ring_options,
 )
 
-Method = Literal["allgather", "alltoall"]
-METHODS = {"allgather": RotateMethod.ALL_GATHER, "alltoall": RotateMethod.ALL_TO_ALL}
+SLICE_BY_SLICE = RotateMethod.ALL_TO_ALL
+"""How keys and values travel. torch can also gather all slices at once, which takes more memory and is not safe over
+gloo. The two threads of a gloo group write the name of what they finished last into one string, without a lock (as of
+torch 2.15). The name of the gather is too long to lie inside of the string. So when a gather ends together with any
+other message of the group, memory is written after it was freed, or freed twice: "malloc(): unaligned tcache chunk
+detected". The name of what passes a slice is short."""
 SHORT = (torch.bfloat16, torch.float16)
 ROWS = 32
-
-
-def safe_method(method: Method, group: Any, kind: str) -> Method:
-    """Return how keys and values travel in a group, for tensors on this kind of device: over gloo slice by slice.
-
-    The two threads of a gloo group write the name of what they finished last into one string, without a lock (as of
-    torch 2.15). The name of the gather is too long to lie inside of the string. So when a gather ends together with
-    any other message of the group, memory is written after it was freed, or freed twice: "malloc(): unaligned tcache
-    chunk detected". The name of what passes a slice is short.
-    """
-    return "alltoall" if f"{kind}:gloo" in dist.get_backend_config(group).split(",") else method
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class Ring:
     """The ranks that divide a sequence."""
 
     group: Any
-    method: Method
     balance: bool
     "Whether each rank has a slice of the head and one of the tail."
 
@@ -62,7 +53,7 @@ class Ring:
         before = own.convert_to_f32, own.enable_load_balance, own.rotate_method
         own.convert_to_f32 = dtype in SHORT  # partial sums; float64 would be rounded
         own.enable_load_balance = self.balance and causal
-        own.rotate_method = METHODS[self.method]
+        own.rotate_method = SLICE_BY_SLICE
         try:
             yield
         finally:

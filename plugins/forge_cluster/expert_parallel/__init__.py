@@ -45,13 +45,9 @@ class ExpertParallel(forge.Plugin):
     that mixes tokens, or knows other numbers, is refused there. `check=false` leaves it out, for layers of experts that
     do not fit on one rank.
 
-    `capacity` limits the tokens of an expert to that many times its even share of the batch. The first of the batch are
-    taken, on all ranks as in one process; the others get nothing from this expert. It needs a message between all ranks
-    in every layer, where otherwise only those that divide experts wait for each other.
-
     What you see: `experts/most` and `experts/least`, the tokens of the busiest and the idlest expert of any layer, in
-    parts of the mean: 1 is even. With a capacity, `experts/dropped`, the share of choices that found no place.
-    Checkpoints are complete, and continue with any other strategy, number of ranks, or one process.
+    parts of the mean: 1 is even. No token is dropped. Checkpoints are complete, and continue with any other strategy,
+    number of ranks, or one process.
 
     Together with: `accumulate`, `clip`, `ema`, `amp` in bf16, `remat`, `guard`, `sam` and `schedule` work as with the
     strategy; with `fsdp` also `tensor_parallel`, for layers outside of experts. `compile` leaves compiled code at each
@@ -68,8 +64,6 @@ class ExpertParallel(forge.Plugin):
         "Modules that hold experts: classes or patterns of names."
         size: int | None = None
         "Ranks that divide the experts of a layer; null: `expert` of trainer.mesh, else all."
-        capacity: float | None = None
-        "Largest number of tokens of an expert, in parts of its even share (1.25); null: no limit."
         check: bool = True
         "Compare the first call of each module with all experts on one rank."
         gather: bool = True
@@ -92,8 +86,6 @@ class ExpertParallel(forge.Plugin):
         config = self.config
         if config.size is not None and config.size < 2:
             raise RecipeError(f"expert_parallel.size is {config.size}; it must be at least 2, or null for all ranks.")
-        if config.capacity is not None and config.capacity <= 0:
-            raise RecipeError(f"expert_parallel.capacity is {config.capacity:g}; it must be above 0, or null.")
         if not as_list(config.modules):
             raise RecipeError('expert_parallel.modules is empty. Name the modules with experts, as in "*.experts".')
         self._begin()
@@ -119,15 +111,14 @@ class ExpertParallel(forge.Plugin):
         if phase != "shard":
             return
         env: Any = trainer.env
-        mesh, many = env.mesh[AXIS], env.mean_world > 1
-        everyone = env.along(env.mean_axes).get_group() if many else None
-        ranks = Ranks(mesh.get_group() if mesh.size() > 1 else None, mesh.size(), mesh.get_local_rank(), everyone)
+        mesh = env.mesh[AXIS]
+        ranks = Ranks(mesh.get_group() if mesh.size() > 1 else None, mesh.size(), mesh.get_local_rank())
         compiled = any("compiled_code" in plugin.provides for plugin in trainer.stack)
         found = chosen(build.task, as_list(self.config.modules), "expert_parallel.modules")
         for name, module in found.items():
             count = _number_of_experts(name, module, ranks.size)
             check = trainer if self.config.check and ranks.size > 1 else None
-            self._calls[name] = call = ExpertCalls(name, module, count, ranks, self.config.capacity, check)
+            self._calls[name] = call = ExpertCalls(name, module, count, ranks, check)
             call.install(compiled)
             if ranks.size > 1:
                 self._divide(trainer, module, mesh)
@@ -179,19 +170,16 @@ class ExpertParallel(forge.Plugin):
 
     def _record(self, step: forge.Step, used: list[ExpertCalls]) -> None:
         """Log how evenly tokens were divided, over all ranks."""
-        chosen = [torch.stack([load.chosen for load in call.loads]).sum(0) for call in used]
-        dropped = torch.stack([load.dropped for call in used for load in call.loads]).sum()
+        chosen = [torch.stack(call.loads).sum(0) for call in used]
         for call in used:
             call.loads.clear()
         if not step.recording:
             return
-        *by_layer, lost = step.trainer.env.sum(torch.cat([*chosen, dropped[None]])).split([*map(len, chosen), 1])
+        by_layer = step.trainer.env.sum(torch.cat(chosen)).split([*map(len, chosen)])
         parts = [(each.max() / each.float().mean(), each.min() / each.float().mean()) for each in by_layer]
         most, least = (torch.stack(column) for column in zip(*parts, strict=True))
         step.record("experts/most", most.max())
         step.record("experts/least", least.min())
-        if self.config.capacity is not None:
-            step.record("experts/dropped", lost[0] / torch.cat(by_layer).sum())
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from forge.errors import TaskError
 from forge.optim.sharded import is_distributed, whole
 from forge.snapshot.sandbox import without_side_effects
 from forge.twin.compare import Difference, first_difference
-from forge_cluster.expert_parallel.routing import Loads, Ranks, route
+from forge_cluster.expert_parallel.routing import Ranks, route
 
 FEW = 64
 """Tokens that are compared."""
@@ -32,13 +32,11 @@ LAW = (
 class ExpertCalls:
     """Stands for the `forward` of a module with experts: sends tokens to the experts, wherever they are."""
 
-    def __init__(
-        self, name: str, module: nn.Module, count: int, ranks: Ranks, capacity: float | None, check: forge.Run | None
-    ):
+    def __init__(self, name: str, module: nn.Module, count: int, ranks: Ranks, check: forge.Run | None):
         self.module, self.count, self.ranks = module, count, ranks
-        self.loads: list[Loads] = []
-        "Of the calls since the last update; cleared by the reader."
-        self._name, self._capacity, self._check = name, capacity, check
+        self.loads: list[Tensor] = []
+        "The choices of each expert in the calls since the last update; cleared by the reader."
+        self._name, self._check = name, check
         self._forward = module.forward
         self._had = vars(module).get("forward")
         self._run: Any = self.run
@@ -72,7 +70,7 @@ class ExpertCalls:
         if self._check is not None:
             trainer, self._check = self._check, None
             self._compare(trainer, flat, chosen, weights)
-        output, loads = route(self._here, self.count, self.ranks, flat, chosen, weights, self._capacity)
+        output, loads = route(self._here, self.count, self.ranks, flat, chosen, weights)
         if torch.is_grad_enabled():
             self.loads.append(loads)
         return output.view(*tokens.shape[:-1], output.shape[-1])
@@ -131,7 +129,7 @@ class ExpertCalls:
                 with self._holding(whole, self.count):
                     expected = self._forward(*few)
                 try:
-                    own = route(self._here, self.count, self.ranks, *few, capacity=None)[0]
+                    own = route(self._here, self.count, self.ranks, *few)[0]
                     near = torch.finfo(expected.dtype).eps ** 0.5
                     found = first_difference({"its outputs": own}, {"its outputs": expected}, near)
                 except Exception as raised:

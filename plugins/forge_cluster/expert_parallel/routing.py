@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,41 +24,26 @@ class Ranks:
     "The ranks that hold all experts together."
     size: int = 1
     rank: int = 0
-    everyone: Any = None
-    "All ranks with tokens of one batch, in the order of its samples; ranks that divide experts are neighbours."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # groups are not copied with a model
 
 
-@dataclass(frozen=True)
-class Loads:
-    """How many choices fell on each expert on this rank, and how many of those it dropped."""
-
-    chosen: Tensor
-    dropped: Tensor
-
-
 def route(
-    experts: Experts, count: int, ranks: Ranks, tokens: Tensor, chosen: Tensor, weights: Tensor, capacity: float | None
-) -> tuple[Tensor, Loads]:
-    """Return the sum of what the chosen experts make of each token; `count` experts are divided evenly among ranks.
+    experts: Experts, count: int, ranks: Ranks, tokens: Tensor, chosen: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of what the chosen experts make of each token, and how many choices of this rank fell on each.
 
-    `chosen` has a row of numbers for each token; a number of `count` chooses none. With a capacity, an expert takes no
-    more than that many times its even share of the batch: the first, in the order of samples, on all ranks as on one.
+    `count` experts are divided evenly among ranks. `chosen` has a row of numbers for each token; a number of `count`
+    chooses none.
     """
     flat = chosen.reshape(-1)
     choices = chosen.shape[1] if chosen.ndim > 1 else 1
     own = flat.new_zeros(count + 1, dtype=torch.int64).scatter_add_(0, flat.long(), torch.ones_like(flat.long()))
     order, own = flat.argsort(stable=True), own[:count]
-    taken, here = _taken(own, ranks, capacity)
-    if capacity is not None:
-        first = own.cumsum(0) - own
-        place = torch.arange(len(flat), device=flat.device) - _at(first, flat[order])
-        order = order[place < _at(taken[here], flat[order])]
     held = count // ranks.size
-    coming = taken[here - ranks.rank :][: ranks.size, ranks.rank * held : (ranks.rank + 1) * held]
-    leaving = taken[here].view(ranks.size, held).sum(1)
+    coming = _by_rank(own, ranks)[:, ranks.rank * held : (ranks.rank + 1) * held]
+    leaving = own.view(ranks.size, held).sum(1)
     sizes: list[int] = torch.cat([leaving, coming.sum(1)]).tolist()  # on the host: torch divides messages there
     outward, inward = sizes[: ranks.size], sizes[ranks.size :]
     order = order[: sum(outward)]
@@ -79,27 +63,16 @@ def route(
     weighed = travel(weights.reshape(-1)[order], outward, inward)
     made = travel(_computed(experts, arrived, numbers.to(chosen.dtype), weighed, chosen.ndim), inward, outward)
     output = made.new_zeros(flat.numel(), made.shape[1]).index_copy(0, order, made)
-    return output.view(len(tokens), choices, made.shape[1]).sum(1), Loads(own, own.sum() - taken[here].sum())
+    return output.view(len(tokens), choices, made.shape[1]).sum(1), own
 
 
-def _taken(own: Tensor, ranks: Ranks, capacity: float | None) -> tuple[Tensor, int]:
-    """Return how many choices of each rank each expert takes, and the row of this rank."""
-    group = ranks.group if capacity is None else ranks.everyone
-    if group is None:
-        every, here = own[None], 0
-    else:
-        every, here = own.new_empty(dist.get_world_size(group) * len(own)), dist.get_rank(group)
-        dist.all_gather_into_tensor(every, own, group=group)
-        every = every.view(-1, len(own))
-    if capacity is None:
-        return every, here
-    most = math.ceil(capacity * int(every.sum()) / len(own))
-    return (most - (every.cumsum(0) - every)).clamp(min=0).minimum(every), here
-
-
-def _at(values: Tensor, experts: Tensor) -> Tensor:
-    """Return the value of each choice's expert; 0 for a choice of none."""
-    return torch.cat([values, values.new_zeros(1)])[experts.long()]
+def _by_rank(own: Tensor, ranks: Ranks) -> Tensor:
+    """Return how many choices of each rank fell on each expert."""
+    if ranks.group is None:
+        return own[None]
+    every = own.new_empty(ranks.size * len(own))
+    dist.all_gather_into_tensor(every, own, group=ranks.group)
+    return every.view(ranks.size, len(own))
 
 
 def _computed(experts: Experts, tokens: Tensor, numbers: Tensor, weights: Tensor, dimensions: int) -> Tensor:

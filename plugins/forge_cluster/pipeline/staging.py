@@ -79,9 +79,6 @@ class StagedEnv(DistributedEnv):
         self.pipe_control, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
         self.parts, self.is_divided = self.pipe_group, True
 
-    def metric_states(self, states: list[Any]) -> list[Any]:
-        return states if self.pipe_world == 1 else self.from_last(states)
-
     def from_last(self, value: Any) -> Any:
         """Return the value of the rank with the last stage."""
         sent = [value]

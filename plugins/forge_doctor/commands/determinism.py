@@ -13,6 +13,7 @@ from forge.cli import subprocesses, target
 from forge.errors import ForgeError
 from forge.runs.wording import counted
 from forge.util import show
+from forge.util.text import few
 
 if TYPE_CHECKING:
     from forge.twin.compare import Difference
@@ -122,11 +123,14 @@ def compare(args: Namespace, folder: Path) -> int:
         updates = one.marks[-1].update or 0
         show.console().print(equal_text(updates, sum(not mark.aside for mark in one.marks)), soft_wrap=True)
         return 0
-    equal = [(mark.update, mark.kind, mark.path) for mark in one.marks if not mark.aside]
-    place = found.update, found.kind, found.path
-    _report(found, equal.index(place) if place in equal else len(equal), hidden)
+    console = show.console()
+    console.print(Text(f"Not the same: {told(found)}.", "bold red"), soft_wrap=True)
+    if hidden:
+        console.print(f"Attributes of the task outside its state_dict that differ as well: {few(hidden)}.")
+    console.print()
+    console.print(show.heading("Likely causes"))
     for cause in causes(found, one.marks[0].path, bool(settings.get("deterministic"))):
-        show.console().print(f"  - {cause}", soft_wrap=True)
+        console.print(f"  - {cause}", soft_wrap=True)
     return 1
 
 
@@ -155,17 +159,6 @@ def told(found: Difference) -> str:
     text = found.distance.text
     size = f", {text}" if text.startswith(("by ", "in ")) else f": {text}" if text else ""
     return f"{when}, {KINDS[found.kind].format(found.path)} is the first value that differs{size}"
-
-
-def _report(found: Difference, equal: int, hidden: list[str]) -> None:
-    console = show.console()
-    console.print(Text(f"Not the same: {told(found)}.", "bold red"), soft_wrap=True)
-    console.print(f"{equal:,} values before it were equal bit for bit.", soft_wrap=True)
-    if hidden:
-        names = ", ".join(hidden[:5])
-        console.print(f"Attributes of the task outside its state_dict that differ as well: {names}.")
-    console.print()
-    console.print(show.heading("Likely causes"))
 
 
 def causes(found: Difference, device: str, deterministic: bool) -> list[str]:

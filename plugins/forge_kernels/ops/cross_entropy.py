@@ -21,27 +21,26 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
     """Return the cross-entropy of logits (..., classes) and integer targets (...), in float32.
 
-    `z_loss` adds z_loss · logsumexp(logits)² per target, which keeps logits small. `mean` divides by the number of
-    targets that are not `ignore_index`, counted on the device; with none it is NaN, as in torch. A target that is
-    neither a class nor `ignore_index` makes its loss and the gradient of its row NaN (torch stops the device instead).
+    `mean` divides by the number of targets that are not `ignore_index`, counted on the device; with none it is NaN, as
+    in torch. A target that is neither a class nor `ignore_index` makes its loss and the gradient of its row NaN (torch
+    stops the device instead).
 
     The gradient is computed with the loss, reading the logits once; `linear_cross_entropy` stores no logits at all. A
     second derivative is an error. Rows that start at multiples of 16 bytes are fastest: pad the classes to a multiple
     of 8. Where no gradient is needed, within torch.compile, which fuses the loss itself, with `reduction="none"`, and
     for float16, whose gradient must be scaled first, plain torch runs.
     """
-    _check(logits, target, label_smoothing, z_loss, reduction)
+    _check(logits, target, label_smoothing, reduction)
     learns = torch.is_grad_enabled() and logits.requires_grad
     if not learns or torch.compiler.is_compiling() or falls_back("cross_entropy", supports(logits, target, reduction)):
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         return reference(logits, target, reduction=reduction, **options)
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    return ops.CrossEntropy.apply(rows, labels, ignore_index, label_smoothing, z_loss, reduction == "mean")
+    return ops.CrossEntropy.apply(rows, labels, ignore_index, label_smoothing, reduction == "mean")
 
 
 def reference(
@@ -50,7 +49,6 @@ def reference(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
     rows = logits.reshape(-1, logits.shape[-1])
@@ -58,8 +56,6 @@ def reference(
     labels = target.reshape(-1).long()
     losses = F.cross_entropy(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
     counted = labels != ignore_index
-    if z_loss:
-        losses = losses + torch.where(counted, z_loss * rows.logsumexp(-1) ** 2, 0)
     if reduction == "none":
         return losses.reshape(target.shape)
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
@@ -73,18 +69,16 @@ def supports(logits: Tensor, target: Tensor, reduction: str = "mean", **options:
     return unusable(logits, dtypes=(torch.bfloat16, torch.float32))
 
 
-def _check(logits: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str) -> None:
+def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
     name = "forge.kernels.cross_entropy"
     if logits.dim() < 2 or logits.shape[-1] == 0 or not logits.is_floating_point():
         raise KernelError(
             f"{name} needs floating-point logits (..., classes); it got {tuple(logits.shape)} {logits.dtype}."
         )
-    check_loss(name, "logits", logits, target, label_smoothing, z_loss, reduction)
+    check_loss(name, "logits", logits, target, label_smoothing, reduction)
 
 
-def check_loss(
-    name: str, what: str, rows: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str
-) -> None:
+def check_loss(name: str, what: str, rows: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
     """Raise KernelError unless targets match the rows of `what` and the options are valid."""
     if target.dtype not in (torch.int64, torch.int32):
         raise KernelError(f"{name} needs targets of int64 or int32: class numbers; it got {target.dtype}.")
@@ -97,8 +91,6 @@ def check_loss(
         raise KernelError(f"{name} has the reductions {', '.join(REDUCTIONS)}; it got {reduction!r}.")
     if not 0 <= label_smoothing <= 1:
         raise KernelError(f"{name} needs label_smoothing between 0 and 1; it got {label_smoothing}.")
-    if z_loss < 0:
-        raise KernelError(f"{name} needs z_loss of at least 0; it got {z_loss}.")
 
 
 def _stand_in(

@@ -27,7 +27,6 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
@@ -43,12 +42,12 @@ def linear_cross_entropy(
     float16, whose gradient must be scaled first, and `reduction="none"` run as plain torch. A second derivative is an
     error.
     """
-    _check(hidden, weight, target, bias, label_smoothing, z_loss, reduction, chunk)
+    _check(hidden, weight, target, bias, label_smoothing, reduction, chunk)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if falls_back("linear_cross_entropy", supports(hidden, weight, target, bias, reduction=reduction)):
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         return reference(hidden, weight, target, bias, reduction=reduction, **options)
     learns = torch.is_grad_enabled()
     wanted = [learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
@@ -59,7 +58,6 @@ def linear_cross_entropy(
         target.reshape(-1),
         ignore_index,
         label_smoothing,
-        z_loss,
         reduction == "mean",
         _chunk(weight.shape[0] * hidden.itemsize) if chunk is None else chunk,
         wanted,
@@ -96,7 +94,6 @@ def _check(
     target: Tensor,
     bias: Tensor | None,
     label_smoothing: float,
-    z_loss: float,
     reduction: str,
     chunk: int | None,
 ) -> None:
@@ -120,7 +117,7 @@ def _check(
         raise KernelError(f"{name} needs all its tensors on one device.")
     if chunk is not None and chunk < 1:
         raise KernelError(f"{name} needs a chunk of at least 1 token; it got {chunk}.")
-    check_loss(name, "hidden", hidden, target, label_smoothing, z_loss, reduction)
+    check_loss(name, "hidden", hidden, target, label_smoothing, reduction)
 
 
 LINEAR_CROSS_ENTROPY = Kernel(

@@ -47,20 +47,18 @@ def times(gradient: Tensor, factor: Tensor) -> Tensor:
 
 @custom_op("forge::cross_entropy", mutates_args=("gradient",))
 def cross_entropy(
-    logits: Tensor, gradient: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float, mean: bool
+    logits: Tensor, gradient: Tensor, target: Tensor, ignore: int, smoothing: float, mean: bool
 ) -> Tensor:
     """Return the loss; write its gradient to `gradient`, which may be `logits`. Both have contiguous columns."""
     target = target.contiguous()
     with device_of(logits):
         scale = scale_of(target, ignore, mean)
-        losses = losses_with_gradient(logits, gradient, target, scale, ignore, smoothing, z_loss)
+        losses = losses_with_gradient(logits, gradient, target, scale, ignore, smoothing)
     return losses.sum() * scale
 
 
 @cross_entropy.register_fake
-def _(
-    logits: Tensor, gradient: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float, mean: bool
-) -> Tensor:
+def _(logits: Tensor, gradient: Tensor, target: Tensor, ignore: int, smoothing: float, mean: bool) -> Tensor:
     return logits.new_empty((), dtype=torch.float32)
 
 
@@ -68,11 +66,11 @@ class CrossEntropy(torch.autograd.Function):
     """Computes the gradient of the logits in forward; backward multiplies it by the gradient of the loss."""
 
     @staticmethod
-    def forward(ctx, logits, target, ignore, smoothing, z_loss, mean):
+    def forward(ctx, logits, target, ignore, smoothing, mean):
         values = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
         # a copy may be overwritten
         gradient = values if values is not logits else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        loss = cross_entropy(values, gradient, target, ignore, smoothing, z_loss, mean)
+        loss = cross_entropy(values, gradient, target, ignore, smoothing, mean)
         ctx.save_for_backward(gradient.detach())
         return loss
 
@@ -80,4 +78,4 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, *grads):
         refuse_second_derivative("cross_entropy")
         (gradient,) = ctx.saved_tensors
-        return times(gradient, grads[0]), None, None, None, None, None
+        return times(gradient, grads[0]), None, None, None, None

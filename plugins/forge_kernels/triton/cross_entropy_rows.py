@@ -51,7 +51,7 @@ def split(columns: int, itemsize: int) -> RowSplit:
 
 
 def losses_with_gradient(
-    logits: Tensor, gradient: Tensor, target: Tensor, scale: Tensor, ignore: int, smoothing: float, z_loss: float
+    logits: Tensor, gradient: Tensor, target: Tensor, scale: Tensor, ignore: int, smoothing: float
 ) -> Tensor:
     """Return the losses of the rows; write their gradient times scale to `gradient`, which may be `logits`."""
     rows, columns = logits.shape
@@ -63,7 +63,7 @@ def losses_with_gradient(
     words = torch.zeros(1 + (2 if smoothing else 1) * rows * parts, dtype=torch.int64, device=logits.device)
     late = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.int32, device=logits.device)
     tensors = (logits, gradient, target, losses, words, late, scale)
-    numbers = (rows, columns, logits.stride(0), gradient.stride(0), ignore, smoothing, z_loss)
+    numbers = (rows, columns, logits.stride(0), gradient.stride(0), ignore, smoothing)
     options = {
         "SMOOTH": smoothing != 0,
         "PACKED": logits.element_size() == 2 and block == 1024 and _has_packed_maximum(logits.device),
@@ -182,7 +182,7 @@ def _part(
     `gradient` may be `logits`: a part writes only columns that it alone reads, after it has all words of its row.
     """
     logits, gradient, target, losses, words, late, scale = tensors
-    rows, columns, stride, gradient_stride, ignore, smoothing, z_loss = numbers
+    rows, columns, stride, gradient_stride, ignore, smoothing = numbers
     row = (program // PARTS).to(tl.int64)
     part = program % PARTS
     first = part * (PIECES * BLOCK)
@@ -233,9 +233,8 @@ def _part(
 
         if together == 1:
             log_total = log(total)
-            lse = top + log_total
             times = tl.where(known, tl.load(scale), float("nan"))
-            slope = times * (1 + 2 * z_loss * lse) / total
+            slope = times / total
             even = times * smoothing / columns
             for i in tl.static_range(PIECES):  # of all classes but the label
                 at = column + i * BLOCK
@@ -250,7 +249,7 @@ def _part(
                 loss = log_total + (top - x_label)
                 if SMOOTH:
                     loss = (1 - smoothing) * loss + smoothing * (log_total + below / columns)
-                tl.store(losses + row, loss + z_loss * lse * lse)
+                tl.store(losses + row, loss)
             if (part == 0) & (known == 0):
                 tl.store(losses + row, float("nan"))
         else:
@@ -260,13 +259,13 @@ def _part(
 @triton.jit
 def _rows(
     logits, gradient, target, losses, words, late, scale,
-    rows, columns, stride, gradient_stride, ignore, smoothing, z_loss,
+    rows, columns, stride, gradient_stride, ignore, smoothing,
     LATE: tl.constexpr, SMOOTH: tl.constexpr, PACKED: tl.constexpr, PATIENCE: tl.constexpr,
     PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Run every part of every row in a program of its own; or only the late parts, whose words are complete by then."""
     tensors = (logits, gradient, target, losses, words, late, scale)
-    numbers = (rows, columns, stride, gradient_stride, ignore, smoothing, z_loss)
+    numbers = (rows, columns, stride, gradient_stride, ignore, smoothing)
     if LATE:
         for i in range(tl.program_id(0), tl.load(words).to(tl.int32), tl.num_programs(0)):
             _part(

@@ -19,7 +19,6 @@ def linear_cross_entropy(
     target: Tensor,
     ignore: int,
     smoothing: float,
-    z_loss: float,
     mean: bool,
     chunk: int,
     wanted: list[bool],
@@ -36,7 +35,7 @@ def linear_cross_entropy(
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], matrix, offset, buffer)
-            losses[rows] = losses_with_gradient(logits, logits, target[rows], scale, ignore, smoothing, z_loss)
+            losses[rows] = losses_with_gradient(logits, logits, target[rows], scale, ignore, smoothing)
             _accumulate(logits, hidden, matrix, rows, grads, wanted)
         return losses.sum() * scale, *grads
 
@@ -95,7 +94,6 @@ def _(
     target: Tensor,
     ignore: int,
     smoothing: float,
-    z_loss: float,
     mean: bool,
     chunk: int,
     wanted: list[bool],
@@ -113,7 +111,7 @@ def _keep(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad, *_):
     refuse_second_derivative("linear_cross_entropy")
-    nothing = (None,) * 7
+    nothing = (None,) * 6
     if grad is None:
         return None, None, None, *nothing
     scaled = [times(g, grad) if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)]

@@ -25,8 +25,6 @@ logger = logging.getLogger("forge")
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, on CUDA."""
-STORM = 3
-"""Log intervals in a row with recompiles that give a warning."""
 
 
 class Compile(forge.Plugin):
@@ -43,9 +41,9 @@ class Compile(forge.Plugin):
     What you see: after the first update, the number of graphs, and the line and reason of each graph break; later, each
     recompile with its reason. `compile/graphs`, `compile/breaks` and `compile/recompiles` are logged when they change.
     Graphs for evaluation, for another optimizer's turn and for unfrozen parameters do not count as recompiles. A new
-    shape is a recompile, after which the graph takes other sizes too; with `dynamic=false` each new shape is one, and a
-    warning comes before torch gives up on a stream of shapes; after that, a resumed run does not end in the bits of an
-    uninterrupted one. If nothing was compiled at all, a warning says so.
+    shape is a recompile, after which the graph takes other sizes too; with `dynamic=false` each new shape is one, until
+    torch gives up on a stream of shapes, which gives a warning with the remedy: a run that is resumed after that does
+    not end in the bits of an uninterrupted one. If nothing was compiled at all, a warning says so.
 
     Compiled arithmetic differs from eager arithmetic: fused kernels round differently, and inductor draws other random
     numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,
@@ -106,7 +104,6 @@ class Compile(forge.Plugin):
         self._watch = CompileWatch(graphs=None)
         self._looked = False
         self._reported = self._recorded = (0, 0, 0)
-        self._growing = 0
         self._warned: set[str] = set()
         self._compared: set[str | None] = set()
         self._flags = ExitStack()
@@ -197,24 +194,20 @@ class Compile(forge.Plugin):
         self._reported = watch.counts
         if watch.graphs != 0 and watch.counts != reported:
             logger.log(*messages.summary(watch, reported))
-        self._growing = self._growing + 1 if len(watch.recompiles) > reported[2] else 0
         if watch.limits:
             self._warn("limit", messages.limit(watch.limits, self.config.dynamic))
-        elif self._growing >= STORM:
-            self._warn("storm", messages.storm(watch.recompiles, STORM, self.config.dynamic))
 
     def _warn_of_nothing(self) -> None:
         regions = self._regions
         assert regions is not None
         if self._watch.graphs == 0:
             self._warn("nothing", messages.nothing(self._watch))
-        elif not regions.whole:
-            self._warn("empty", messages.empty(regions.empty()))
-            self._warn("uncalled", messages.uncalled(regions.uncalled()))
+        elif not regions.whole and (empty := regions.empty()):
+            self._warn("empty", messages.without(empty))
 
     def _warn(self, kind: str, text: str) -> None:
         """Warn once per run."""
-        if text and kind not in self._warned:
+        if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s", text)
 

@@ -15,13 +15,11 @@ from forge import torch_internals as internals
 from forge.diagnose.checks import check_training_output
 from forge.optim.sharded import local
 from forge.snapshot.sandbox import without_side_effects
-from forge.twin.compare import differences
+from forge.twin.compare import ROUNDING, differences
 from forge.twin.record import Record
 from forge.util.tensors import tensors_in
 from forge_plugins.compile.regions import Regions
 
-TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Tolerance relative to the largest entry of a tensor, by the least precise dtype used."""
 MINIFIER = "TORCHDYNAMO_REPRO_AFTER=aot TORCHDYNAMO_REPRO_LEVEL=4"
 """What makes torch's minifier look for the smallest graph that computes something else than eager."""
 
@@ -43,7 +41,7 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> t
             eager = _recorded(step, batch)
         with regions.instead(regions.make(options)):
             compiled = _recorded(step, batch)
-    dtype = max(dtypes & TOLERANCES.keys(), key=lambda each: TOLERANCES[each], default=torch.float32)
+    dtype = max(dtypes & ROUNDING.keys(), key=lambda each: ROUNDING[each], default=torch.float32)
     return _judged(compiled, eager, dtype, tolerance_for(dtype, step.trainer.env.device))
 
 
@@ -63,8 +61,8 @@ def _judged(compiled: Record, eager: Record, dtype: torch.dtype, tolerance: floa
 def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
     """Return the allowed difference of two tensors, relative to their size."""
     if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        return TOLERANCES[torch.float16]  # TF32 has the mantissa of float16
-    return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
+        return ROUNDING[torch.float16]  # TF32 has the mantissa of float16
+    return ROUNDING.get(dtype, ROUNDING[torch.bfloat16])
 
 
 def comparable(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,16 +37,6 @@ def limit(given_up: Sequence[Recompile], dynamic: bool | None) -> str:
     )
 
 
-def storm(recompiles: Sequence[Recompile], intervals: int, dynamic: bool | None) -> str:
-    """Return the warning for recompiles that do not stop."""
-    last = next((again for again in reversed(recompiles) if again.short_batch is None), recompiles[-1])
-    return (
-        f"compile: something was compiled again in each of the last {intervals} log intervals, {len(recompiles)} times "
-        f"in all; torch gives up at a limit. The last reason, in {last.function}: {last.reason}. "
-        f"{_advice(last, dynamic)}"
-    )
-
-
 def nothing(watch: CompileWatch) -> str:
     """Return the warning for a run without a graph."""
     if disabled := why_disabled():
@@ -59,15 +49,12 @@ def nothing(watch: CompileWatch) -> str:
     return f"compile: nothing was compiled; training is eager, and not faster. {why}"
 
 
-def empty(names: Sequence[str]) -> str:
+def without(names: Sequence[str]) -> str:
     """Return the warning for blocks without a graph."""
-    text = f"compile: nothing was compiled in {listed(names, MANY)}: torch skipped, or broke off in, all of it."
-    return text if names else ""
-
-
-def uncalled(names: Sequence[str]) -> str:
-    """Return the warning for named blocks that were not called."""
-    return f"compile: {listed(names, MANY)} was never called, so nothing was compiled for it." if names else ""
+    return (
+        f"compile: nothing was compiled in {listed(names, MANY)}: never called, or torch skipped, or broke off in, all "
+        "of it."
+    )
 
 
 def _why(again: Recompile) -> str:

@@ -219,14 +219,10 @@ class Regions:
             module._compiled_call_impl = call
 
     def empty(self) -> list[str]:
-        """Return the called modules without a graph, for themselves or for equal modules."""
+        """Return the modules without a graph, for themselves or for equal modules."""
         made = self.all[0].functions.made if self.all else {}
         compiled = {key[0] for key, function in made.items() if function.graphs != 0}
-        return [region.name for region in self.all if region.called and region.alike not in compiled]
-
-    def uncalled(self) -> list[str]:
-        """Return the modules that were not called."""
-        return [region.name for region in self.all if not region.called]
+        return [region.name for region in self.all if not (region.called and region.alike in compiled)]
 
 
 def _signature(module: nn.Module) -> Hashable:

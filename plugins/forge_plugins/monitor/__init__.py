@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +31,8 @@ class Monitor(forge.Plugin):
     What you see: by parameter and by layer, `monitor/grad_norm/…`, `grad_mean/…`, `grad_std/…` (unscaled, before
     clipping), `weight_norm/…` (after the update) and `update_ratio/…`, the size of the update relative to the weight;
     around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone are over all parameters. By
-    module: `monitor/activation/…/mean`, `std` and `zeros` (the share of values that are 0). With several optimizers the
-    optimizer's name comes after `monitor/`.
+    module: `monitor/activation/…/mean`, `std` and `zeros` (the share of values that are 0), of its first call. With
+    several optimizers the optimizer's name comes after `monitor/`.
 
     A layer whose gradient vanishes, explodes or is missing gives one warning, with advice, once it was so at three
     looks in a row. Small and large gradients count only where a layer hardly moves or the loss does not fall; a missing
@@ -69,12 +68,8 @@ class Monitor(forge.Plugin):
         "Draw histograms of all recorded tensors."
         shapes: bool = True
         "Show the table of modules at the start."
-        depth: int = 3
-        "Levels of modules in the table."
-        vanishing: float | None = 1e-5
-        "Warn of a layer whose gradient norm is below this share of the largest layer's; null: never."
-        exploding: float | None = 1e3
-        "Warn of a layer whose gradient norm is above this many times the median layer's; null: never."
+        alarms: bool = True
+        "Warn of layers whose gradient vanishes, explodes or is missing."
 
     config: Config
     observer = True
@@ -85,15 +80,7 @@ class Monitor(forge.Plugin):
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
-        config = self.config
         self._set_interval(None)
-        if config.depth < 1:
-            raise RecipeError(f"monitor.depth is {config.depth}; it must be at least 1.")
-        for name, most in (("vanishing", 1.0), ("exploding", math.inf)):
-            limit = getattr(config, name)
-            if limit is not None and not 0 < limit < most:
-                allowed = "above 0" if most == math.inf else "between 0 and 1"
-                raise RecipeError(f"monitor.{name} is {limit:g}; it must be {allowed} (or null for no such warning).")
         self._begin()
 
     def _set_interval(self, planned: int | None) -> None:
@@ -120,7 +107,7 @@ class Monitor(forge.Plugin):
     def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
         self._set_interval(trainer.planned_updates)
-        self._judge = Judge(self.config, trainer.task)
+        self._judge = Judge(trainer.task)
         elsewhere = [name for name, parameter in trainer.task.named_parameters() if parameter.is_meta]
         if elsewhere and trainer.env.is_main:
             text = "monitor: other ranks hold %s, so their layers are left out, also of totals."
@@ -171,7 +158,7 @@ class Monitor(forge.Plugin):
         """Publish the numbers of a look, and log alarms."""
         assert self._judge is not None
         metrics, alarms = look.read(self._judge)
-        for text in alarms if trainer.env.is_main else ():
+        for text in alarms if self.config.alarms and trainer.env.is_main else ():
             logger.warning("monitor: after update %d: %s", trainer.progress.update, text)
         trainer.publish(metrics)
 
@@ -185,7 +172,7 @@ class Monitor(forge.Plugin):
 
     def _show(self, trainer: forge.Run, table: shapes.Shapes) -> None:
         self._shown, self._table = True, None
-        text = table.as_text(self.config.depth)
+        text = table.as_text()
         if trainer.env.is_main:
             logger.info("monitor: the model in its first micro-batch\n%s", text)
         trainer.publish({"model": forge.Text(f"```\n{text}\n```")})
@@ -194,13 +181,11 @@ class Monitor(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        return {"shown": self._shown, "told": sorted(self._judge.told) if self._judge is not None else []}
+        return {"shown": self._shown}
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self._judge is not None
         self._shown = state["shown"] or not self.config.shapes
-        self._judge.told = set(state["told"])
         self._looks = []  # of an abandoned attempt
 
     @forge.hookimpl

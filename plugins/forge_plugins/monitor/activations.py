@@ -1,13 +1,11 @@
-"""Statistics of module outputs: mean, spread and zeros, over all micro-batches of one window.
+"""Statistics of module outputs: mean, spread and zeros, of the first call in one window.
 
-Forward hooks are placed on the modules for this window only, and read each output while it exists.
+Forward hooks are placed on the modules for this window only, and read the output while it exists.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,26 +15,18 @@ from torch.utils.hooks import RemovableHandle
 import forge
 from forge.util.tensors import tensors_in
 from forge_plugins.monitor.gradients import spread, widened
-from forge_plugins.monitor.packing import Contents, histogram, stacked
+from forge_plugins.monitor.packing import Contents, histogram
 from forge_plugins.torch_internals import current_autograd_node, is_functorch_wrapped
 
 
-@dataclass(slots=True)
-class _Calls:
-    """Statistics of a module's calls, on the device."""
-
-    counts: list[int] = field(default_factory=list)
-    numbers: list[Tensor] = field(default_factory=list)
-    "For each call: standard deviation, mean, share of zeros."
-    histogram: Tensor | None = None
-
-
 class Activations:
-    """Records every output of `modules` until it is closed."""
+    """Records the first output of each of `modules` until it is closed."""
 
     def __init__(self, step: forge.Step, modules: Sequence[tuple[str, nn.Module]], draw: bool):
         self._step, self._draw = step, draw
-        self._calls: dict[str, _Calls] = {}
+        self.pack: dict[str, Tensor] = {}
+        "The tensors to read, in call order."
+        self._seen: set[str] = set()
         self._handles: list[RemovableHandle] = []
         for name, module in modules:
             if name and (module._parameters or not module._modules):
@@ -47,11 +37,10 @@ class Activations:
             if torch.compiler.is_compiling():
                 return  # inside a user's compiled function this hook has no effect
             # a replay runs the window again, and so does a backward through a checkpointed block
-            if self._step.recording and current_autograd_node() is None:
+            if self._step.recording and name not in self._seen and current_autograd_node() is None:
                 values = next((tensor for tensor in tensors_in(output) if _has_values(tensor)), None)
                 if values is not None:
-                    with torch.no_grad():
-                        self._see(name, values.detach())
+                    self._see(name, values.detach())
 
         return see
 
@@ -61,40 +50,19 @@ class Activations:
             handle.remove()
         self._handles.clear()
 
+    @torch.no_grad()
     def _see(self, name: str, values: Tensor) -> None:
-        calls, wide = self._calls.setdefault(name, _Calls()), widened(values)
-        if self._draw and calls.histogram is None:
-            calls.histogram = histogram(values)
-        calls.counts.append(wide.numel())
-        calls.numbers += [*spread(wide), (wide == 0).float().mean()]
-
-    # -- reading ------------------------------------------------------------------------------------------------------
-
-    def pack(self) -> dict[str, Tensor]:
-        """Return the tensors to read."""
-        device, found = self._step.trainer.env.device, {}
-        for name, calls in self._calls.items():
-            found[f"activation/{name}"] = stacked(calls.numbers, device)
-            if calls.histogram is not None:
-                found[f"histogram/activation/{name}"] = calls.histogram
-        return found
+        self._seen.add(name)
+        wide = widened(values)
+        std, mean = spread(wide)
+        zeros = (wide == 0).float().mean()
+        self.pack |= {f"activation/{name}/{what}": x for what, x in (("mean", mean), ("std", std), ("zeros", zeros))}
+        if self._draw:
+            self.pack[f"histogram/activation/{name}"] = histogram(values)
 
     def read(self, contents: Contents) -> dict[str, float]:
-        """Return the metrics from the contents of `pack`, in call order."""
-        found: dict[str, float] = {}
-        for name, calls in self._calls.items():
-            for what, value in _merged(calls.counts, contents[f"activation/{name}"]).items():
-                found[f"activation/{name}/{what}"] = value
-        return found
-
-
-def _merged(counts: list[int], numbers: list[float]) -> dict[str, float]:
-    """Return the statistics of all calls of a module together."""
-    total, parts = sum(counts), list(zip(counts, numbers[0::3], numbers[1::3], numbers[2::3], strict=True))
-    mean = sum(n * part_mean for n, _, part_mean, _ in parts) / total
-    squares = sum((n - 1) * std**2 + n * (part_mean - mean) ** 2 for n, std, part_mean, _ in parts)
-    zeros = sum(n * share for n, _, _, share in parts) / total
-    return {"mean": mean, "std": math.sqrt(squares / max(total - 1, 1)), "zeros": zeros}
+        """Return the metrics from the contents of `pack`."""
+        return {name: contents[name][0] for name in self.pack if name.startswith("activation/")}
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, median, variance
-from typing import Any
 
 from torch import nn
 
@@ -22,6 +21,10 @@ from forge_plugins.monitor.gradients import Readings
 
 SETTLED = 10
 """Updates before the first judgement: layers initialised at 0 pass nothing on at first."""
+VANISHING = 1e-5
+"""A gradient vanishes below this share of the largest layer's."""
+EXPLODING = 1e3
+"""A gradient explodes above this many times the median layer's."""
 ABSURD = 1e6
 """A gradient this many times larger than the layer's weights explodes, whatever the other layers."""
 HUGE = 1e3
@@ -60,12 +63,11 @@ TEXTS = {
     ),
     "vanishing": (
         "the gradient vanishes in {layers}; {beside}. Next to nothing is learned there. Try ReLU or GELU in place of "
-        "sigmoid and tanh, residual connections, normalisation, or a larger initialisation. "
-        "(monitor.vanishing={vanishing:g})"
+        "sigmoid and tanh, residual connections, normalisation, or a larger initialisation."
     ),
     "exploding": (
         "the gradient explodes in {layers}; {beside}. Try -p clip, a smaller learning rate or warm-up, normalisation, "
-        "or a smaller initialisation. (monitor.exploding={exploding:g})"
+        "or a smaller initialisation."
     ),
 }
 """The text of each alarm, with remedies."""
@@ -99,11 +101,11 @@ class Trend:
 
 
 class Judge:
-    """Finds alarms, and tells each once. `limits`: monitor's options `vanishing` and `exploding`."""
+    """Finds alarms, and tells each once."""
 
-    def __init__(self, limits: Any, task: nn.Module):
-        self._limits, self._task = limits, task
-        self.told: set[str] = set()
+    def __init__(self, task: nn.Module):
+        self._task = task
+        self._told: set[str] = set()
         self._trends: dict[str, Trend] = {}
 
     def say(self, readings: Readings, loss: float | None = None, turn: str = "", settled: bool = True) -> list[str]:
@@ -116,18 +118,17 @@ class Judge:
         if loss is not None and math.isfinite(loss):
             trend.losses.append(loss)
         fresh = [alarm for alarm in trend.lasting(list(self._find(readings, trend))) if self._is_news(alarm)]
-        limits = {name: getattr(self._limits, name) or math.nan for name in ("vanishing", "exploding")}
         said: list[str] = []
         for kind, group in groupby(fresh, key=lambda alarm: alarm.kind):
             alarms = list(group)
             layers = listed([self._named(alarm) for alarm in alarms])
-            said.append(TEXTS[kind].format(layers=layers, beside=alarms[0].beside, **limits))
+            said.append(TEXTS[kind].format(layers=layers, beside=alarms[0].beside))
         return said
 
     def _is_news(self, alarm: Alarm) -> bool:
         key = f"{alarm.kind} {alarm.layer}"
-        is_news = key not in self.told
-        self.told.add(key)
+        is_news = key not in self._told
+        self._told.add(key)
         return is_news
 
     def _named(self, alarm: Alarm) -> str:
@@ -155,19 +156,14 @@ class Judge:
         yield from self._exploding(norms, readings.layers("norm_before"), ratios, trend)
 
     def _vanishing(self, norms: Mapping[str, float], ratios: Mapping[str, float], trend: Trend) -> Iterator[Alarm]:
-        limit, largest = self._limits.vanishing, max(norms.values(), default=0.0)
-        if limit is None:
-            return
+        largest = max(norms.values(), default=0.0)
         for layer, norm in norms.items():
-            if norm < limit * largest and (falls(trend.losses) is False or ratios.get(layer, math.inf) < STILL):
+            if norm < VANISHING * largest and (falls(trend.losses) is False or ratios.get(layer, math.inf) < STILL):
                 yield Alarm("vanishing", layer, f"norm {norm:.1e}", f"the largest layer has {largest:.1e}")
 
     def _exploding(
         self, norms: Mapping[str, float], weights: Mapping[str, float], ratios: Mapping[str, float], trend: Trend
     ) -> Iterator[Alarm]:
-        limit = self._limits.exploding
-        if limit is None:
-            return
         usual = median([norm for norm in norms.values() if norm] or [0.0])
         shares = [norm / weights[layer] for layer, norm in norms.items() if norm and weights.get(layer)]
         largest = ABSURD if not shares or median(shares) < HUGE else HUGE
@@ -175,7 +171,7 @@ class Judge:
         for layer, norm in norms.items():
             size = weights.get(layer, 0.0)
             # far above the others, but small beside its weights: then the others vanish
-            if (harmful and norm > limit * usual and norm > size) or (size and norm > largest * size):
+            if (harmful and norm > EXPLODING * usual and norm > size) or (size and norm > largest * size):
                 detail = f"norm {norm:.1e}, weights {size:.1e}"
                 yield Alarm("exploding", layer, detail, f"the median layer has {usual:.1e}")
 

@@ -17,6 +17,8 @@ from forge.util.tables import aligned
 from forge.util.tensors import tensors_in
 from forge.util.text import format_bytes
 
+DEPTH = 3
+"""Levels of modules in the table."""
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
 
 
@@ -69,7 +71,7 @@ class Shapes:
             handle.remove()
         self._handles.clear()
 
-    def tree(self, depth: int, path: str = "", module: nn.Module | None = None) -> ModuleRow:
+    def tree(self, depth: int = DEPTH, path: str = "", module: nn.Module | None = None) -> ModuleRow:
         """Return the task with its parts, down to `depth`; equal neighbours are folded into one row."""
         module = module or self._task
         parameters = [p for p in module.parameters() if not is_lazy(p)]
@@ -89,9 +91,9 @@ class Shapes:
             row.parts = folded(parts)
         return row
 
-    def as_text(self, depth: int) -> str:
+    def as_text(self) -> str:
         """Return the table, and a line of totals."""
-        row = self.tree(depth)
+        row = self.tree()
         leaves = [name for name, module in self._task.named_modules() if not module._modules]
         outputs = sum(self._outputs[name][1] for name in leaves if name in self._outputs)
         totals = (

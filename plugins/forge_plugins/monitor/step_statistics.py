@@ -57,7 +57,7 @@ class StepStatistics:
 
     def read(self, judge: Judge) -> tuple[dict[str, Any], list[str]]:
         """Return metrics by name, and the texts of alarms. Reads the device once."""
-        tensors, device = {**self._parameters.pack, **self._activations.pack()}, self._step.trainer.env.device
+        tensors, device = {**self._parameters.pack, **self._activations.pack}, self._step.trainer.env.device
         contents = read(tensors | ({"loss": stacked(self._losses, device)} if self._losses else {}), device)
         readings = self._parameters.read(contents)
         metrics: dict[str, Any] = {**readings.metrics(), **self._activations.read(contents)}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from pluggy import HookImpl
 from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
 import forge
+from forge.contract.dispatch import Instrument
+from forge.contract.stack import CORE, ONE_BY_ONE
 from forge.errors import RecipeError
+from forge.spans.record import PHASES
 from forge.torch_internals import profiler_enabled
 from forge.util.oom import is_out_of_memory
 from forge_plugins.profiler import memory
@@ -23,18 +27,8 @@ logger = logging.getLogger("forge")
 RECORDS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
-def in_range(hook: str, name: str) -> Any:
-    """Return a wrapper of a hook that opens a range, where ranges are opened."""
-
-    def wrapper(self: Profiler) -> Generator[None, Any, Any]:
-        if not self._names:
-            return (yield)
-        self._waiting.close()
-        with record_function(name):
-            return (yield)
-
-    wrapper.__code__ = wrapper.__code__.replace(co_name=hook)  # an error is attributed to a hook by its code
-    return forge.hookimpl(wrapper=True)(wrapper)
+RANGES = {**PHASES, "forge_train_step": "update", "forge_evaluate": "evaluate"}
+"""Names of what core does; what a plugin does is named after it and its hook."""
 
 
 class Profiler(forge.Plugin):
@@ -42,9 +36,10 @@ class Profiler(forge.Plugin):
 
     After `wait` updates and `warmup` more, `active` updates are recorded, `repeat` times. The log then has tables, and
     all sinks get the same as the text `profile`: ranges (`update`, in it `to_device`, `forward`, `backward` and
-    `optimizer`, before it `data`, the wait for the loader, and every `torch.profiler.record_function` of your own or of
-    another plugin), operators with their own time on host and device, kernels, and with `memory` the peak by purpose:
-    weights, gradients, optimizer, activations and all else. A validation in the window is recorded like the rest.
+    `optimizer`, before it `data`, the wait for the loader, what plugins do, as in `clip.edit_grads`, and every
+    `torch.profiler.record_function` of your own), operators with their own time on host and device, kernels, and with
+    `memory` the peak by purpose: weights, gradients, optimizer, activations and all else. A validation in the window is
+    recorded like the rest.
 
     On several ranks a table has the time of collectives by kind, divided into exposed (nothing is computed at the same
     time) and overlapped: on CUDA from NCCL's kernels and all other kernels, on a CPU from gloo's work and the operators
@@ -106,6 +101,10 @@ class Profiler(forge.Plugin):
             if value < least:
                 why = ": the first update of a run is like no other" if name == "wait" else ""
                 raise RecipeError(f"profiler.{name} is {value}; it must be at least {least}{why}.")
+        if not self.config.memory:
+            self.forge_inspect_grads = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._inner: Instrument | None = None
+        "What else replaces implementations."
         self._forget()
 
     def _forget(self) -> None:
@@ -130,6 +129,10 @@ class Profiler(forge.Plugin):
     def due(self, step: forge.Step) -> bool:
         """Never: a captured step is recorded unchanged."""
         return False
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Run) -> None:
+        self._inner, trainer.instrument = trainer.instrument, self._instrument
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -160,29 +163,32 @@ class Profiler(forge.Plugin):
             self._profile.start()
         self._expects = True
 
-    # -- ranges -------------------------------------------------------------------------------------------------------
+    # -- ranges and memory ---------------------------------------------------------------------------------------------
 
-    @forge.hookimpl(wrapper=True)
-    def forge_plan_step(self) -> Generator[None, Any, Any]:
-        if self._names:  # the loop asks for the next window
+    def _instrument(self, hook: str, impl: HookImpl) -> Callable[..., Any]:
+        """Return an implementation that opens a range, where ranges are opened."""
+        function = impl.function if self._inner is None else self._inner(hook, impl)
+        of_plugin = f"{impl.plugin_name}.{hook.removeprefix('forge_')}"
+        name = "data" if hook == "forge_plan_step" else RANGES.get(hook) if impl.plugin_name == CORE else of_plugin
+        if name is None or impl.wrapper or impl.plugin is self or hook in ONE_BY_ONE:
+            return function
+
+        def call(*args: Any) -> Any:
+            if not self._names:
+                return function(*args)
             self._waiting.close()
-            self._waiting.enter_context(record_function("data"))
-        return (yield)
+            if name == "data":  # the loop asks for the next window, and then waits for it
+                self._waiting.enter_context(record_function(name))
+                return function(*args)
+            with record_function(name):
+                return function(*args)
 
-    @forge.hookimpl(wrapper=True)
-    def forge_optimizer_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        if not self._names:
-            return (yield)
-        if self.config.memory:
+        return call
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        if self._names:
             self._parts = memory.parts(step.trainer)
-        with record_function("optimizer"):
-            return (yield)
-
-    forge_train_step = in_range("forge_train_step", "update")
-    forge_prepare_batch = in_range("forge_prepare_batch", "to_device")
-    forge_forward = in_range("forge_forward", "forward")
-    forge_backward = in_range("forge_backward", "backward")
-    forge_evaluate = in_range("forge_evaluate", "evaluate")
 
     # -- the cycle ----------------------------------------------------------------------------------------------------
 
@@ -233,6 +239,7 @@ class Profiler(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
+        trainer.instrument, self._inner = self._inner, None
         self._waiting.close()
         recorder, self._profile, self._names = self._profile, None, False
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge.snapshot.evidence import MEANS, UNSAVED
+from forge.snapshot.evidence import CURES, MEANS, UNSAVED, cure
 from forge.twin.compare import differences, first_difference
 from forge.twin.record import Record
 from forge.util.text import few
@@ -14,14 +14,6 @@ from forge.util.text import few
 ENDED = "the run ended first"
 """Why a run was not rehearsed, where only the card says so."""
 EXACT = "Resume rehearsed: a second process continued this run bit for bit"
-CURE = (
-    "Make it a buffer (self.register_buffer), or save it with get_extra_state and set_extra_state; let data and "
-    "schedules compute what they need from the index, the epoch or the step."
-)
-SEARCH = (
-    "Nothing that can be looked into explains it: look for state in files, threads, running generators, hooks, or "
-    "objects of other packages. Save it with get_extra_state and set_extra_state."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +55,13 @@ def judged(own: Record, said: Sequence[dict[str, Any]]) -> ResumeVerdict | None:
             "no resume can be exact. forge determinism names the operation."
         )
         return ResumeVerdict("not deterministic", text, where)
-    odd = {(each.kind, each.path) for each in noise}
-    first, own = (record.where(lambda mark: (mark.kind, mark.path) not in odd) for record in (first, own))
-    found = first_difference(first, own)
+    found = first_difference(first, own, noise=noise)
     if found is None:
         return ResumeVerdict("rehearsed, exact", f"{EXACT}.", is_good=True)
     if len(said) == 1:
         return None
     if not found.aside:
-        cure = CURE if found.kind == UNSAVED else SEARCH
-        return ResumeVerdict("differs", f"A resumed run differs from this one {found}. {cure}", str(found))
+        return ResumeVerdict("differs", f"A resumed run differs from this one {found}. {cure(found)}", str(found))
     names = few(found.names)
-    text = f"{EXACT}. It did not have {names} as this run has, and did not need it yet. {CURE}"
+    text = f"{EXACT}. It did not have {names} as this run has, and did not need it yet. {CURES[UNSAVED]}"
     return ResumeVerdict("rehearsed, exact", text, f"{names} is not restored")

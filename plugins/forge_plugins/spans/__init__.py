@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,24 @@ from forge.errors import RecipeError
 from forge.runs.folder import RunFolder
 from forge.spans import goodput, record, told
 from forge.spans.device import DeviceTimes
-from forge.spans.file import SpanFile, path_of
+from forge.spans.file import SpanFile
 from forge.spans.ranks import SlowRanks
 from forge.spans.verdict import Verdict
 from forge.torch_internals import dynamo_is_loaded
 from forge.util.files import atomic_write
 from forge_plugins import torch_internals as internals
-from forge_plugins.spans.limits import OFTEN, batches_of, limit_of
+from forge_plugins.spans.flops import FlopCount
+from forge_plugins.spans.limits import batches_of, limit_of
 from forge_plugins.spans.syncs import NamedSyncs
 from forge_plugins.spans.updates import UpdateRates
 from forge_plugins.spans.waiting import WaitingGpu
 
 logger = logging.getLogger("forge")
 
-EVERY, SHOWN_EVERY = 10.0, 60.0
-"""Seconds between two writes of RUN/spans.json, and between two texts for the loggers."""
+EVERY = 10.0
+"""Seconds between two writes of RUN/spans.json."""
+MANY = 2**15
+"""Spans that wait to be written, at most."""
 
 
 class Spans(forge.Plugin):
@@ -38,13 +41,12 @@ class Spans(forge.Plugin):
 
     When to use it: always; it is part of the recipe `default`, and costs about a µs per update.
 
-    What you see: the card of the run, `forge runs`, reports and loggers (a text at a checkpoint, once a minute at most)
-    have the share of the wall time that was spent in updates that count, over all attempts of the run: goodput. The
-    rest is the start of each attempt, compiling, waiting for data, validation, checkpoints (the time that training
-    waits for them), logs, stalls, and work that was lost: what an attempt did after the checkpoint that the next one
-    went on from, or that a rewind went back to. The parts add up to the wall time of all attempts. Time between
-    attempts, as in a queue, is told beside it. On a GPU that waits for the host in the first updates, a line says so,
-    with what capturing the update would gain.
+    What you see: the card of the run, `forge runs` and reports have the share of the wall time that was spent in
+    updates that count, over all attempts of the run: goodput. The rest is the start of each attempt, compiling,
+    waiting for data, validation, checkpoints (the time that training waits for them), logs, stalls, and work that was
+    lost: what an attempt did after the checkpoint that the next one went on from, or that a rewind went back to. The
+    parts add up to the wall time of all attempts. Time between attempts, as in a queue, is told beside it. On a GPU
+    that waits for the host in the first updates, a line says so, with what capturing the update would gain.
 
     An attempt begins when its fit is configured, so the import of torch is not in it, and its first update belongs to
     its start. A stall is an update that takes ten times as long as usual, and over a second: the excess counts.
@@ -62,11 +64,11 @@ class Spans(forge.Plugin):
     for each call.
 
     With `rates`, every log has `rates/samples_per_s`, `step_ms_p50`, `_p95` and `_max`, and `data_wait_share`: the
-    share of time in which the host waited for the loader. A step lasts from the start of that wait to its end; logs,
-    validations and checkpoints are not included. On CUDA the device records the time at both ends, and the host reads
-    it later: nothing waits, and a log covers the updates that are finished by then. `tokens_per_s` is logged if a batch
-    begins with a two-dimensional tensor of integers; if the task defines `num_items`, its rate has that name then,
-    otherwise `items_per_s`. `rates/tflops` is the work per second, in 10¹² FLOPs, and `rates/mfu` is FLOP/s ÷ the
+    share of time in which the host waited for the loader. A step lasts from the end of the one before to its own;
+    logs, validations and checkpoints are not included. On CUDA the device records the time at both ends, and the host
+    reads it later: nothing waits, and a log covers the updates that are finished by then. `tokens_per_s` is logged if a
+    batch begins with a two-dimensional tensor of integers; if the task defines `num_items`, its rate has that name
+    then, otherwise `items_per_s`. `rates/tflops` is the work per second, in 10¹² FLOPs, and `rates/mfu` is FLOP/s ÷ the
     device's peak: the data sheet's value for dense products in the type that most of the work uses, or `peak`. FLOPs
     are counted with the formulas of torch's flop counter in the second update, and assumed to grow with the number of
     samples. Recomputation counts, because the device does compute it. Inside compiled code nothing can be counted, so
@@ -96,8 +98,6 @@ class Spans(forge.Plugin):
         "The device's peak in TFLOP/s, for MFU, instead of the table of data sheets."
         file: bool = False
         "Record hooks, and write every span to RUN/spans.jsonl, one file a rank, of 64 MiB at most."
-        ranges: bool = False
-        "Record hooks, and open a range of the same name for each call, which torch's profiler shows."
 
     config: Config
     observer = True
@@ -127,9 +127,7 @@ class Spans(forge.Plugin):
         peak = self.config.peak
         if peak is not None and peak <= 0:
             raise RecipeError(f"spans.peak is {peak:g}; it must be above 0, in TFLOP/s.")
-        if not self.config.rates:
-            self.forge_plan_step = self.forge_step_end = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._records = self.config.hooks or self.config.file or self.config.ranges
+        self._records = self.config.hooks or self.config.file
         if not self.config.rates and not self._records:
             self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -137,67 +135,59 @@ class Spans(forge.Plugin):
 
     @forge.hookimpl
     def forge_configure(self, trainer: forge.Run) -> None:
-        config = self.config
-        self._account = self.times = self._syncs = self._ranks = None
+        self._account = self.times = self._rates = self._syncs = self._ranks = self._batches = None
         self._earlier: list[goodput.TimedAttempt] | None = None
         self._folder: Path | None = None
         "Where the account is written."
         self._waiting: WaitingGpu | None = None
-        self._rates: UpdateRates | None = None
-        self._failed, self._looks, self._batches = False, None, None
+        self._looks: WaitingGpu | None = None
+        "The same, while it looks."
         self._file: SpanFile | None = None
-        self._written = self._shown = goodput.clock()
+        self._written = goodput.clock()
         if trainer.verb != "fit":
             return
-        self._account = goodput.TimeAccount(Compiled().seconds, trainer.instrument)
+        asked = self.config.rates or self._records
+        device = DeviceTimes() if asked and torch.cuda.is_available() else None
+        self._account = goodput.TimeAccount(Compiled().seconds, trainer.instrument, device)
         trainer.instrument = self._account.instrument
         if self._records:
-            around = torch.profiler.record_function if config.ranges else None
-            self._events = DeviceTimes() if torch.cuda.is_available() else None
-            self.times = record.HookTimes(self._account, self, self._events, around)
+            self.times = record.HookTimes(self._account, self, keeps=self.config.file)
             trainer.instrument = self.times.instrument
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        self._waiting = WaitingGpu.of(trainer)
-        self._looks = self._waiting
-        if trainer.env.is_main and trainer.verb == "fit":
-            self._folder = trainer.run_dir
-        on_cuda = trainer.env.device.type == "cuda"
-        if self.times is not None and self._events is not None and on_cuda:
-            self._syncs = NamedSyncs()
-            self._events.start(trainer.env.device)
-        self._batches = batches_of(trainer)[0] if self.times is not None else None
+        account, env = self._account, trainer.env
+        if account is None:
+            return
+        self._waiting = self._looks = WaitingGpu.of(trainer)
+        self._folder = trainer.run_dir if env.is_main else None
+        on_cuda = env.device.type == "cuda"
+        if account.device is not None and on_cuda:
+            account.device.start(torch.cuda.current_stream(env.device))
+        self._flops = FlopCount(env.device, self.config.peak)
+        if self.config.rates:
+            self._rates = UpdateRates(trainer, account, self._flops)
+        if self.times is None:
+            return
+        self._syncs = NamedSyncs() if on_cuda else None
+        self._ranks = SlowRanks(env) if env.world > 1 else None
+        self._batches = batches_of(trainer)[0]
         if self._batches is not None:
             self._batches.spent = torch.zeros(2, dtype=torch.float64).share_memory_()
-        if self.times is not None and self.config.file and trainer.run_dir is not None:
-            self._file = SpanFile(path_of(trainer.run_dir, trainer.env.rank), trainer.env.rank)
-        if self.times is not None and trainer.env.world > 1:
-            self._ranks = SlowRanks(trainer.env)
-        if trainer.verb == "fit" and (self.config.rates or self._records):
-            self._rates = UpdateRates(trainer, self.config.peak)
-
-    @forge.hookimpl(wrapper=True)
-    def forge_plan_step(self) -> Generator[None, Any, Any]:
-        if self._rates is not None:
-            self._rates.clock.begin()
-        return (yield)
+        if self.config.file and trainer.run_dir is not None:
+            self._file = SpanFile(trainer.run_dir, env.rank)
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        counting = None if self._rates is None else self._rates.counting(step)
+        """Count the FLOPs of an early update."""
+        counting = self._flops.turn(step)
         if counting is not None:
             with counting:
                 return (yield)
-        if self._rates is not None and self._rates.told and self.config.rates and step.trainer.env.is_main:
-            logger.info("spans: %s", self._rates.told)
+        if self._flops.told and self.config.rates and step.trainer.env.is_main:
+            logger.info("spans: %s", self._flops.told)
         step.trainer.switch_hooks(self, "forge_train_step", on=False)
         return (yield)
-
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
-        if self._rates is not None:
-            self._rates.end(step)
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
@@ -205,20 +195,18 @@ class Spans(forge.Plugin):
         if account is None:
             return
         saved = account.update(step)
+        if self._rates is not None:
+            self._rates.end(step)
         if self.times is not None:
             self._count(self.times, step)
-        if self.config.rates and self._rates is not None and step.ends_interval and (found := self._rates.take()):
-            trainer.publish(found)
+        if (self._rates is not None or self.times is not None) and step.ends_interval:
+            self._tell(step)
         if saved or account.ended - self._written > EVERY:
-            self._write(trainer, account, shows=saved)
+            self._write(trainer, account)
         if self._looks is not None and account.usual is not None and not self._looks.look(step, account.usual):
             if text := self._looks.sentence(account.usual):
                 logger.info("%s", text)
             self._looks = None
-
-    @forge.hookimpl
-    def forge_exception(self) -> None:
-        self._failed = True
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
@@ -234,26 +222,36 @@ class Spans(forge.Plugin):
             return
         account.end(trainer.saved_at)
         self._write(trainer, account)
-        if not self._failed and self._rates is not None:
-            trainer.env.synchronize()  # the run is over, so waiting for the device is fine
         if self._rates is not None and (text := self._rates.sentence()) and trainer.env.is_main:
             logger.info("spans: %s.", text)
         if self.times is not None and trainer.env.is_main:
-            logger.info("spans: %s\n%s", told.with_syncs(self.report), self.limit(trainer))
+            logger.info("spans: %s\n%s", told.as_text(self.report), self.limit(trainer))
         if self._batches is not None:
             self._batches.spent = None
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _count(self, times: record.HookTimes, step: forge.Step) -> None:
-        """Count an update; at the end of an interval log what each plugin costs, on average since the first update."""
+        """Count an update."""
         times.update(step.index)
         if not times.updates and self._syncs is not None:
             self._syncs.start()
-        if self._file is not None and (step.ends_interval or len(times.ring) > record.RING // 2):
-            self._file.take(times.ring)
-        if not times.updates or not step.ends_interval:
+        if times.spans is None:
             return
+        if self._file is None:  # without a run folder
+            times.spans.clear()
+        elif step.ends_interval or len(times.spans) > MANY:
+            self._file.take(times.spans)
+
+    def _tell(self, step: forge.Step) -> None:
+        """Log the rates of an interval, and what each plugin costs on average since the first update."""
+        found = {} if self._rates is None else self._rates.take()
+        if self.times is not None and self.times.updates:
+            found |= self._costs(self.times, step.trainer.env.device.type == "cuda")
+        if found:
+            step.trainer.publish(found)
+
+    def _costs(self, times: record.HookTimes, on_cuda: bool) -> dict[str, float]:
         report, costs = self.report, dict[str, float]()
         for row in report["rows"]:
             spent = row["us_per_update"] if row["is_cost"] else 0.0
@@ -262,12 +260,9 @@ class Spans(forge.Plugin):
         if "syncs" in report:
             costs["costs/syncs_per_update"] = sum(row["per_update"] for row in report["syncs"])
         if self._ranks is not None:
-            if self._events is not None:
-                self._events.collect()
-            on_device = step.trainer.env.device.type == "cuda"
-            found = self._ranks.compare(times.phases(on_device), report["update_us"] / 1e6 + times.parts()["data"])
+            found = self._ranks.compare(times.phases(on_cuda), report["update_us"] / 1e6 + times.parts()["data"])
             costs |= {f"rates/{name}": value for name, value in found.items()}
-        step.trainer.publish(costs)
+        return costs
 
     @property
     def report(self) -> dict[str, Any]:
@@ -280,21 +275,13 @@ class Spans(forge.Plugin):
         """Return what limits the updates since the first."""
         if self.times is None or self.times.updates < 1:
             return None
-        if self._events is not None:
-            self._events.collect()
         works = self._waiting.works if self._waiting is not None else None
-        busy = None if works is None else works - self.times.phases(on_device=True)["to_device"]  # a copy is no work
-        flops = None if self._rates is None else self._rates.flops
-        calls, reads = (None, {}) if flops is None else (flops.calls, flops.reads)
         ranks = () if self._ranks is None else self._ranks.own
-        syncs = self.report.get("syncs", ())
-        if self._rates is not None and sum(row["per_update"] for row in syncs) >= OFTEN:
-            busy = self._rates.least_seconds(trainer)  # a host that waits in the update hides what the GPU works
-        return limit_of(trainer, self.times, busy=busy, calls=calls, reads=reads, syncs=syncs, ranks=ranks)
+        return limit_of(trainer, self.times, self._flops, works, self.report.get("syncs", ()), ranks)
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
-    def _write(self, trainer: forge.Run, account: goodput.TimeAccount, shows: bool = False) -> None:
+    def _write(self, trainer: forge.Run, account: goodput.TimeAccount) -> None:
         account.settle()
         self._written = account.ended
         if self._folder is None:
@@ -303,10 +290,10 @@ class Spans(forge.Plugin):
             resumes = trainer.resumed_from is not None
             self._earlier = goodput.attempts_in(RunFolder(self._folder).spans) if resumes else []
         attempts = [*self._earlier, account.attempt]
-        content: dict[str, Any] = {"attempts": [each.as_json() for each in attempts]}
+        content: dict[str, Any] = {"attempts": [asdict(each) for each in attempts]}
         if self.times is not None:
             content |= {"hooks": self.report, "verdict": str(self.limit(trainer) or "")}
-        if self._rates is not None and self.config.rates:
+        if self._rates is not None:
             content["rates"] = self._rates.sentence()
         try:
             with atomic_write(self._folder / goodput.FILE) as beside:
@@ -314,10 +301,6 @@ class Spans(forge.Plugin):
         except OSError as error:
             self._folder = None
             logger.error("spans: %s cannot be written, and is no more: %s.", goodput.FILE, error)
-        spent = goodput.account(attempts)
-        if shows and spent is not None and self._written - self._shown > SHOWN_EVERY:
-            self._shown = self._written
-            trainer.publish({"goodput": forge.Text(spent.markdown())})
 
 
 class Compiled:

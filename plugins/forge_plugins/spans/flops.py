@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -90,9 +91,16 @@ class FlopCount:
     """Counts the second update of a run; the first may still compile. Inside compiled code nothing can be counted, so
     forward and backward of a micro-batch run once on a copy of the task without values."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, peak: float | None = None):
         self._counting, self._samples = Counting(), 0.0
         self._graphs = graphs_compiled()
+        self._device, self._given = device, peak
+        self.first = math.inf
+        "The first update."
+        self.peak: float | None = None
+        "The device's peak in FLOP/s, once all is counted and where it is known."
+        self.told = ""
+        "What was counted."
 
     @property
     def per_sample(self) -> float | None:
@@ -109,16 +117,19 @@ class FlopCount:
         """Values that lines of the user's read in an update."""
         return self._counting.reads
 
-    @contextmanager
-    def of(self, step: forge.Step) -> Iterator[None]:
-        """Count one optimizer's turn of the update."""
+    def turn(self, step: forge.Step) -> AbstractContextManager[Any] | None:
+        """Return what to run one optimizer's turn of an update in; None once all is counted."""
+        self.first = min(self.first, step.index)
+        if step.index == self.first:
+            return nullcontext()
+        if step.index > self.first + 1:
+            self.peak, self.told = self._find_peak()
+            return None
         if is_compiled(step.trainer, self._graphs):
             self._probe(step)
-            yield
-            return
+            return nullcontext()
         self._samples = step.samples
-        with self._counting:
-            yield
+        return self._counting
 
     def _probe(self, step: forge.Step) -> None:
         trainer = step.trainer
@@ -134,12 +145,12 @@ class FlopCount:
             text += "task with fake tensors does not run (%s: %s)."
             logger.warning(text, type(trainer.task).__name__, type(error).__name__, said)
 
-    def peak(self, device: torch.device, given: float | None) -> tuple[float | None, str]:
+    def _find_peak(self) -> tuple[float | None, str]:
         """Return the device's peak in FLOP/s, and a text of what was counted, the formula of MFU, and what was not."""
         kinds = self._counting.by_dtype.most_common()
         if not kinds or self.per_sample is None:
             return None, ""
-        dtype = kinds[0][0]
+        dtype, given, device = kinds[0][0], self._given, self._device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
         peak = given if given is not None else peak_of(name, dtype)
         shares = ", ".join(f"{flops / self._counting.by_dtype.total():.0%} {kind}" for kind, flops in kinds if flops)
@@ -152,6 +163,11 @@ class FlopCount:
         if self._counting.unknown:
             lines.append(f"Not counted, because they have no formula: {', '.join(sorted(self._counting.unknown))}.")
         return None if peak is None else peak * 1e12, " ".join(lines)
+
+    def least_seconds(self, trainer: forge.Run) -> float | None:
+        """Return the seconds that an update takes a device at its peak; None where that is unknown."""
+        samples = trainer.progress.sample / max(trainer.progress.update, 1)
+        return None if self.peak is None or self.per_sample is None else self.per_sample * samples / self.peak
 
 
 def is_compiled(trainer: forge.Run, graphs_before: int) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import forge
 from forge.data.sample_seeding import Seeded
 from forge.spans.record import HookTimes
 from forge.spans.verdict import Measured, Verdict, verdict
+from forge_plugins.spans.flops import FlopCount
 
 OFTEN = 0.5
 """Waits for the device in an update, from which they may be what limits it."""
@@ -27,29 +28,29 @@ def batches_of(trainer: forge.Run) -> tuple[Seeded | None, int | None]:
 def limit_of(
     trainer: forge.Run,
     times: HookTimes,
-    *,
-    busy: float | None,
-    calls: int | None,
-    reads: Mapping[str, int],
+    flops: FlopCount,
+    works: float | None,
     syncs: Sequence[dict[str, Any]],
     ranks: Sequence[float],
 ) -> Verdict:
-    """Return the verdict on the updates after the first. `busy` are the seconds that a GPU works in one, `calls` its
-    operators, `reads` the values that lines of the user's read in one, `syncs` the lines that make the host wait,
-    `ranks` the seconds of each rank's own work."""
-    phases = times.phases()
+    """Return the verdict on the updates after the first. `works` are the seconds that a GPU works in one, if known,
+    `syncs` the lines that make the host wait, `ranks` the seconds of each rank's own work."""
+    phases, often = times.phases(), sum(row["per_update"] for row in syncs)
     batches, workers = batches_of(trainer)
     made = [0.0, 0.0] if batches is None or batches.spent is None else batches.spent.tolist()
+    if often >= OFTEN:
+        busy = flops.least_seconds(trainer)  # a host that waits in the update hides what the GPU works
+    else:
+        busy = None if works is None else works - times.phases(on_device=True)["to_device"]  # a copy is no work
     # a wait for the device costs what the device idles for it, at most
     idle = 0.0 if busy is None else max(0.0, sum(phases.values()) - phases["evaluate"] - phases["checkpoint"] - busy)
-    often = sum(row["per_update"] for row in syncs)
     return verdict(
         Measured(
             phases=phases,
             on_cpu=trainer.env.device.type == "cpu",
             busy=busy,
-            calls=calls,
-            reads=reads,
+            calls=flops.calls,
+            reads=flops.reads,
             collate=phases["data"] * made[1] / sum(made) if sum(made) else None,
             workers=workers,
             cores=os.cpu_count() or 1,

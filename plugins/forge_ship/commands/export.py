@@ -61,9 +61,6 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--merge", action="store_true", help="merge adapters into their base (LoRA by peft)")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.add_argument(
-        "--unverified", action="store_true", help="export without data; the card says that nothing was compared"
-    )
     return parser
 
 
@@ -110,7 +107,6 @@ def run(args: Namespace) -> int:
                 dynamic=dynamic[0] if len(dynamic) == 1 else dynamic,
                 force=args.force,
                 merge=args.merge,
-                unverified=args.unverified,
                 **source_arguments(args),
             )
         except ExportMismatch as mismatch:
@@ -132,8 +128,7 @@ def print_export(made: Export) -> None:
         for port in card[kind]:
             grid.add_row(kind[:-1], port["name"], port["dtype"], " × ".join(map(str, port["shape"])))
     console.print(grid)
-    if verdict is not None:
-        _print_verdict(verdict)
+    _print_verdict(verdict)
     for note in made.notes:
         show.message(f"note: {note}", style="yellow")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from forge.util.frames import is_library
+from forge_ship import torch_internals as internals
 from forge_ship.engine import ExportError
-from forge_ship.recurrent import has_recurrence, looped
 
 __all__ = ["Plan", "traced"]
 
@@ -74,7 +74,7 @@ class Plan:
     def varies_length(self) -> bool:
         """Whether a recurrent model is to run at any length."""
         varied = any(symbol != "batch" for symbols in self.axes.values() for symbol in symbols.values())
-        return varied and has_recurrence(self.model)
+        return varied and any(isinstance(module, nn.RNNBase) for module in self.model.modules())
 
     def dims(self) -> tuple[dict[int, Any] | None, ...]:
         """Return torch's names of the dynamic axes, input by input."""
@@ -96,7 +96,7 @@ def traced(plan: Plan) -> ExportedProgram:
     """Trace a model with torch.export. Limits that torch finds are taken; an axis that it fixes is refused."""
     for _ in range(ATTEMPTS):
         try:
-            with torch.no_grad(), quiet(), looped(plan.model) if plan.varies_length else nullcontext():
+            with torch.no_grad(), quiet(), looped() if plan.varies_length else nullcontext():
                 program = torch.export.export(plan.model, plan.examples, dynamic_shapes=plan.shapes(), strict=False)
             break
         except Exception as error:
@@ -109,6 +109,13 @@ def traced(plan: Plan) -> ExportedProgram:
         )
     plan.limits = _limits(plan, program)
     return program
+
+
+@contextmanager
+def looped() -> Iterator[None]:
+    """Have torch trace LSTM and GRU as loops, which run at any length; else they are unrolled at the example's."""
+    with internals.lstm_loops(), internals.gru_loops():
+        yield
 
 
 def _take_suggestions(plan: Plan, error: Exception) -> bool:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.util.oom import is_out_of_memory
-from forge_ship.engine import Engine, ExportError, Port, shape_text
+from forge_ship.engine import Engine, ExportError, Port
 
 logger = logging.getLogger("forge")
 
@@ -159,32 +158,15 @@ class Batcher:
             return self._together(batch)
         except BaseException as error:  # a thread that ended would leave every caller waiting
             if len(batch) == 1:
-                return [self._explained(batch[0], error)]
+                return [self._failed(batch[0], error)]
         return [self._compute([request])[0] for request in batch]
 
-    def _explained(self, request: QueuedRequest, error: BaseException) -> BaseException:
-        """Log an engine's error. It is the request's fault where the model computes zeros of the sizes it knows."""
+    def _failed(self, request: QueuedRequest, error: BaseException) -> EngineFailure:
+        """Log an engine's error: callers are not told what it says."""
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in request.inputs.items())
         text = " ".join(str(error).split())[:MAX_LOG]
-        zeros = {port.name: zeros_of(port, 1) for port in self._engine.inputs}
-        is_known = not isinstance(error, Exception) or isinstance(error, ExportError) or is_out_of_memory(error)
-        is_rejected = not is_known and self._computes(zeros)
-        level = logging.WARNING if is_rejected else logging.ERROR
-        logger.log(level, "The model failed on %s: %s: %s", shapes, type(error).__name__, text)
-        if not is_rejected:
-            return EngineFailure(f"{type(error).__name__}: {text}")
-        known = ", ".join(f"{name} of {shape_text(tensor.shape)}" for name, tensor in zeros.items())
-        return InputRejected(
-            f"The model fails on the values or the sizes of this request; it computes zeros, {known}. Send values that "
-            "it knows."
-        )
-
-    def _computes(self, inputs: Mapping[str, Tensor]) -> bool:
-        try:
-            self._run(inputs, 1)
-        except BaseException:  # this runs in the engine's thread, which must not end
-            return False
-        return True
+        logger.error("The model failed on %s: %s: %s", shapes, type(error).__name__, text)
+        return EngineFailure(f"{type(error).__name__}: {text}")
 
     def _together(self, batch: list[QueuedRequest]) -> list[Outputs]:
         if len(batch) == 1:
@@ -218,10 +200,6 @@ class Batcher:
 
 class EngineFailure(Exception):
     """An engine failed, on any request or by its own fault; it may have raised anything, so it is told, not raised."""
-
-
-class InputRejected(Exception):
-    """A request that the engine cannot compute, though it computes others; the message says so."""
 
 
 def can_batch(engine: Engine) -> bool:

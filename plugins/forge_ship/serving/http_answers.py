@@ -23,7 +23,7 @@ from torch import Tensor
 from forge.util.text import format_bytes
 from forge_ship.engine import Engine, ExportError, row_bytes
 from forge_ship.serving import protocol
-from forge_ship.serving.batcher import Batcher, EngineFailure, InputRejected, Outputs, zeros_of
+from forge_ship.serving.batcher import Batcher, EngineFailure, Outputs, zeros_of
 from forge_ship.serving.limits import ServeLimits
 from forge_ship.serving.metrics import ServerMetrics
 from forge_ship.serving.protocol import JSON, Refused
@@ -198,8 +198,6 @@ class ModelService:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        except InputRejected as rejected:
-            response = _problem(422, str(rejected))
         except EngineFailure:
             response = _problem(500, "The model failed on this request; the server's log has the reason.")
         self._metrics.request(response.status_code, time.perf_counter() - start)

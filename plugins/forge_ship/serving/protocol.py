@@ -1,5 +1,5 @@
 """Bodies of requests and answers, in JSON. A body is from a stranger: every mistake in one is refused with a status and
-one line that names the fix, before memory is taken for its values."""
+one line that names the fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from forge.checkpoint.strict_json import count_values, unique
+from forge.checkpoint.strict_json import unique
 from forge.errors import CheckpointError
 from forge_ship.engine import ExportError, Port, check_inputs
 from forge_ship.serving.limits import ServeLimits
@@ -37,10 +37,10 @@ def check_headers(headers: Mapping[str, str]) -> None:
 
 def decode(body: bytes, ports: Sequence[Port], limits: ServeLimits) -> tuple[dict[str, Tensor], int]:
     """Return the tensors of a body by name, and how many rows they have."""
-    most = _most_values(ports, limits)
-    if most is not None and count_values(body) > most:
-        raise Refused(413, f"The body has more values than {limits.max_batch} rows of this model; send fewer rows.")
-    values, expected = _by_name(_parse(body), ports), [port.name for port in ports]
+    values, expected = _parse(body), [port.name for port in ports]
+    if not isinstance(values, dict):
+        example = ", ".join(f'"{name}": [...]' for name in expected)
+        raise Refused(400, f"The body must be an object: {{{example}}}.")
     if values.keys() != set(expected):
         given = ", ".join(repr(name[:40]) for name in sorted(values)[:5]) or "nothing"
         raise Refused(400, f"The model takes {', '.join(expected)}; the body has {given}.")
@@ -81,19 +81,6 @@ def _no_constant(name: str) -> NoReturn:
     raise Refused(400, f"{name} is not a JSON number: send finite values.")
 
 
-def _by_name(content: Any, ports: Sequence[Port]) -> dict[str, Any]:
-    """Return values by input name. {"inputs": ...} may wrap them, or hold the values of a model's only input."""
-    example = ", ".join(f'"{port.name}": [...]' for port in ports)
-    if not isinstance(content, dict):
-        raise Refused(400, f'The body must be an object: {{"inputs": {{{example}}}}}.')
-    inner = content.get("inputs")
-    if len(content) == 1 and "inputs" in content and (isinstance(inner, dict) or ports[0].name != "inputs"):
-        if not isinstance(inner, dict) and len(ports) > 1:
-            raise Refused(400, f'The model has several inputs: {{"inputs": {{{example}}}}}.')
-        return inner if isinstance(inner, dict) else {ports[0].name: inner}
-    return content
-
-
 def _tensor(value: Any, port: Port) -> Tensor:
     dtype = getattr(torch, port.dtype)
     try:
@@ -120,18 +107,6 @@ def _most(axis: str, ports: Sequence[Port], limits: ServeLimits) -> int | None:
         return limits.max_batch
     seen = [port.seen[axis][1] for port in ports if port.seen and axis in port.seen]
     return limits.max_axes.get(axis, max(seen, default=None))
-
-
-def _most_values(ports: Sequence[Port], limits: ServeLimits) -> int | None:
-    """Return how many values JSON of the largest request has; None if an axis has no limit."""
-    total = 64
-    for port in ports:
-        sizes = [_most(size, ports, limits) if isinstance(size, str) else size for size in port.shape]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
-            return None
-        total += math.prod(known) * (1 + len(known))  # a number each, and as many lists as there are axes at most
-    return total
 
 
 def _line(error: BaseException) -> str:

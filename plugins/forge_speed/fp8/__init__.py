@@ -70,8 +70,6 @@ class FP8(forge.Plugin):
         "Which linear layers: auto (those large enough to gain), all, or patterns of names, such as 'blocks.*'."
         leave_out: str | list[str] = field(default_factory=list)
         "Patterns of layers to leave as they are."
-        fast_sums: bool = False
-        "Sum the gradients of weights in fewer bits: a GPT of width 2048 gains another 2 %, and losses rise a little."
 
     config: Config
     provides = ("float8",)
@@ -110,7 +108,7 @@ class FP8(forge.Plugin):
             return
         self._layers, trainer.env.computes_in[self.name] = chosen, "fp8"
         for layer in chosen.values():
-            install(layer, least_rows(layer) if self.config.layers == AUTO else TILE, self.config.fast_sums)
+            install(layer, least_rows(layer) if self.config.layers == AUTO else TILE)
         logger.info("fp8 computes %d linear layers in float8: %s.", len(chosen), listed(chosen, MANY))
         if device.type == "cuda" and not any("compile" in plugin.provides for plugin in trainer.stack):
             logger.warning("fp8 without compile is slower than bfloat16: its casts are not fused. Add -p compile.")

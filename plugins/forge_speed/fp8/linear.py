@@ -22,21 +22,20 @@ TILE = 16
 """`scaled_mm` takes matrices whose sides are multiples of this."""
 SMALLEST = 1e-30
 """The least value that counts as a tensor's largest: both scale and its inverse are ordinary float32 numbers."""
-LEAST_ROWS, FAST_SUMS = "fp8_least_rows", "fp8_fast_sums"
-"""Attributes of an installed layer: inputs of fewer rows are computed as written; whether the gradient of the weight is
-summed in fewer bits too."""
+LEAST_ROWS = "fp8_least_rows"
+"""The attribute of an installed layer: inputs of fewer rows are computed as written."""
 
 
-def install(layer: nn.Linear, least_rows: int = TILE, fast_sums: bool = False) -> None:
+def install(layer: nn.Linear, least_rows: int = TILE) -> None:
     """Make a layer compute in float8 while it trains; `remove` undoes it."""
-    vars(layer)[LEAST_ROWS], vars(layer)[FAST_SUMS] = least_rows, fast_sums
+    vars(layer)[LEAST_ROWS] = least_rows
     # a bound method: a copy of the layer gets one bound to the copy
     vars(layer)["forward"] = MethodType(forward, layer)
 
 
 def remove(layer: nn.Module) -> None:
     """Restore a layer's own forward."""
-    for name in ("forward", LEAST_ROWS, FAST_SUMS):
+    for name in ("forward", LEAST_ROWS):
         vars(layer).pop(name, None)
 
 
@@ -45,7 +44,7 @@ def forward(self: Any, x: Tensor) -> Tensor:
     autocast = torch.is_autocast_enabled(x.device.type)
     if not _takes(self, x, autocast):
         return F.linear(x, self.weight, self.bias)
-    y = Float8Products.apply(x.reshape(-1, self.in_features), self.weight, self.bias, self.fp8_fast_sums)
+    y = Float8Products.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     return y.view(*x.shape[:-1], self.out_features).to(dtype)
 
@@ -73,19 +72,19 @@ class Float8Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fast_sums: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         most_x, most_w = largest(x), largest(weight)
         x8, w8 = encode(x, most_x), encode(weight, most_w)
         ctx.save_for_backward(x8, most_x, weight, most_w)
-        ctx.dtypes, ctx.fast_sums = (x.dtype, None if bias is None else bias.dtype), fast_sums
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         b = None if bias is None else bias.to(torch.bfloat16)
         return product(x8, w8.t(), step_of(most_x), step_of(most_w), b, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = gradients
         x8, most_x, weight, most_w = ctx.saved_tensors
-        of_x, of_w, of_b, _ = ctx.needs_input_grad
+        of_x, of_w, of_b = ctx.needs_input_grad
         kind, kind_of_b = ctx.dtypes
         most = largest(grad)
         g8, step = encode(grad, most), step_of(most)
@@ -95,10 +94,10 @@ class Float8Products(torch.autograd.Function):
             grad_x = product(g8, column_major(w8), step, step_of(most_w), fast=True).to(kind)
         if of_w:
             g8t = g8.t().contiguous()
-            grad_w = product(g8t, column_major(x8), step, step_of(most_x), fast=ctx.fast_sums).to(weight.dtype)
+            grad_w = product(g8t, column_major(x8), step, step_of(most_x)).to(weight.dtype)
         if of_b:
             grad_b = grad.sum(0, dtype=torch.float32).to(kind_of_b)
-        return grad_x, grad_w, grad_b, None
+        return grad_x, grad_w, grad_b
 
 
 def largest(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from forge.cli import group, target
+from forge.cli import target
 from forge.config import Recipe
 from forge.errors import ForgeError, NegativeVerdict
 from forge.runs import wording
@@ -57,9 +57,6 @@ def parser() -> ArgumentParser:
         "--prune", action="store_true", help="stop runs that are worse than others at the same validation (ASHA)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choices (default: 0)")
-    parser.add_argument(
-        "--seeds", metavar="N,N,...", help="train each trial with each of these seeds; its result is the mean"
-    )
     parser.add_argument("--dir", metavar="DIR", help="folder of the sweep (default: runs/sweeps/RECIPE-ID)")
     parser.add_argument(
         "--storage", metavar="URL", help=f"a database for the trials; an address with a password belongs in {STORAGE}"
@@ -76,8 +73,7 @@ def run(args: Namespace) -> int:
     import_optuna()
     ranges = [text for text in args.overrides if is_space(text)]
     fixed = [text for text in args.overrides if not is_space(text)]
-    seeds = tuple(group.parse_seeds(args.seeds))
-    plan = SweepPlan(parse_spaces(ranges), args.metric, _mode(args), args.sampler, args.prune, args.seed, seeds)
+    plan = SweepPlan(parse_spaces(ranges), args.metric, _mode(args), args.sampler, args.prune, args.seed)
 
     def load(more: Sequence[str]) -> Recipe:
         return target.load(Namespace(**{**vars(args), "overrides": [*fixed, *more]}), to_train=True)

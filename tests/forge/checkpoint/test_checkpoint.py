@@ -109,13 +109,6 @@ def test_the_folder_is_made_and_is_the_owners_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "run" / "checkpoints").stat().st_mode) == 0o700
 
 
-def test_a_second_write_replaces_the_first(tmp_path: Path) -> None:
-    for number in (1, 2):
-        write_checkpoint(tmp_path / "update-00000001", tree_of(number))
-    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree_of(2))
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 # -- errors while writing ---------------------------------------------------------------------------------------------
 
 
@@ -229,6 +222,13 @@ def check_folder(folder: Path) -> None:
         StoredCheckpoint(path).verify()
 
 
+def newest_of(folder: Path) -> dict[str, Any]:
+    """What the newest valid checkpoint holds."""
+    newest = Checkpoints(folder).newest_valid()
+    assert newest is not None
+    return newest.load()
+
+
 def every_kill(tmp_path: Path, prepare: Callable[[Path], Any], action: Callable[[Path], Any]) -> list[Path]:
     """One folder per system call of `action`, as the kill before that call left it; the last one saw no kill."""
     folders: list[Path] = []
@@ -252,9 +252,7 @@ def test_a_new_checkpoint_killed_anywhere_is_there_or_not(tmp_path: Path) -> Non
     ):
         published = (folder / "update-00000002").exists()
         check_folder(folder)
-        newest = Checkpoints(folder).newest_valid()
-        assert newest is not None
-        assert same(newest.load(), tree_of(2 if published else 1))
+        assert same(newest_of(folder), tree_of(2 if published else 1))
 
 
 def test_a_replacement_killed_anywhere_is_the_old_or_the_new(tmp_path: Path) -> None:
@@ -267,10 +265,7 @@ def test_a_replacement_killed_anywhere_is_the_old_or_the_new(tmp_path: Path) -> 
         tmp_path, prepare, lambda folder: write_checkpoint(folder / "update-00000002", tree_of(3))
     ):
         check_folder(folder)
-        newest = Checkpoints(folder).newest_valid()
-        assert newest is not None
-        assert newest.update == 2
-        tree = newest.load()
+        tree = newest_of(folder)
         assert same(tree, tree_of(2)) or same(tree, tree_of(3))
         seen.add(tree["progress"]["update"])
     assert seen == {2, 3}
@@ -290,9 +285,7 @@ def test_a_sweep_killed_at_any_system_call_loses_nothing(tmp_path: Path) -> None
 
     for folder in every_kill(tmp_path, prepare, lambda folder: Checkpoints(folder).sweep()):
         check_folder(folder)
-        newest = Checkpoints(folder).newest_valid()
-        assert newest is not None
-        assert same(newest.load(), tree_of(3))
+        assert same(newest_of(folder), tree_of(3))
 
 
 def test_a_removal_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
@@ -302,9 +295,7 @@ def test_a_removal_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None
 
     for folder in every_kill(tmp_path, prepare, lambda folder: Checkpoints(folder).remove(folder / "update-00000001")):
         check_folder(folder)
-        newest = Checkpoints(folder).newest_valid()
-        assert newest is not None
-        assert same(newest.load(), tree_of(2))
+        assert same(newest_of(folder), tree_of(2))
 
 
 def test_a_pointer_killed_anywhere_points_to_a_checkpoint(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import forge
-from forge.checkpoint import Checkpoints, load_weights, save_weights, tensors
+from forge.checkpoint import Checkpoints, StoredCheckpoint, load_weights, save_weights, tensors
 from forge.checkpoint.weights import find_weights, noted_as_average, read_weights
 from forge.testing import TinyTask, assert_same, first_difference, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
@@ -76,19 +76,43 @@ def test_a_checkpoint_and_a_pointer_to_it_stand_for_themselves(run: Path) -> Non
     assert_same(at_10, finished)
 
 
-def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The tensors that are read from now on, by file."""
+    found: dict[str, list[str]] = {}
     read_tensors = tensors.read_tensors
 
     def watched(stream: Any, header: Any, what: str) -> Any:
-        read.append(Path(what).name)
+        found.setdefault(Path(what).name, []).extend(header.entries)
         return read_tensors(stream, header, what)
 
     monkeypatch.setattr(tensors, "read_tensors", watched)
+    return found
+
+
+def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, read: dict[str, list[str]]) -> None:
     task = TinyTask(seed=7)
     load_weights(task, run / "checkpoints" / "update-00000010")
-    assert set(read) == {"model.safetensors"}
+    assert list(read) == ["model.safetensors"]
     assert_same(task, TinyTask.from_checkpoint(run))
+
+
+def test_a_run_stands_for_its_best_checkpoint_where_that_is_asked_for(tmp_path: Path) -> None:
+    best = Checkpoint(every="1 update", best={"monitor": "train/loss", "mode": "max", "keep": 1})  # not the last one
+    fit_tiny([best], max_updates=4, run_dir=tmp_path)
+    kept = StoredCheckpoint((tmp_path / "checkpoints" / "best").resolve())
+    for path, weights in ((tmp_path, "best"), (f"{tmp_path}:best", None), (f"{tmp_path}:best", "best")):
+        task = TinyTask(seed=7)
+        assert forge.load_weights(task, path, weights=weights).source == kept.path
+        assert_same(task, kept.weights())
+    assert_same(forge.load(f"{tmp_path}:best", TinyTask), kept.weights())
+
+
+def test_a_run_without_a_best_checkpoint_says_how_to_keep_one(run: Path) -> None:
+    with pytest.raises(forge.TaskError, match=r"no best checkpoint. Train with checkpoint.best="):
+        forge.load_weights(TinyTask(), run, weights="best")
+    with pytest.raises(forge.TaskError, match="no run folder"):
+        forge.load_weights(TinyTask(), run / "nothing:best")
 
 
 # -- from_checkpoint --------------------------------------------------------------------------------------------------
@@ -261,12 +285,6 @@ def test_weights_of_another_kind_are_no_average(tmp_path: Path, weights: Any) ->
     assert_same(TinyTask.from_checkpoint(checkpoint), task)
 
 
-def test_an_average_of_another_shape_is_a_misfit_by_name(tmp_path: Path) -> None:
-    checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(2, 2)}})
-    with pytest.raises(forge.TaskError, match=r"net\.0\.weight is \(2, 2\) in the file"):
-        load_weights(TinyTask(), checkpoint, weights="polyak")
-
-
 def test_complex_weights_are_averaged_as_what_they_are(tmp_path: Path) -> None:
     class Spectral(TinyTask):
         def __init__(self) -> None:
@@ -289,18 +307,10 @@ def test_complex_weights_are_averaged_as_what_they_are(tmp_path: Path) -> None:
     assert torch.equal(loaded.net[0].weight, task.state_dict()["net.0.weight"])
 
 
-def test_only_the_average_is_read_out_of_a_checkpoints_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_average_is_read_out_of_a_checkpoints_state(tmp_path: Path, read: dict[str, list[str]]) -> None:
     checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(8, 6)}})
-    read: list[str] = []
-    read_tensors = tensors.read_tensors
-
-    def watched(stream: Any, header: Any, what: str) -> Any:
-        read.extend(name for name in header.entries if Path(what).name == "state.safetensors")
-        return read_tensors(stream, header, what)
-
-    monkeypatch.setattr(tensors, "read_tensors", watched)
     load_weights(TinyTask(), checkpoint, weights="polyak")
-    assert read == ["plugins.polyak.weights.net.0.weight"]
+    assert read["state.safetensors"] == ["plugins.polyak.weights.net.0.weight"]
 
 
 def test_a_weights_file_says_whose_average_it_is(tmp_path: Path) -> None:

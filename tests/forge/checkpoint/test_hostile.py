@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.checkpoint import StoredCheckpoint, manifest, tensors, write_checkpoint
+from forge.checkpoint import StoredCheckpoint, captured, manifest, tensors, write_checkpoint
 from forge.errors import CheckpointError
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -208,7 +208,6 @@ def good(folder: Path) -> dict[str, Any]:
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "outside": lambda m: m["files"].update({"../../etc/passwd": {"size": 1, "sha256": "0" * 64}}),
-    "absolute": lambda m: m["files"].update({"/etc/passwd": {"size": 1, "sha256": "0" * 64}}),
     "another file": lambda m: m["files"].update({"x": m["files"].pop("state.json")}),
     "a file less": lambda m: m["files"].pop("model.safetensors"),
     "huge size": lambda m: m["files"]["state.json"].update(size=2**70),
@@ -226,7 +225,6 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "version true": lambda m: m.update(version=True),
     "more keys": lambda m: m.update(load="os.system"),
     "files as list": lambda m: m.update(files=list(m["files"])),
-    "files as null": lambda m: m.update(files=None),
     "other order": lambda m: m.update(format=m.pop("format")),
 }
 
@@ -266,6 +264,26 @@ def test_a_manifest_with_a_key_twice_is_refused(victim: Path) -> None:
     check_refused(victim, "occurs twice")
 
 
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+NO_DOCUMENT: dict[str, bytes] = {
+    "broken": b'{"a":',
+    "two values": b"{}{}",
+    "not ASCII": '{"é":1}'.encode(),
+    "not UTF-8": b'{"\xff\xfe": 1}',
+    "NaN": b'{"a":NaN}',
+    "Infinity": b'{"a":-Infinity}',
+    "a list": b"[]",
+    "a number": b"1",
+    "null": b"null",
+    "a key twice": b'{"a":1,"a":2}',
+    "5,000 digits": b'{"a":' + b"9" * 5000 + b"}",
+    "deep lists": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep objects": b'{"a":' * 900 + b"1" + b"}" * 900,
+    "deep and open": b"[" * 100_000,
+}
+"""What neither a header nor state.json may be."""
+
 # -- safetensors ------------------------------------------------------------------------------------------------------
 
 
@@ -274,21 +292,12 @@ def entry(dtype: Any = "U8", shape: Any = (1,), offsets: Any = (0, 1)) -> dict[s
 
 
 SAFETENSORS: dict[str, bytes] = {
+    **{name: header(text) for name, text in NO_DOCUMENT.items()},
     "empty": b"",
     "shorter than its length": b"\x01\x00",
     "no header": (0).to_bytes(8, "little"),
     "header beyond the file": (100).to_bytes(8, "little") + b"{}",
     "header of 2^63 bytes": (2**63).to_bytes(8, "little") + b"{}",
-    "header of 2^64 - 1 bytes": (2**64 - 1).to_bytes(8, "little") + b"{}",
-    "not JSON": header(b"hello"),
-    "not ASCII": header('{"é": 1}'.encode()),
-    "not UTF-8": header(b'{"\xff\xfe": 1}'),
-    "NaN": header(b'{"a": NaN}'),
-    "a list": header([]),
-    "a number": header(b"1"),
-    "deep": header(b"[" * 100_000),
-    "deep and closed": header(b"[" * 100_000 + b"]" * 100_000),
-    "deep objects": header(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
     "a tensor twice": header(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},' * 2 + b"}", b"x"),
     "really twice": header(
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
@@ -304,7 +313,6 @@ SAFETENSORS: dict[str, bytes] = {
     "shape of floats": header({"a": entry(shape=[1.0])}, b"x"),
     "shape of bools": header({"a": entry(shape=[True])}, b"x"),
     "shape as text": header({"a": entry(shape="1")}, b"x"),
-    "shape as object": header({"a": entry(shape={})}, b"x"),
     "overflowing shape": header({"a": entry(shape=[2**32, 2**32], offsets=[0, 0])}),
     "huge size": header({"a": entry(shape=[2**62], offsets=[0, 2**62])}),
     "huge number": header(b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', b"x"),
@@ -315,12 +323,10 @@ SAFETENSORS: dict[str, bytes] = {
     "offsets beyond": header({"a": entry(offsets=[1, 2])}, b"x"),
     "three offsets": header({"a": entry(offsets=[0, 1, 2])}, b"x"),
     "overlap": header({"a": entry(shape=[2], offsets=[0, 2]), "b": entry(shape=[2], offsets=[1, 3])}, b"xyz"),
-    "the same bytes": header({"a": entry(), "b": entry()}, b"x"),
     "a gap": header({"a": entry(), "b": entry(offsets=[2, 3])}, b"xyz"),
     "data beside": header({"a": entry()}, b"xy"),
     "data missing": header({"a": entry(shape=[2], offsets=[0, 2])}, b"x"),
     "metadata of objects": header({"__metadata__": {"a": {"b": 1}}}),
-    "metadata as list": header({"__metadata__": []}),
     "metadata in place of a tensor": header({"a": {"format": "pt"}}),
     "nested header": header({"a": {"b": entry()}}, b"x"),
     "other tensors": header({"a": entry()}, b"x"),
@@ -346,15 +352,8 @@ def test_a_hostile_header_is_refused_before_a_tensor_is_made(case: str, tmp_path
 # -- state.json -------------------------------------------------------------------------------------------------------
 
 STATES: dict[str, bytes] = {
+    **NO_DOCUMENT,
     "empty": b"",
-    "no object": b"[]",
-    "null": b"null",
-    "broken": b'{"a":',
-    "two values": b"{}{}",
-    "not ASCII": '{"é":1}'.encode(),
-    "NaN": b'{"a":NaN}',
-    "Infinity": b'{"a":-Infinity}',
-    "a key twice": b'{"a":1,"a":2}',
     "unknown marker": b'{"a":{"$pickle":"x"}}',
     "marker beside a key": b'{"a":{"$tuple":[],"b":1}}',
     "two markers": b'{"a":{"$tuple":[],"$dict":[]}}',
@@ -382,10 +381,6 @@ STATES: dict[str, bytes] = {
     "str of no hex": b'{"a":{"$str":"xyz"}}',
     "str of no UTF-8": b'{"a":{"$str":"ff"}}',
     "str of null": b'{"a":{"$str":null}}',
-    "int of 5,000 digits": b'{"a":' + b"9" * 5000 + b"}",
-    "deep lists": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "deep objects": b'{"a":' * 900 + b"1" + b"}" * 900,
-    "deep and open": b"[" * 100_000,
     "tensors left out": b"{}",
 }
 
@@ -397,53 +392,53 @@ def test_a_hostile_state_json_is_refused(case: str, victim: Path) -> None:
     check_refused(victim, r"state\.json|safetensors holds no matching tensor")
 
 
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "counting",
+    [
+        lambda count: {"progress": {"update": count}},
+        lambda count: {"left_out": [count]},
+        lambda count: {"requests": [{"update": count}]},
+        lambda count: {"planned_updates": count},
+    ],
+)
+def test_a_count_is_one_that_a_float_holds_exactly(counting: Callable[[int], dict[str, Any]]) -> None:
+    for count in (0, 2**53 - 1):
+        captured.check(counting(count), "it", counting(count))
+    for count in (-1, 2**53, 2**64):
+        with pytest.raises(CheckpointError, match=r"it: .* is .*; a count is a whole number from 0 to 2\^53"):
+            captured.check(counting(count), "it", counting(count))
+
+
 # -- bombs: time and memory -------------------------------------------------------------------------------------------
 
 LIMIT = 4 * 2**20
 ENTRY = b'"%07d":{"dtype":"U8","shape":[],"data_offsets":[0,1]}'
 BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "lists": ("state.json", lambda: b'{"a":[' + b"[]," * (LIMIT // 3 - 20) + b"[]]}"),
-    "as many lists as allowed": ("state.json", lambda: b'{"a":[' + b"[]," * 65_000 + b"[]],}"),
-    "as many objects as allowed": ("state.json", lambda: b'{"a":[' + b'{"":0},' * 43_000 + b"{}],}"),
     "as many keys as allowed": (
         "state.json",
         lambda: b"{" + b",".join(b'"%020d":{}' % i for i in range(43_000)) + b',"a":NaN}',
     ),
     "text": ("state.json", lambda: b'{"a":"' + b"x" * (LIMIT - 20) + b'",}'),
-    "escapes": ("state.json", lambda: b'{"a":"' + rb"\u0100" * (LIMIT // 6 - 10) + b'",}'),
     "quotes": ("state.json", lambda: b'"' + rb"\"" * (LIMIT // 2 - 20)),
-    "strings": ("state.json", lambda: b'""' * (LIMIT // 2 - 20)),
     "backslashes": ("state.json", lambda: rb'"\\"' * (LIMIT // 5 - 20)),
     "digits": ("state.json", lambda: b"1" * LIMIT),
-    "numbers": ("state.json", lambda: b"[" + (b"1" * 4299 + b",") * (LIMIT // 4300 - 1) + b"]"),
-    "too large": ("state.json", lambda: b" " * (LIMIT + 1)),
-    "spaces": ("state.json", lambda: b" " * LIMIT),
-    "header of lists": (
-        "model.safetensors",
-        lambda: header(b'{"a":{"dtype":[' + b"[]," * 250_000 + b'[]],"shape":[],"data_offsets":[]}}'),
-    ),
     "header of tensors": (
         "model.safetensors",
         lambda: header(b"{" + b",".join(ENTRY % i for i in range(45_000)) + b"}", b"x"),
-    ),
-    "header of metadata": (
-        "model.safetensors",
-        lambda: header(b'{"__metadata__":{' + b",".join(b'"%07d":""' % i for i in range(250_000)) + b"},}"),
     ),
     "header of sizes": (
         "model.safetensors",
         lambda: header(b'{"a":{"dtype":"U8","shape":[' + b"1000," * 500_000 + b'1],"data_offsets":[0,1]}}', b"x"),
     ),
-    "header of spaces": ("state.safetensors", lambda: header(b" " * (LIMIT - 8))),
     "header too long": ("state.safetensors", lambda: header(b"{}" + b" " * (LIMIT + 1))),
 }
 
 
-SHORT = {"lists", "as many keys as allowed", "text", "digits", "header of tensors", "header too long"}
-"""One of each kind; the long profile has all."""
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in SHORT)) for case in BOMBS])
+@pytest.mark.parametrize("case", BOMBS)
 def test_a_bomb_is_refused_soon_and_within_64_mb(case: str, victim: Path) -> None:
     name, make = BOMBS[case]
     (victim / name).write_bytes(make())

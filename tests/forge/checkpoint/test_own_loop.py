@@ -15,10 +15,10 @@ import forge
 from forge.checkpoint import objects
 
 
-def loop(folder: Path, updates: int, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """Draw from every kind of generator, with a checkpoint every fifth update."""
+def loop(folder: Path, updates: int, seed: int = 0, device: str = "cpu", **more: Any) -> dict[str, Any]:
+    """Draw from every kind of generator, that of the device included, with a checkpoint every fifth update."""
     forge.seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "losses": []}
@@ -26,7 +26,7 @@ def loop(folder: Path, updates: int, seed: int = 0, **more: Any) -> dict[str, An
     saved = forge.Checkpoints(folder)
     for update in range(saved.restore(state), updates):
         noise = random.random() + np.random.rand() + state["noise"].random()
-        loss = (model(torch.randn(6, 4, generator=state["shuffle"])) - noise).square().mean()
+        loss = (model(torch.randn(6, 4, generator=state["shuffle"]).to(device)) - noise).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -41,11 +41,12 @@ def weights(state: dict[str, Any]) -> list[Tensor]:
     return list(state["model"].parameters())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("cut", [3, 5, 18])
-def test_a_loop_that_was_cut_ends_in_the_same_bits(tmp_path: Path, cut: int) -> None:
-    straight = loop(tmp_path / "straight", 20)
-    loop(tmp_path / "cut", cut)
-    resumed = loop(tmp_path / "cut", 20, seed=0 if cut < 5 else 7)  # before a checkpoint nothing is known
+def test_a_loop_that_was_cut_ends_in_the_same_bits(tmp_path: Path, cut: int, device: str) -> None:
+    straight = loop(tmp_path / "straight", 20, device=device)
+    loop(tmp_path / "cut", cut, device=device)
+    resumed = loop(tmp_path / "cut", 20, 0 if cut < 5 else 7, device)  # before a checkpoint nothing is known
     assert all(map(torch.equal, weights(straight), weights(resumed)))
     assert resumed["losses"] == straight["losses"]
 

@@ -36,7 +36,6 @@ from forge.errors import CheckpointError
 from tests.conftest import PROFILE
 from tests.forge.checkpoint.test_checkpoint import tree_of as plain_tree
 from tests.forge.checkpoint.test_tree import same, tensor_of
-from tests.forge.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.support.patience import PATIENCE
 from tests.support.ranks import in_threads, pretending
 from tests.support.sharded_kit import S0, S1, R, write_pretended
@@ -100,7 +99,8 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
     ((3, 2), [_StridedShard(1, split_factor=2), S1]),
     ((1, 2), [S0, S1]),
 ]
-OTHERS = [*LAYOUTS[:2], *LAYOUTS[6:11]] if PROFILE == "full" else [LAYOUTS[1], LAYOUTS[9]]
+OTHERS = [*LAYOUTS[:2], *LAYOUTS[6:11]] if PROFILE == "full" else [LAYOUTS[1], LAYOUTS[10]]
+"""Into which others are loaded; of the last, a rank's shard lies in several places of the tensor."""
 
 
 @pytest.mark.parametrize(("mesh", "placements"), LAYOUTS, ids=[f"{mesh} {places}" for mesh, places in LAYOUTS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from forge.checkpoint import StoredCheckpoint, write_checkpoint
 from forge.checkpoint.strides import check_strides, row_major, with_strides
-from forge.checkpoint.tree import split
 from forge.checkpoint.writer import BackgroundWriter
 from forge.errors import CheckpointError
 
@@ -24,6 +22,7 @@ LAYOUTS = {
     "expanded": lambda: torch.randn(1, 4).expand(3, 4),
     "complex": lambda: torch.randn(4, 6, dtype=torch.complex64).t(),
     "permuted": lambda: torch.randn(2, 3, 4).permute(2, 0, 1),
+    "of one entry": lambda: torch.ones(1, 2, dtype=torch.float64)[:, 0],
 }
 
 
@@ -48,8 +47,10 @@ def test_large_gaps_are_dropped_and_the_order_stays(tmp_path: Path) -> None:
     assert torch.equal(found, tensor)
 
 
-def test_overlapping_windows_keep_their_values(tmp_path: Path) -> None:
-    tensor = torch.randn(10).unfold(0, 4, 1)
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(10.0).unfold(0, 4, 1), torch.ones(0, 2)[:, 0]], ids=["windows", "empty"]
+)
+def test_what_overlaps_or_is_empty_keeps_its_values(tmp_path: Path, tensor: Tensor) -> None:
     assert torch.equal(loaded(tmp_path, {"state": tensor})["state"], tensor)
 
 
@@ -70,17 +71,6 @@ def test_the_background_writer_notes_strides_too(tmp_path: Path) -> None:
 def test_a_tree_of_odd_keys_notes_strides_too(tmp_path: Path) -> None:
     found = loaded(tmp_path, {1: torch.randn(5, 7).t(), "$odd": torch.randn(2, 3).t()})  # pyright: ignore[reportArgumentType]
     assert [value.stride() for value in found.values()] == [(1, 7), (1, 3)]
-
-
-def test_older_versions_read_the_same_markers() -> None:
-    noted = json.loads(split({"model": {"w": torch.randn(5, 7).t()}, "n": 1}).document)
-    assert noted.pop("strides") == {"model": {"w": [1, 7]}, "state": {}}
-    assert noted == json.loads(split({"model": {"w": torch.randn(7, 5)}, "n": 1}).document)
-
-
-def test_the_key_of_the_strides_is_reserved() -> None:
-    with pytest.raises(CheckpointError, match="has its own key 'strides'"):
-        split({"strides": 1})
 
 
 @pytest.mark.parametrize(

@@ -119,13 +119,6 @@ def test_plain_values_are_exact(value: Any) -> None:
     assert same(join(document, "state.json", 0, lambda *_: None), {"value": value})
 
 
-def test_keys_keep_their_order() -> None:
-    tree = {"b": 1, "model": {}, "a": {2: 0, "x": 1, 1: 2}}
-    loaded = join(split(tree).document, "state.json", 0, lambda *_: None)
-    assert list(loaded) == ["b", "model", "a"]
-    assert list(loaded["a"]) == [2, "x", 1]
-
-
 def test_an_ordered_dict_comes_back_as_a_dict() -> None:
     tree = {"model": OrderedDict(a=1)}
     assert same(join(split(tree).document, "state.json", 0, lambda *_: None), {"model": {"a": 1}})
@@ -160,15 +153,8 @@ def test_every_loaded_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
 
 
 def test_names_that_read_alike_stay_apart(tmp_path: Path) -> None:
-    tree = {
-        "model": {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "__metadata__": torch.ones(2), "": torch.ones(3)}
-    }
-    write_checkpoint(tmp_path / "it", tree)
-    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
-
-
-def test_weights_may_have_the_names_of_header_fields(tmp_path: Path) -> None:
-    tree = {"model": {"dtype": torch.zeros(1), "shape": torch.ones(1), "data_offsets": torch.ones(2)}}
+    names = ("a.b", "__metadata__", "", "dtype", "shape", "data_offsets")
+    tree = {"model": {**{name: torch.full((1,), i) for i, name in enumerate(names)}, "a": {"b": torch.ones(1)}}}
     write_checkpoint(tmp_path / "it", tree)
     assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
 
@@ -238,10 +224,3 @@ def test_too_many_names_for_a_header_are_refused_at_the_save(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"limit"):
         write_checkpoint(tmp_path / "it", tree)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("length", [0, 1])
-def test_a_tensor_of_no_or_one_entry_may_have_any_strides(tmp_path: Path, length: int) -> None:
-    tree = {"odd": torch.ones(length, 2, dtype=torch.float64)[:, 0]}
-    write_checkpoint(tmp_path / "it", tree)
-    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)

@@ -30,15 +30,6 @@ def test_nothing_that_forge_uses_is_missing_in_this_torch() -> None:
     assert [name for _, internal in env.seams() for name in internal.lacking()] == []
 
 
-def test_every_name_says_what_it_is_for_and_what_is_lost() -> None:
-    for package, internal in env.seams():
-        words = (package, internal.path)
-        assert internal.path.startswith("torch."), words
-        assert internal.why, words
-        assert not internal.why.endswith("."), words
-        assert internal.without.endswith("."), words
-
-
 def test_a_missing_name_is_printed_with_what_is_lost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

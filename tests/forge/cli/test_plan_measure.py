@@ -44,25 +44,16 @@ def test_the_costs_of_every_plugin_come_after_the_plan(forge: Forge) -> None:
 def test_what_a_task_prints_does_not_get_into_the_json(forge: Forge) -> None:
     Path("chatty.py").write_text(
         """
-import torch
-import forge
+from forge.data import Splits
+from forge.testing import TinyTask, tiny_batches
 
-
-class Chatty(forge.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
+class Chatty(TinyTask):
     def training_step(self, batch):
         print("hello")
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
+        return super().training_step(batch)
 
 def data():
-    return forge.data.Splits(train=[torch.ones(2, 2)] * 20)
+    return Splits(train=tiny_batches([8] * 20))
 """
     )
     _, out, err = forge("plan", "chatty.py", "-p", "no:tensorboard", "--measure", "--updates", "4", "--json")

@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 
 import forge
 from forge.config import read_recipe
-from forge.config.guard import LIMITS, parse
-from forge.config.references import DEEPEST, SIZE
+from forge.config.guard import DEEPEST, LIMITS, SIZE, parse
 from forge.errors import RecipeError
 from tests.support import limited
 from tests.support.profiles import some

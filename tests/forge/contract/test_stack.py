@@ -13,7 +13,7 @@ import forge
 from forge.config.build import make_plugins
 from forge.contract.stack import Stack
 from forge_plugins import Accumulate, Clip
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 
 def plugin(name: str = "Sample", **body: Any) -> forge.Plugin:
@@ -247,20 +247,6 @@ def test_an_error_in_a_plugin_names_plugin_hook_and_update() -> None:
     assert caught.value.__notes__ == ["forge: raised in plugin 'breaks', hook forge_step_end, at update 3."]
 
 
-def test_an_error_in_the_step_names_task_update_and_micro_batch() -> None:
-    class Breaks(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            if self.trainer is not None and self.trainer.progress.update == 1:
-                raise KeyError("lost")
-            return super().training_step(batch)
-
-    with pytest.raises(KeyError) as caught:
-        fit(Breaks(), plugins=[Accumulate(2)])
-    assert caught.value.__notes__ == [
-        "forge: raised in Breaks.training_step, at update 1, epoch 0, micro-batch 1 of 2."
-    ]
-
-
 def test_an_error_through_a_wrapper_is_not_blamed_on_it() -> None:
     class Around(forge.Plugin):
         @forge.hookimpl(wrapper=True)
@@ -333,11 +319,8 @@ class TestCallbacks:
             forge.on("log", every="2 updates")
 
     def test_a_callback_takes_any_of_the_events_arguments(self) -> None:
-        seen = []
 
-        @forge.on("boundary", every="2 updates")
-        def watch(trainer: forge.Trainer) -> None:
-            seen.append(trainer.progress.update)
+        watch, seen = noting("boundary", lambda trainer: trainer.progress.update, every="2 updates")
 
         @forge.on("log")
         def sink(metrics: dict[str, Any]) -> None:

@@ -42,6 +42,32 @@ class Augmented(Dataset):
         return torch.tensor([index, random.random()], dtype=torch.float64)
 
 
+class Plain:
+    """A loader without anything."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.zeros(2), torch.ones(2), torch.full((1,), 2.0)])
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class State:
+    """The methods of what can be continued."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Stateful(State, Plain):
+    """A loader that says where it is."""
+
+
 def batches(loader: Any) -> list[Any]:
     return [batch[0].tolist() if isinstance(batch, (list, tuple)) else batch.tolist() for batch in loader]
 
@@ -147,19 +173,11 @@ class TestDataLoader:
         assert batches(adopt(DataLoader(Augmented(), 3, shuffle=True), "train")) == first
 
     def test_an_iterable_dataset_is_read_as_a_stream(self) -> None:
-        class Stream(IterableDataset):
-            def __iter__(self) -> Iterator[int]:
-                return iter(range(5))
-
-        class Stateful(Stream):
-            def state_dict(self) -> dict[str, Any]:
-                return {}
-
-            def load_state_dict(self, state: dict[str, Any]) -> None:
-                pass
+        class StatefulStream(State, Stream):
+            """One that says where it is."""
 
         assert batches(adopt(DataLoader(Stream(), 2), "train")) == [[0, 1], [2, 3], [4]]
-        for kind in (Stream, Stateful):
+        for kind in (Stream, StatefulStream):
             assert resumable_reason(adopt(DataLoader(kind(), 2), "train")) is None
 
     def test_what_cannot_be_exact_is_returned_with_a_reason(self) -> None:
@@ -302,22 +320,8 @@ class TestLists:
         assert loader.fingerprint()["samples"] == sum(sizes)
 
 
-class Plain:
-    """A loader without anything."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([torch.zeros(2), torch.ones(2), torch.full((1,), 2.0)])
-
-
 class TestOthers:
     def test_what_can_be_continued_is_returned_as_it_is(self) -> None:
-        class Stateful(Plain):
-            def state_dict(self) -> dict[str, Any]:
-                return {}
-
-            def load_state_dict(self, state: dict[str, Any]) -> None:
-                pass
-
         for loader in (Loader(DATA, 2), TensorLoader(torch.zeros(2), batch_size=1), Stateful()):
             assert adopt(loader, "train") is loader
             assert resumable_reason(loader) is None
@@ -344,17 +348,6 @@ class TestOthers:
             len(loader)
 
     def test_loaders_with_one_position_serve_one_stage(self) -> None:
-        class Stream(IterableDataset):
-            def __iter__(self) -> Iterator[int]:
-                return iter(range(5))
-
-        class Stateful(Plain):
-            def state_dict(self) -> dict[str, Any]:
-                return {}
-
-            def load_state_dict(self, state: dict[str, Any]) -> None:
-                pass
-
         stream = Loader(Stream(), 2)
         own = adopt(DataLoader(DATA, 3, sampler=Drawing()), "train")
         for bad in (stream, Stateful(), own, iter([1]), DevicePrefetch(stream, "cpu"), adopt(stream, "train", True)):

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import forge
 from forge.data import Feed, Loader, TensorLoader, batch_size, epoch_order
-from forge_plugins import Accumulate
 from tests.support.profiles import some
 from tests.support.tasks import fit, make_batches
 
@@ -166,41 +165,3 @@ class TestOrder:
 
         assert order(None, 1) == order(None, 1) == order(1, 2)
         assert order(None, 1) != order(None, 2)
-
-
-class TestTensorLoader:
-    def test_batches_drop_last_and_transform(self) -> None:
-        x, y = torch.arange(10), torch.arange(10) * 2
-        loader = TensorLoader(x, y, batch_size=4, transform=lambda a, b: (a + 1, b))
-        assert [b[0].tolist() for b in loader] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
-        assert len(loader) == 3
-        dropping = TensorLoader(x, y, batch_size=4, drop_last=True)
-        assert [len(b[0]) for b in dropping] == [4, 4]
-        assert len(dropping) == 2
-
-    def test_a_senseless_size_is_refused(self) -> None:
-        with pytest.raises(forge.DataError, match="at least 1"):
-            TensorLoader(torch.zeros(3), batch_size=0)
-
-
-def test_accumulation_without_a_length_knows_its_last_window() -> None:
-    ends: list[tuple[int, bool]] = []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        ends.append((len(step.window), step.ends_epoch))
-
-    fit(train=Endless(make_batches(5)), max_epochs=2, plugins=[Accumulate(2), watch])
-    assert ends == [(2, False), (2, False), (1, True)] * 2
-
-
-def test_the_step_says_how_long_it_waited_for_data() -> None:
-    waits: list[float] = []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        waits.append(step.data_wait)
-
-    fit(plugins=[watch], max_updates=2)
-    assert len(waits) == 2
-    assert all(wait >= 0 for wait in waits)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -247,23 +247,6 @@ def test_the_dataset_is_told_the_epoch() -> None:
 
     for workers in (0, 1):
         assert epochs(Loader(Told(), 1, num_workers=workers), 2) == [[[0]], [[1]]]
-
-
-@settings(max_examples=5)
-@given(stop=st.integers(1, 5))
-def test_the_trainer_feed_continues_a_stream(stop: int) -> None:
-    from forge.data import Feed
-
-    def read(feed: Feed, epoch: int, count: int) -> list[Any]:
-        windows = feed.epoch(epoch, lambda: 1)
-        return [next(windows)[0][0].tolist() for _ in range(count)]
-
-    straight = read(Feed(Loader(Counting(11), 2, seed=1)), 0, 6)
-    feed = Feed(Loader(Counting(11), 2, seed=1))
-    first = read(feed, 0, stop)
-    again = Feed(Loader(Counting(11), 2, seed=1))
-    again.load_state_dict(feed.state_dict())
-    assert first + read(again, 0, 6 - stop) == straight
 
 
 class Range(IterableDataset):

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from forge.data import Loader, resumable_reason
 from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
 from forge.errors import DataError
-from forge.runs.folder import RunFolder
-from forge.testing import assert_same
-from forge_plugins import Checkpoint, Rehearse
-from tests.forge.snapshot.test_resume import die, live
+from forge_plugins import Checkpoint
+from tests.forge.snapshot.test_resume import die, live, resumes
 from tests.support.profiles import some
 
 SHARDS = [range(0, 7), range(7, 25), range(25, 29), range(29, 45)]
@@ -88,17 +86,9 @@ ALL = sorted(sample(i)[0][0].item() for shard in SHARDS for i in shard)
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def check_resume(folder: Path, make: Callable[[], Any], update: int = 9) -> None:
+def check_resume(folder: Path, make: Callable[[], Any]) -> None:
     """Compare a run that is cut in its second epoch with one that is not."""
-
-    def saves() -> list[Any]:
-        return [Checkpoint(every="2 updates", keep=2, background=False)]
-
-    straight, expected = live(folder / "straight", saves(), train=make(), max_epochs=3)
-    die(folder / "cut", saves(), update, train=make(), max_epochs=3)
-    resumed, result = live(folder / "cut", saves(), train=make(), max_epochs=3)
-    assert_same(resumed, straight)
-    assert result.metrics == expected.metrics
+    resumes(folder, lambda: {"train": make()}, lambda updates: [9], every="2 updates")
 
 
 @pytest.mark.slow
@@ -150,14 +140,6 @@ def test_a_state_that_leads_to_another_batch_is_not_continued(tmp_path: Path, ca
     assert "It goes on (allow_inexact)" in caplog.text
 
 
-class Numbers(Dataset[Any]):
-    def __len__(self) -> int:
-        return len(ALL)
-
-    def __getitem__(self, index: int) -> Any:
-        return sample(index)
-
-
 def stream_of(package: str, **attributes: Any) -> Any:
     """Return an iterable dataset whose class says that it is of a package."""
     members = {"__module__": f"{package}.data", "__iter__": lambda self: map(sample, range(8)), **attributes}
@@ -201,49 +183,3 @@ def test_other_batches_on_another_rank_name_the_packages_cure() -> None:
     loader = adopt(Loader(stream_of("lance"), 4), "train", allow_inexact=True)
     with pytest.raises(DataError, match=r"or divides its data among ranks itself\. Use lance\.torch\.data\.Safe"):
         next(iter(RankLoader(loader, 0, 2, "train", OtherBatches())))  # pyright: ignore[reportArgumentType]
-
-
-# -- warnings of state that is not saved ------------------------------------------------------------------------------
-
-
-class CountsReads(Numbers):
-    """A dataset with indices and a state, which nothing saves."""
-
-    reads = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        return sample(index)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"reads": self.reads}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.reads = state["reads"]
-
-
-def counting_stateful_loader() -> Any:
-    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(CountsReads(), batch_size=8)
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    some(
-        [
-            (lambda: Loader(HubStream(), 8), ""),
-            (lambda: DataLoader(HubStream(), 8), ""),
-            (counting_stateful_loader, ""),
-            (lambda: Loader(CountsReads(), 8), "train dataset.reads"),
-        ],
-        quick=1,
-    ),
-    ids=["stream", "stream in a DataLoader", "torchdata", "indices: not saved"],
-)
-def test_only_state_that_no_loader_saves_is_named(
-    tmp_path: Path, make: Callable[[], Any], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("FORGE_REHEARSE")
-    live(tmp_path, [Checkpoint(every="2 updates"), Rehearse(strict=True)], train=make(), max_epochs=2)
-    said = str(RunFolder(tmp_path).resume)
-    assert said.startswith("rehearsed, exact")
-    assert ("train dataset.reads" in said) == bool(named)

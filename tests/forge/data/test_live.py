@@ -18,7 +18,7 @@ from forge.data import Environments, Replay, Rollouts, epoch_order
 from forge.errors import CheckpointError, DataError, ForgeError, PeerFailed
 from forge.rng import seed_rank
 from forge.testing import assert_same
-from forge_plugins import AMP, DDP, FSDP, Accumulate, Checkpoint, Limit
+from forge_plugins import AMP, DDP, FSDP, Checkpoint, Limit
 from tests.forge.snapshot.test_resume import PowerCut, cut_at
 from tests.support.lasting_ranks import ranks
 from tests.support.profiles import some
@@ -203,11 +203,6 @@ def test_amp_reaches_what_collects() -> None:
 
     life(False, Rollouts(collect), AMP("bf16"), updates=2)
     assert seen == [torch.bfloat16] * 2
-
-
-def test_windows_go_over_batches_of_one_collection() -> None:
-    task = life(False, Rollouts(answers, batch_size=5), Accumulate(3), updates=4)
-    assert task.trainer is None
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

@@ -331,31 +331,6 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match="killed by signal 9"):
             list(taken)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("persistent", some([True, False]))
-    def test_a_worker_killed_with_a_lock_is_named_in_any_thread(
-        self, persistent: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("forge.data.workers._LOOK_EVERY", 0.2)
-        loader = Loader(Faulty(die_with_the_lock), 2, num_workers=2, persistent_workers=persistent)
-        said: list[str] = []
-
-        def read() -> None:  # no signal tells this thread of a death
-            try:
-                list(loader)
-            except forge.DataError as error:
-                said.append(str(error))
-
-        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise in this thread
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        signal.signal(signal.SIGCHLD, before)
-        assert not thread.is_alive()
-        assert "was killed by signal 9" in said[0]
-        loader.seek(0, 6)
-        assert batches(loader) == [[6, 7]]
-
     @pytest.mark.parametrize("persistent", [True, False])
     def test_workers_end_though_one_was_killed_with_a_lock(
         self, persistent: bool, monkeypatch: pytest.MonkeyPatch

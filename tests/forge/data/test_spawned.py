@@ -15,22 +15,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import forge
+from forge.testing import TinyTask
 
-
-class Fit(forge.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-train = DataLoader(TensorDataset(torch.randn(8, 2)), 4, num_workers=1, multiprocessing_context="spawn")
-forge.Trainer(max_epochs=1, seed=0, device="cpu", plugins=[]).fit(Fit(), train)
+data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))
+train = DataLoader(data, 4, num_workers=1, multiprocessing_context="spawn")
+forge.Trainer(max_epochs=1, seed=0, device="cpu", plugins=[]).fit(TinyTask(), train)
 """
 
 

@@ -48,7 +48,7 @@ def test_seeking_gives_the_tail_of_the_straight_epoch(
     batch = data.draw(st.integers(0, len(loader)))
     loader.seek(epoch, min(batch * size, samples))
     assert same(list(loader), straight[batch:])
-    assert len(loader) == len(straight)
+    assert len(loader) == len(straight) == (samples // size if drop_last else -(-samples // size))
     assert same(list(loader), straight)  # what was sought is used up
 
 
@@ -57,6 +57,7 @@ def test_an_epoch_is_every_sample_once_as_indices_tell(samples: int, size: int, 
     x = torch.arange(samples) * 10
     loader = TensorLoader(x, x, batch_size=size, shuffle=shuffle)
     loader.set_epoch(epoch)
+    assert [len(batch) for batch, _ in loader][:-1] == [size] * (len(loader) - 1)
     given_out = [value // 10 for batch, _ in loader for value in batch.tolist()]
     assert sorted(given_out) == list(range(samples))
     assert given_out == loader.sample_indices(epoch, 0, samples)
@@ -148,6 +149,8 @@ def test_the_fingerprint_says_what_must_be_equal() -> None:
 def test_what_cannot_be_gathered_from_is_refused(tensors: Any, says: str) -> None:
     with pytest.raises(forge.DataError, match=says):
         TensorLoader(*tensors, batch_size=1)
+    with pytest.raises(forge.DataError, match="at least 1"):
+        TensorLoader(torch.zeros(3), batch_size=0)
 
 
 def test_it_can_be_pickled_with_its_place() -> None:

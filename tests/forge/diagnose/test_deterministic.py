@@ -17,7 +17,7 @@ import forge
 from forge.diagnose import deterministic, nondeterminism
 from forge.diagnose.deterministic import CUBLAS, deterministic_flags
 from forge.errors import DeterminismError
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 cudnn: Any = torch.backends.cudnn
 
@@ -59,12 +59,8 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_switch_is_set_during_a_run_and_put_back_after() -> None:
     cudnn.benchmark = True
-    before, seen = now(), []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        seen.append(now())
-
+    before = now()
+    watch, seen = noting("step_end", lambda step: now())
     fit(plugins=[watch], max_updates=1, deterministic=True)
     assert seen == [ON]
     assert now() == before
@@ -72,12 +68,8 @@ def test_every_switch_is_set_during_a_run_and_put_back_after() -> None:
 
 
 def test_without_it_no_switch_is_touched() -> None:
-    before, seen = now(), []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        seen.append(now())
-
+    before = now()
+    watch, seen = noting("step_end", lambda step: now())
     fit(plugins=[watch], max_updates=1)
     assert seen == [before]
 

@@ -8,6 +8,7 @@ import pytest
 import torch.nn.functional as F
 
 import forge
+from forge_plugins import Accumulate
 from tests.support.tasks import Classifier, fit, make_batches
 
 
@@ -58,6 +59,6 @@ def test_training_is_named_where_self_has_another_name() -> None:
 
     nameless = type("Nameless", (Classifier,), {"training_step": lambda s, b: F.cross_entropy(s(b[0]), b[1])})
     for task in (Short(), nameless()):
-        assert where_of(lambda task=task: fit(task, breaks_at(2))) == (
-            f"forge: raised in {type(task).__name__}.training_step, at update 2, epoch 0, micro-batch 1 of 1."
+        assert where_of(lambda task=task: fit(task, breaks_at(3, 4), plugins=[Accumulate(2)])) == (
+            f"forge: raised in {type(task).__name__}.training_step, at update 1, epoch 0, micro-batch 2 of 2."
         )

@@ -122,7 +122,81 @@ def check(path: Path, kind: type[BaseException], *said: str, **options: Any) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shapes
+# Shapes, values, types, devices
+
+
+CONV = "self.conv = nn.Conv2d(3, 4, 3)"
+MASKED = """
+mask = torch.ones(4, 9)
+return self.body(x * mask).mean()  # here
+"""
+ELSEWHERE = """
+scale = torch.ones(8, device="meta")
+return self.body(x * scale).mean()  # here
+"""
+
+
+def over(shape: str) -> str:
+    return f"return self.conv(torch.ones({shape})).mean()  # here"
+
+
+@pytest.mark.parametrize(
+    ("step", "layers", "kind", "said"),
+    [
+        (
+            over("4, 1, 6, 6"),
+            CONV,
+            RuntimeError,
+            ["in conv (Conv2d(3, 4,", "input is float32 (4, 1, 6, 6) on cpu", "has 1. Set in_channels=1"],
+        ),
+        (over("4, 6, 6, 3"), CONV, RuntimeError, ["last dimension of the input: write x.movedim(-1, 1) before conv."]),
+        (over("4, 64"), CONV, RuntimeError, ["conv takes an input (N, C, H, W), but got (4, 64)."]),
+        (
+            "return self.norm(x[:1]).mean()  # here",
+            "self.norm = nn.BatchNorm1d(8)",
+            ValueError,
+            ["in norm (BatchNorm1d(8,", "input is float32 (1, 8)", "BatchNorm needs two samples or more"],
+        ),
+        (
+            MASKED,
+            "",
+            RuntimeError,
+            ["x is float32 (4, 8) on cpu, mask is float32 (4, 9) on cpu", "meet in dimension 1"],
+        ),
+        (
+            "return F.binary_cross_entropy_with_logits(self.body(x)[:, :1], y.float())  # here",
+            "",
+            ValueError,
+            ["input is float32 (4, 1)", "target is float32 (4,)", "output.squeeze(-1)"],
+        ),
+        (
+            "return F.cross_entropy(self.body(x), y + 3)  # here",
+            "",
+            IndexError,
+            ["target is int64 (4,)", "but the model has 3 outputs (labels 0 to 2)"],
+        ),
+        (
+            "return self.body(x.double()).mean()  # here",
+            "",
+            RuntimeError,
+            [
+                "in body.0 (Linear",
+                "input is float64 (4, 8) on cpu, weight is float32 (16, 8) on cpu",
+                "input is float64, which is what numpy makes. Write .float() in the dataset",
+            ],
+        ),
+        (
+            ELSEWHERE,
+            "",
+            RuntimeError,
+            ["scale is float32 (8,) on meta", "scale is on meta, but this run is on cpu", "x.device"],
+        ),
+    ],
+)
+def test_an_error_says_where_with_what_and_the_cure(
+    write: Write, step: str, layers: str, kind: type[Exception], said: list[str]
+) -> None:
+    check(write(step, layers, checked=False), kind, *said)
 
 
 def test_a_linear_of_another_width_is_named(write: Write) -> None:
@@ -137,88 +211,10 @@ def test_a_linear_of_another_width_is_named(write: Write) -> None:
     assert text.count('File "') == 1
 
 
-def test_a_module_inside_of_the_users_own_is_named(write: Write) -> None:
-    block = """
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.out(x)  # here
-    """
-    path = write("return self.block(x).mean()", "self.block = Block()", block)
-    text = check(path, RuntimeError, "in block.out (Linear(in_features=5", "(4, 8)", "return self.block(x).mean()")
-    assert text.count('File "') == 2
-
-
-@pytest.mark.parametrize(
-    ("shape", "cure"),
-    [
-        ("4, 1, 6, 6", "conv takes 3 channels, but its input has 1. Set in_channels=1"),
-        ("4, 6, 6, 3", "The 3 channels are the last dimension of the input: write x.movedim(-1, 1) before conv."),
-        ("4, 64", "conv takes an input (N, C, H, W), but got (4, 64)."),
-    ],
-)
-def test_channels_and_dimensions_of_a_convolution(write: Write, shape: str, cure: str) -> None:
-    path = write(f"return self.conv(torch.ones({shape})).mean()  # here", "self.conv = nn.Conv2d(3, 4, 3)")
-    check(path, RuntimeError, "in conv (Conv2d(3, 4,", f"input is float32 ({shape}) on cpu", cure)
-
-
-def test_a_batch_of_one_in_a_batch_norm(write: Write) -> None:
-    path = write("return self.norm(x[:1]).mean()  # here", "self.norm = nn.BatchNorm1d(8)")
-    check(path, ValueError, "in norm (BatchNorm1d(8,", "input is float32 (1, 8)", "BatchNorm needs two samples or more")
-
-
-def test_tensors_of_the_users_line_are_named(write: Write) -> None:
-    path = write(
-        """
-        mask = torch.ones(4, 9)
-        return self.body(x * mask).mean()  # here
-        """
-    )
-    check(path, RuntimeError, "x is float32 (4, 8) on cpu, mask is float32 (4, 9) on cpu", "meet in dimension 1")
-
-
-def test_a_loss_of_another_shape(write: Write) -> None:
-    path = write("return F.binary_cross_entropy_with_logits(self.body(x)[:, :1], y.float())  # here", checked=False)
-    check(path, ValueError, "input is float32 (4, 1)", "target is float32 (4,)", "output.squeeze(-1)")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Values, types, devices
-
-
-def test_labels_that_the_model_has_no_output_for(write: Write) -> None:
-    path = write("return F.cross_entropy(self.body(x), y + 3)  # here", checked=False)
-    check(path, IndexError, "target is int64 (4,)", "but the model has 3 outputs (labels 0 to 2)")
-
-
 def test_ids_that_an_embedding_has_no_row_for(write: Write) -> None:
     path = write("return self.words(y + 20).mean()  # here", "self.words = nn.Embedding(10, 8)")
     text = check(path, IndexError, "in words (Embedding(10, 8))", "words has 10 rows (ids 0 to 9), but the ids of")
     assert re.search(r"are 2\d to 22\. Set num_embeddings=23", text)
-
-
-def test_float64_from_numpy_is_named(write: Write) -> None:
-    path = write("return self.body(x.double()).mean()  # here")
-    check(
-        path,
-        RuntimeError,
-        "in body.0 (Linear",
-        "input is float64 (4, 8) on cpu, weight is float32 (16, 8) on cpu",
-        "input is float64, which is what numpy makes. Write .float() in the dataset",
-    )
-
-
-def test_a_tensor_on_another_device(write: Write) -> None:
-    path = write(
-        """
-        scale = torch.ones(8, device="meta")
-        return self.body(x * scale).mean()  # here
-        """
-    )
-    check(path, RuntimeError, "scale is float32 (8,) on meta", "scale is on meta, but this run is on cpu", "x.device")
 
 
 def test_out_of_memory_names_what_this_run_has_not(write: Write) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import forge
@@ -102,13 +102,6 @@ def test_a_loader_that_begins_again(make: Callable[[], Any]) -> None:
     assert_equal(task, weights)
 
 
-@pytest.mark.parametrize("make", [lambda: iter(make_batches(3)), lambda: (batch for batch in make_batches(3))])
-def test_an_iterator_is_read_once(make: Callable[[], Iterator[Any]]) -> None:
-    fit(Given(), make())
-    with pytest.raises(forge.DataError, match=r"one-shot iterator .* iterated again, it gives nothing"):
-        fit(Given(), make(), max_epochs=2)
-
-
 def test_lightnings_combined_loader() -> None:
     combined = pytest.importorskip("lightning.pytorch.utilities").CombinedLoader
     loaders = {"a": DataLoader(make_batches(3), batch_size=None), "b": DataLoader(make_batches(2), batch_size=None)}  # pyright: ignore[reportArgumentType]
@@ -144,13 +137,6 @@ def test_a_sampler_of_torchs_in_a_loader(options: dict[str, Any]) -> None:
     weights = plain(task, theirs)
     fit(task, Loader(DATA, **options), plugins=["checkpoint"], allow_inexact=False)
     assert_equal(task, weights)
-
-
-def test_a_random_sampler_in_a_loader_resumes_like_a_shuffle() -> None:
-    loader = Loader(DATA, 4, sampler=RandomSampler(DATA), seed=3)
-    first = [y.tolist() for _, y in loader]
-    loader.set_epoch(0)
-    assert [y.tolist() for _, y in loader] == first
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

@@ -26,15 +26,14 @@ EXACT = 1e-11
 TASK = """
 import time
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import forge
 from forge.data import Loader, Splits
+from forge.testing import TinyTask
 
 
-class Slow(forge.TaskModule):
+class Slow(TinyTask):
     def __init__(self, pause: float = 0.0):
         super().__init__()
         self.pause = pause
@@ -42,7 +41,7 @@ class Slow(forge.TaskModule):
 
     def training_step(self, batch):
         time.sleep(self.pause)
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        return super().training_step(batch)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)

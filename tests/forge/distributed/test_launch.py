@@ -100,6 +100,14 @@ def await_file(path: Path) -> None:
         time.sleep(0.02)
 
 
+def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as one of two, by torchrun's variables."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+
+
 def trained(run: Path) -> TinyTask:
     task = TinyTask()
     load_weights(task, run)
@@ -118,28 +126,9 @@ def test_a_signal_to_one_rank_saves_all_at_one_update(launch: Launch, empty_fold
     assert 8 <= StoredCheckpoint(saved).update < 24
 
 
-@pytest.mark.slow
-def test_a_run_resumed_after_a_signal_ends_in_the_same_bits(launch: Launch, empty_folder: Path) -> None:
-    code, text = finished(launch("trainer.max_epochs=3", "--run-dir", "straight"))
-    assert code == 0, text
-    assert text.count("3 epochs, 24 updates") == 1  # rank 0 alone reports
-    assert finished(launch("trainer.max_epochs=3", "--run-dir", "cut", how="SIGTERM"))[0] == 85
-    code, text = finished(launch("trainer.max_epochs=3", "--run-dir", "cut", "--resume"))
-    assert code == 0, text
-    assert text.count("Resuming from") == 1
-    assert_same(trained(empty_folder / "cut"), trained(empty_folder / "straight"))
-
-
 STRATEGIES = {
     "ddp": (),
     "fsdp": ("-p", "no:ddp", "-p", "fsdp"),
-    "zero 1": ("-p", "no:ddp", "-p", "zero"),
-    "zero 2": ("-p", "no:ddp", "-p", "zero", "zero.stage=2"),
-    "pipeline": ("-p", "no:ddp", "-p", "pipeline"),
-    "sharded stages": (
-        *("-p", "no:ddp", "-p", "pipeline", "pipeline.microbatches=2", "pipeline.stages=2", "pipeline.shard=true"),
-        *("--nproc", "4"),
-    ),
 }
 
 
@@ -149,6 +138,7 @@ def test_a_killed_rank_restarts_and_ends_in_the_same_bits(launch: Launch, empty_
     words = ("trainer.max_epochs=2", "checkpoint.every=3 updates", *STRATEGIES[strategy])
     code, text = finished(launch(*words, "--run-dir", "straight"))
     assert code == 0, text
+    assert text.count("2 epochs, 16 updates") == 1  # rank 0 alone reports
     code, text = finished(launch(*words, "--run-dir", "cut", "--max-restarts", "1", how="SIGKILL"))
     assert code == 0, text
     assert text.count("failed first: gone (killed?)") == 1
@@ -164,16 +154,14 @@ def test_without_restarts_a_crash_is_1_and_is_told_once(launch: Launch) -> None:
     assert "elastic" not in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_is_handed_on(launch: Launch, empty_folder: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_is_handed_on(launch: Launch, empty_folder: Path) -> None:
     process = launch("trainer.max_epochs=100000", "--run-dir", "run", "--max-restarts", "3", how="forever")
     for rank in range(2):
         await_file(empty_folder / f"alive-{rank}")
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, text = finished(process)
     assert code == 85, text
-    assert text.count(f"{number.name}: the state after update") == 1
+    assert text.count("SIGTERM: the state after update") == 1
 
 
 def test_a_stopped_rank_does_not_keep_a_run_from_ending(launch: Launch, empty_folder: Path) -> None:
@@ -211,14 +199,7 @@ def test_processes_without_a_strategy_are_refused(capsys: pytest.CaptureFixture[
 def test_a_worker_whose_stack_joins_nobody_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    as_rank(0, monkeypatch)
     assert main(["fit", "small.py", "-p", "no:progress"]) == 2
     assert "one of 2 processes" in capsys.readouterr().err
 
@@ -322,14 +303,7 @@ def test_other_ranks_than_the_first_only_warn(capsys: pytest.CaptureFixture[str]
 def test_of_several_ranks_the_first_alone_writes_predictions(
     empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    as_rank(1, monkeypatch)
     assert main(["predict", "quickstart", "-p", "no:progress", "trainer.device=cpu", "--out", "p.safetensors"]) == 0
     assert not (empty_folder / "p.safetensors").exists()
     assert "p.safetensors" not in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The composition law: micro-batches give the gradient of the batch, and a GAN equals its loop. Beside it, what the
-law for every lever trains (test_composition_levers.py)."""
+"""The composition law: a GAN equals its loop. Beside it, what the law for every lever trains
+(test_composition_levers.py)."""
 
 from __future__ import annotations
 
@@ -66,35 +66,6 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> 
         return (1 + math.cos(math.pi * share)) / 2
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_micro_batches_give_the_gradient_of_the_big_batch(sizes: list[int], seed: int) -> None:
-    torch.manual_seed(seed)
-    micros = batches(sizes, seed)
-    big = [(torch.cat([x for x, _ in micros]), torch.cat([y for _, y in micros]))]
-
-    def trained(data: list[Any], window: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        task = Linear()
-        forge.Trainer(max_updates=1, plugins=[Accumulate(window)], run_dir=False).fit(task, data)
-        return torch.cat([p.detach().flatten() for p in task.parameters()])
-
-    torch.testing.assert_close(trained(micros, len(micros)), trained(big, 1), rtol=1e-10, atol=1e-12)
-
-
-class Linear(forge.TaskModule):
-    """Double precision and no batch statistics: the only difference left is the order of a sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3, dtype=torch.float64)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(self.layer(batch[0].double()), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 class GAN(forge.TaskModule):

@@ -11,7 +11,7 @@ from torch import nn
 
 import forge
 from forge.data import Loader
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 
 class Watching(Classifier):
@@ -42,18 +42,9 @@ def test_evaluation_runs_in_each_of_its_gradient_modes(mode: Any, inference: boo
 
 
 def test_every_modules_own_flag_is_put_back() -> None:
-    modes: list[tuple[bool, bool]] = []
-
-    class Freeze(forge.Plugin):
-        @forge.hookimpl
-        def forge_start(self, trainer: forge.Trainer) -> None:
-            trainer.task.frozen.eval()
-
-        @forge.hookimpl
-        def forge_boundary(self, trainer: forge.Trainer) -> None:
-            modes.append((trainer.task.training, trainer.task.frozen.training))
-
-    fit(Watching(), val=make_batches(1), plugins=[Freeze()], validate_every="1 updates")
+    freeze, _ = noting("start", lambda trainer: trainer.task.frozen.eval())
+    look, modes = noting("boundary", lambda trainer: (trainer.task.training, trainer.task.frozen.training))
+    fit(Watching(), val=make_batches(1), plugins=[freeze, look], validate_every="1 updates")
     assert set(modes) == {(True, False)}
 
 
@@ -98,6 +89,17 @@ def test_metrics_are_weighted_by_items_over_uneven_batches() -> None:
     assert metrics["val/loss"] == pytest.approx(expected["loss"].item())
 
 
+def test_a_plain_tensor_from_validation_is_its_loss() -> None:
+    class Plain(Classifier):
+        def validation_step(self, batch: Any) -> torch.Tensor:
+            return self.training_step(batch)["loss"]
+
+    data = make_batches(2)
+    task = Plain()
+    losses = [task.validation_step(batch).item() for batch in data]
+    assert forge.Trainer(plugins=[]).validate(task, data) == {"val/loss": pytest.approx(sum(losses) / 2)}
+
+
 def test_several_validation_loaders_are_told_apart_by_name() -> None:
     metrics = fit(val={"seen": make_batches(1), "unseen": make_batches(1, seed=9)}).metrics
     assert {"val/seen/loss", "val/unseen/loss"} <= metrics.keys()
@@ -120,18 +122,14 @@ def test_validate_every_counts_updates_and_epochs() -> None:
 
 
 def test_evaluation_end_adds_scalars_pictures_and_texts() -> None:
-    logged: dict[str, Any] = {}
-
-    class Sink(forge.Plugin):
-        @forge.hookimpl
-        def forge_log(self, metrics: dict[str, Any]) -> None:
-            logged.update(metrics)
+    sink, logs = noting("log", lambda metrics: metrics)
 
     class Ends(Classifier):
         def evaluation_end(self, stage: str) -> dict[str, Any]:
             return {"f1": torch.tensor(0.5), "shot": forge.Image(torch.zeros(1, 2, 2)), "note": forge.Text(stage)}
 
-    result = fit(Ends(), val=make_batches(1), plugins=[Sink()])
+    result = fit(Ends(), val=make_batches(1), plugins=[sink])
+    logged = {name: value for metrics in logs for name, value in metrics.items()}
     assert (logged["val/f1"], logged["val/note"].text) == (0.5, "val")
     assert isinstance(logged["val/shot"], forge.Image)
     assert result.metrics["val/f1"] == 0.5

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge
-from forge_plugins import Checkpoint, Freeze
+from forge_plugins import Freeze
+from tests.forge.snapshot.test_resume import resumes
 from tests.support.tasks import fit, make_batches
 
 
@@ -142,15 +143,11 @@ def test_what_freeze_freezes_sleeps_until_it_is_thawed() -> None:
 
 
 def test_a_resumed_run_has_the_modes(tmp_path: Path) -> None:
-    def run(**options: Any) -> Distils:
-        task, saver = Distils(), [Checkpoint(every="1 update")]
-        trainer = forge.Trainer(plugins=saver, resume="auto", run_dir=tmp_path / options.pop("name"), **options)
-        trainer.fit(task, make_batches(4))
-        return task
+    made: list[Distils] = []
 
-    whole = run(name="whole", max_epochs=2)
-    run(name="cut", max_updates=3)
-    resumed = run(name="cut", max_epochs=2)
-    assert resumed.seen[-1] == TEACHER
-    ours, theirs = resumed.state_dict().values(), whole.state_dict().values()
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    def given() -> dict[str, Any]:
+        made.append(Distils())
+        return {"task": made[-1], "train": make_batches(4), "validate_every": None, "max_epochs": 2}
+
+    resumes(tmp_path, given, lambda updates: [3])
+    assert made[-1].seen[-1] == TEACHER

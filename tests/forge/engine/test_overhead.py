@@ -60,6 +60,15 @@ def test_at_most_22_calls_of_forge_per_update_34_by_default() -> None:
     assert calls_per_update(with_the_default_recipe, OURS) <= 34
 
 
+def with_spans_of_everything(updates: int) -> None:
+    plugins = [forge_plugins.Spans(hooks=True, rates=True)]
+    forge.Trainer(max_updates=updates, plugins=plugins, run_dir=False).fit(Plain(), make_batches(1) * 200)
+
+
+def test_spans_of_all_hooks_with_all_rates_are_at_most_12_calls_more() -> None:
+    assert calls_per_update(with_spans_of_everything, OURS) <= calls_per_update(with_forge, OURS) + 12
+
+
 def test_no_update_after_the_first_makes_more_than_60_calls() -> None:
     """Nothing runs that nobody asked for, in early updates either."""
     total, seen = 0, []

@@ -197,12 +197,6 @@ def _made_of_numbers() -> Plain:
     return Plain(net)
 
 
-def _seed_everything() -> Plain:
-    lightning = pytest.importorskip("lightning")
-    lightning.seed_everything(3)
-    return Plain()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -215,7 +209,6 @@ def _seed_everything() -> Plain:
         _constant,
         _lazy,
         _made_of_numbers,
-        pytest.param(_seed_everything, marks=pytest.mark.slow),
     ],
 )
 def test_no_warning_where_nothing_was_drawn_without_a_seed(make: Callable[[], Plain], fresh: Any) -> None:

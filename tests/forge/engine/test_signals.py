@@ -21,6 +21,7 @@ from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
 from tests.support import forked
 from tests.support.profiles import some
+from tests.support.tasks import noting
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
@@ -103,12 +104,8 @@ def test_a_save_that_failed_is_not_said_to_have_succeeded(tmp_path: Path, monkey
 
 
 def test_a_fit_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
-    before, during = signal.getsignal(signal.SIGTERM), []
-
-    @forge.on("boundary")
-    def look() -> None:
-        during.append(signal.getsignal(signal.SIGTERM))
-
+    before = signal.getsignal(signal.SIGTERM)
+    look, during = noting("boundary", lambda: signal.getsignal(signal.SIGTERM))
     thread = threading.Thread(target=lambda: fit(tmp_path, TinyTask(), [look]))
     thread.start()
     thread.join()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from torch import nn
 import forge
 from forge.contract.stack import EVENTS, SPECS
 from forge_plugins import Accumulate
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 
 def recorder(*names: str) -> tuple[forge.Plugin, list[str]]:
@@ -106,19 +104,6 @@ def test_planned_updates_count_short_last_windows() -> None:
     assert trainer.planned_updates == result.updates == 9
 
 
-def test_the_seed_makes_two_runs_equal_numpy_included() -> None:
-    drawn = []
-
-    class Draws(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
-            return super().training_step(batch)
-
-    fit(Draws(), seed=3, max_updates=2)
-    fit(Draws(), seed=3, max_updates=2)
-    assert drawn[:2] == drawn[2:]
-
-
 def test_left_over_gradients_do_not_enter_the_first_update() -> None:
     torch.manual_seed(0)
     clean = Classifier()
@@ -130,34 +115,15 @@ def test_left_over_gradients_do_not_enter_the_first_update() -> None:
     assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), dirty.parameters(), strict=True))
 
 
-def test_a_task_left_in_eval_mode_is_trained_in_train_mode() -> None:
-    modes = []
-
-    class Watch(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            modes.append(self.net.training)
-            return super().training_step(batch)
-
-    task = Watch()
-    task.eval()
-    fit(task, max_updates=1)
-    assert modes == [True]
-
-
 def test_metrics_are_means_over_the_interval_by_items() -> None:
-    logged: list[tuple[int, dict[str, Any]]] = []
-
-    class Sink(forge.Plugin):
-        @forge.hookimpl
-        def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
-            logged.append((update, metrics))
+    sink, logged = noting("log", lambda update, metrics: (update, metrics))
 
     class Sizes(Classifier):
         def training_step(self, batch: Any) -> Any:
             return {**super().training_step(batch), "size": len(batch[0])}
 
     uneven = make_batches(1, size=2) + make_batches(1, size=6) + make_batches(1, size=4)
-    fit(Sizes(), uneven, plugins=[Sink()], log_every=2)
+    fit(Sizes(), uneven, plugins=[sink], log_every=2)
     assert [update for update, _ in logged] == [2, 3]
     assert logged[0][1]["train/size"] == pytest.approx((2 * 2 + 6 * 6) / 8)
     assert logged[1][1]["train/size"] == 4
@@ -183,12 +149,7 @@ def test_logging_a_loss_keeps_no_graph_alive() -> None:
             output = super().training_step(batch)
             return {**output, "twin": output["loss"] * 1}
 
-    alive: list[set[int]] = []
-
-    @forge.on("boundary", every="20 updates")
-    def look() -> None:
-        alive.append(tensors_with_a_graph())
-
+    look, alive = noting("boundary", lambda: tensors_with_a_graph(), every="20 updates")
     before = tensors_with_a_graph()  # what other tests left behind
     fit(Watch(), make_batches(50), log_every=1000, plugins=[look])
     assert len(alive) == 2
@@ -225,14 +186,11 @@ def test_a_skipped_update_leaves_weights_and_is_counted() -> None:
             if step.index == 1:
                 step.skip_update("test")
 
-    updated = []
-
-    @forge.on("step_end")
-    def watch(step: forge.Step) -> None:
-        updated.append((step.updated, step.trainer.task.net[0].weight.detach().clone()))
-
-    trainer = forge.Trainer(max_updates=3, plugins=[Skip(), watch], run_dir=False)
+    edit, edited = noting("edit_grads", lambda step: step.index)
+    watch, updated = noting("step_end", lambda step: (step.updated, step.trainer.task.net[0].weight.detach().clone()))
+    trainer = forge.Trainer(max_updates=3, plugins=[Skip(), edit, watch], run_dir=False)
     trainer.fit(Classifier(), make_batches())
+    assert edited == [0, 2]
     assert [flag for flag, _ in updated] == [True, False, True]
     assert torch.equal(updated[0][1], updated[1][1])
     assert trainer.progress.skipped == 1
@@ -292,3 +250,20 @@ def test_a_requested_checkpoint_captures_once_by_plugin() -> None:
     assert captured[1]["plugins"] == {"keeper": {"kept": 1}}
     assert captured[1]["model"].keys() == task.state_dict().keys()
     assert "optimizer" in captured[1]["optimizers"][""]
+
+
+def test_splits_are_taken_in_the_place_of_loaders() -> None:
+    batches = make_batches(3)
+    by_hand, given = Classifier(), Classifier()
+    given.load_state_dict(by_hand.state_dict())
+    trainer = forge.Trainer(max_epochs=1, plugins=[], run_dir=False)
+    trainer.fit(by_hand, batches, batches[:1])
+    assert trainer.fit(given, forge.data.Splits(train=batches, val=batches[:1])).metrics
+    assert all(torch.equal(x, y) for x, y in zip(by_hand.parameters(), given.parameters(), strict=True))
+
+
+def test_a_trainer_whose_fit_failed_at_its_start_can_fit() -> None:
+    trainer = forge.Trainer(max_epochs=1, plugins=[], run_dir=False)
+    with pytest.raises(forge.ForgeError):
+        trainer.fit(Classifier(), 5)
+    assert trainer.fit(Classifier(), make_batches(2)).updates == 2

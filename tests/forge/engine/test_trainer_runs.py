@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import forge
 from forge_plugins import Clip
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 
 def test_fit_writes_weights_that_the_other_verbs_read(tmp_path: Any) -> None:
@@ -207,6 +207,24 @@ def test_the_stack_can_change_in_configure_and_only_there() -> None:
         fit(plugins=[TooLate()])
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (TensorDataset(torch.zeros(4, 8)), r"train/own got the dataset TensorDataset itself\. Wrap it in a loader"),
+        (3, "train/own got a int, which cannot be iterated"),
+        ([], "The train/own loader is empty"),
+    ],
+)
+def test_what_a_plugin_builds_in_place_of_a_loader_is_looked_at(made: Any, said: str) -> None:
+    class Builds(forge.Plugin):
+        @forge.hookimpl
+        def forge_build_loader(self, stage: str) -> Any:
+            return {"own": made}
+
+    with pytest.raises(forge.DataError, match=said):
+        fit(plugins=[Builds()])
+
+
 def test_a_task_may_implement_hooks_itself_innermost() -> None:
     order: list[str] = []
 
@@ -241,57 +259,16 @@ def test_a_copy_of_a_running_task_takes_no_trainer_with_it() -> None:
     assert task.trainer is None
 
 
-def test_a_skipped_update_is_not_edited() -> None:
-    edited: list[int] = []
-
-    @forge.on("inspect_grads", mutates=True)
-    def skip(step: forge.Step) -> None:
-        if step.index == 1:
-            step.skip_update("test")
-
-    @forge.on("edit_grads")
-    def edit(step: forge.Step) -> None:
-        edited.append(step.index)
-
-    fit(plugins=[skip, edit])
-    assert edited == [0, 2, 3]
-
-
 def test_what_a_plugin_publishes_reaches_every_sink_at_once() -> None:
-    seen: list[tuple[int, dict[str, Any]]] = []
-
     @forge.on("step_end", every="2 updates")
     def make(step: forge.Step) -> None:
         step.trainer.publish({"shape": forge.Histogram.of(torch.ones(3)), "height": 2})
 
-    @forge.on("log")
-    def sink(update: int, metrics: dict[str, Any]) -> None:
-        seen.append((update, metrics))
-
+    sink, seen = noting("log", lambda update, metrics: (update, metrics))
     result = fit(plugins=[make, sink])
     assert [update for update, metrics in seen if "shape" in metrics] == [2, 4]
     assert result.metrics["height"] == 2
     assert "shape" not in result.metrics
-
-
-def test_a_plugin_can_put_other_weights_in_place_for_the_export(tmp_path: Path) -> None:
-    class Zeros(forge.Plugin):
-        """Exports zeros."""
-
-        @forge.hookimpl(wrapper=True)
-        def forge_export(self, trainer: forge.Trainer) -> Any:
-            kept = {name: value.clone() for name, value in trainer.task.state_dict().items()}
-            for value in trainer.task.state_dict().values():
-                value.zero_()
-            yield
-            trainer.task.load_state_dict(kept)
-            return True
-
-    task = Classifier()
-    fit(task, plugins=[Zeros()], run_dir=tmp_path)
-    exported = load_file(tmp_path / "weights.safetensors")
-    assert all(not value.any() for value in exported.values())
-    assert all(value.any() for value in task.state_dict().values())
 
 
 @pytest.mark.parametrize("every", ["2 updates", "1 epoch", "9 samples"])

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import forge
 from forge_plugins import Accumulate, Clip
-from tests.support.tasks import Classifier, fit, make_batches
+from tests.support.tasks import Classifier, fit, make_batches, noting
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
@@ -22,12 +22,8 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 
 def rates_of(task: forge.TaskModule, **options: Any) -> list[float]:
     """The learning rate in force at each update."""
-    rates: list[float] = []
 
-    @forge.on("finalize_grads")
-    def watch(step: forge.Step) -> None:
-        rates.append(step.optimizer.param_groups[0]["lr"])
-
+    watch, rates = noting("finalize_grads", lambda step: step.optimizer.param_groups[0]["lr"])
     plugins = [*options.pop("plugins", []), watch]
     fit(task, plugins=plugins, **options)
     return rates
@@ -170,16 +166,14 @@ class TestSeveral:
         assert len(prepared) == 3
 
     def test_step_end_fires_once_and_says_who_stepped(self) -> None:
-        seen: list[Any] = []
 
         class Turns(Two):
             def takes_turn(self, name: str, update: int) -> bool:
                 return name == "a" or update % 2 == 1
 
-        @forge.on("step_end")
-        def watch(step: forge.Step) -> None:
-            seen.append((step.name, step.updated, step.updated_names, len(step.parameters())))
-
+        watch, seen = noting(
+            "step_end", lambda step: (step.name, step.updated, step.updated_names, len(step.parameters()))
+        )
         fit(Turns(), train=make_batches(2), plugins=[watch])
         assert seen == [(None, True, ("a",), 4), (None, True, ("a", "b"), 4)]
 
@@ -268,12 +262,8 @@ class TestClosures:
                 return {**super().training_step(batch), "count": 1.0}
 
         trainer = forge.Trainer(max_updates=1, plugins=[Clip(1.0)], run_dir=False)
-        counted: list[float] = []
 
-        @forge.on("step_end")
-        def watch(step: forge.Step) -> None:
-            counted.append(step.trainer.means._sums["train/count"][1])
-
+        watch, counted = noting("step_end", lambda step: step.trainer.means._sums["train/count"][1])
         trainer.stack.add(watch)
         trainer.fit(Counted(), make_batches(1, size=4))
         assert counted == [4]

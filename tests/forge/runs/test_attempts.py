@@ -13,14 +13,13 @@ import pytest
 
 import forge
 from forge.cli import main
-from forge.env import Env
 from forge.report.page import page
 from forge.runs.attempts import attempts_of
 from forge.runs.card import command
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Tensorboard
 from tests.forge.report.test_page import Page
-from tests.support.tasks import fit, second_rank
+from tests.support.tasks import SecondRank, fit
 
 Live = Callable[..., None]
 
@@ -178,13 +177,8 @@ def test_a_run_resumed_often_shows_first_and_last_lives(live: Live, tmp_path: Pa
 
 
 def test_other_ranks_than_the_first_write_nothing(live: Live, tmp_path: Path) -> None:
-    class Second(forge.Plugin):
-        @forge.hookimpl
-        def forge_setup_env(self) -> Env:
-            return second_rank()
-
     (tmp_path / "lives.json").write_text("the first rank's")
-    live("forge fit mine", 2, plugins=[JSONL(), Second()])
+    live("forge fit mine", 2, plugins=[JSONL(), SecondRank()])
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["lives.json"]
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import forge
-from forge.env import Env
 from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Clip
-from tests.support.tasks import Classifier, fit, make_batches, second_rank
+from tests.support.tasks import Classifier, SecondRank, fit, make_batches, noting
 
 TRAINED = {"train/loss", "train/accuracy"}
 LOGGED = {*TRAINED, *(f"{name}_epoch" for name in TRAINED), "val/loss", "val/accuracy", "lr"}
@@ -58,10 +57,21 @@ def test_a_fit_without_plugins_ends_with_its_last_metrics(tmp_path: Path) -> Non
     assert RunFolder(tmp_path).final == result.metrics
 
 
-def test_an_error_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
-        fit(Raises(), plugins=[], run_dir=tmp_path)
-    assert status_of(tmp_path) == ("failed", "RuntimeError: on purpose")
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("on purpose"), ("failed", "RuntimeError: on purpose")),
+        (KeyboardInterrupt(), ("interrupted", "KeyboardInterrupt")),
+    ],
+)
+def test_an_error_is_named_and_an_interrupt_is_no_failure(
+    tmp_path: Path, error: BaseException, told: tuple[str, str]
+) -> None:
+    task = Raises()
+    task.error = error
+    with pytest.raises(type(error)):
+        fit(task, plugins=[], run_dir=tmp_path)
+    assert status_of(tmp_path) == told
 
 
 def test_an_error_at_the_end_is_named_too(tmp_path: Path) -> None:
@@ -73,14 +83,6 @@ def test_an_error_at_the_end_is_named_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fit(plugins=[EndsBadly(), JSONL()], run_dir=tmp_path)
     assert status_of(tmp_path) == ("failed", "RuntimeError: at the end")
-
-
-def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
-    task = Raises()
-    task.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        fit(task, plugins=[], run_dir=tmp_path)
-    assert end_of(tmp_path)["status"] == "interrupted"
 
 
 @pytest.mark.parametrize("plugins", [[], [Checkpoint()]])
@@ -104,12 +106,8 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_has_no_end_meanwhile(tmp_path: Path) -> None:
-    there: list[bool] = []
 
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        there.append((tmp_path / "end.json").exists())
-
+    look, there = noting("boundary", lambda trainer: (tmp_path / "end.json").exists())
     options: dict[str, Any] = {"plugins": [Checkpoint(), look], "run_dir": tmp_path}
     fit(max_epochs=1, **options)
     fit(max_epochs=2, resume=True, **options)
@@ -119,22 +117,17 @@ def test_a_run_that_goes_on_has_no_end_meanwhile(tmp_path: Path) -> None:
 
 def test_a_fit_that_is_refused_leaves_the_end_alone(tmp_path: Path) -> None:
     fit(plugins=[Checkpoint()], run_dir=tmp_path)
-    before = (tmp_path / "end.json").read_text()
+    before = [(tmp_path / name).read_text() for name in ("end.json", "card.json")]
     with pytest.raises(forge.CheckpointError):
         fit(plugins=[Checkpoint()], run_dir=tmp_path)
     with pytest.raises(forge.ForgeError):
         fit(train=make_batches(7), plugins=[Checkpoint()], run_dir=tmp_path, resume=True, max_epochs=2)
-    assert (tmp_path / "end.json").read_text() == before
+    assert [(tmp_path / name).read_text() for name in ("end.json", "card.json")] == before
 
 
 def test_evaluations_and_other_ranks_leave_none(tmp_path: Path) -> None:
-    class Second(forge.Plugin):
-        @forge.hookimpl
-        def forge_setup_env(self) -> Env:
-            return second_rank()
-
     forge.Trainer(plugins=[], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(1))
-    fit(plugins=[Second()], run_dir=tmp_path)
+    fit(plugins=[SecondRank()], run_dir=tmp_path)
     assert not (tmp_path / "end.json").exists()
 
 
@@ -168,12 +161,8 @@ def test_a_last_life_without_jsonl_is_told_as_it_was(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert (run.status, run.updates, run.epochs) == ("finished", 8, 2)
     assert run.final == result.metrics
-
-
-def test_the_time_of_a_last_life_without_jsonl_is_added(tmp_path: Path) -> None:
-    twice(tmp_path, [JSONL()], [])
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert RunFolder(tmp_path).seconds == pytest.approx(json.loads(lines[-1])["time"] + end_of(tmp_path)["seconds"])
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+    assert run.seconds == pytest.approx(first + end_of(tmp_path)["seconds"])
 
 
 def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:
@@ -195,7 +184,8 @@ def test_a_killed_life_and_a_test_after_the_end_are_alike(tmp_path: Path) -> Non
     twice(tmp_path, [JSONL(), Clip(0.5)], [JSONL()])
     trainer = forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu")
     tested = trainer.test(Classifier(), make_batches(1))
-    os.utime(tmp_path / "end.json", (0, 0))  # some file systems tell times by the second
+    end = (tmp_path / "end.json").stat()
+    os.utime(tmp_path / "metrics.jsonl", ns=(end.st_atime_ns, end.st_mtime_ns))  # clocks of files are coarse
     final = RunFolder(tmp_path).final
     assert final["test/loss"] == tested["test/loss"]
     assert "grad_norm/before" not in final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,15 +80,6 @@ class TestReadingBack:
     def test_time_is_the_sum_over_the_lives_of_a_run(self) -> None:
         lines = [{"update": i, "time": t} for i, t in ((1, 2.0), (2, 5.0), (3, 1.0), (4, 4.0))]
         assert RunFolder(write_run("a/b", *lines, end={"seconds": 4.5}, card=card(1, resumed_from=2))).seconds == 9.5
-
-    def test_a_test_that_came_after_the_end_is_among_the_metrics(self, tmp_path: Path) -> None:
-        fit(val=make_batches(1), plugins=[JSONL()], run_dir=tmp_path)
-        result = forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(1))
-        end = (tmp_path / "end.json").stat()
-        os.utime(tmp_path / "metrics.jsonl", ns=(end.st_atime_ns, end.st_mtime_ns))  # clocks of files are coarse
-        final = RunFolder(tmp_path).final
-        assert final["test/loss"] == result["test/loss"]
-        assert "val/loss" in final
 
     def test_the_best_is_what_the_checkpoint_best_was_kept_for(self, tmp_path: Path) -> None:
         scores = iter([1.0, 3.0, 2.0])

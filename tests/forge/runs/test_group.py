@@ -24,15 +24,14 @@ TASK = """
 import json, os, signal
 from pathlib import Path
 import torch
-import forge
-from torch import nn
+from forge.data import Splits
+from forge.testing import TinyTask, tiny_batches
 
 
-class Mine(forge.TaskModule):
+class Mine(TinyTask):
     def __init__(self, lr: float = 0.1, fails: int = -1):
-        super().__init__()
-        self.lr, self.fails = lr, fails
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+        super().__init__(int(torch.randint(1000, ())), 0.5, lr)
+        self.fails = fails
 
     def training_step(self, batch):
         order = Path("kill.json")
@@ -47,20 +46,12 @@ class Mine(forge.TaskModule):
             os.kill(os.getpid(), signal.SIGTERM)
         if self.trainer is not None and self.trainer.seed == self.fails:
             raise RuntimeError("this seed fails")
-        x, y = batch
-        return {"loss": nn.functional.cross_entropy(self.net(x), y)}
-
-    validation_step = training_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return super().training_step(batch)
 
 
 def data(fold: int = 0, folds: int = 5):
-    draw = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(8, 4, generator=draw), torch.randint(0, 2, (8,), generator=draw)) for _ in range(10)]
-    train = [batch for i, batch in enumerate(batches) if i % folds != fold]
-    return forge.data.Splits(train=train, val=batches[fold::folds])
+    batches = tiny_batches([8] * 10)
+    return Splits(train=[batch for i, batch in enumerate(batches) if i % folds != fold], val=batches[fold::folds])
 
 
 def whole():

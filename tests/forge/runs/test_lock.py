@@ -71,14 +71,11 @@ def test_the_message_names_the_process_that_has_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
-    def die() -> None:
-        RunLock(tmp_path).acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-
     child = forked.fork()
     if child == 0:
         try:
-            die()
+            RunLock(tmp_path).acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

@@ -117,7 +117,7 @@ def test_half_precision_with_adam_is_never_written(plugins: list[Any], tmp_path:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("guard", [[], [Guard], [lambda: Guard("skip")]])
 def test_what_an_optimizer_breaks_is_not_saved(where: str, value: float, guard: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"table\.weight"):
+    with pytest.raises(NonFiniteError, match=r"After update [23]: .*table\.weight is not finite.*update-00000002"):
         fit(Task(value=value, where=where), tmp_path, saving(), *[make() for make in guard])
     assert [path.name for path in Checkpoints(tmp_path / "checkpoints").all()] == ["update-00000001", "update-00000002"]
     assert not (tmp_path / "weights.safetensors").exists()
@@ -143,17 +143,6 @@ def test_the_state_of_a_wrapped_optimizer_is_looked_at(tmp_path: Path) -> None:
 
     with pytest.raises(NonFiniteError, match=r"the optimizer's momentum_buffer of table\.weight"):
         fit(Wrapped(where="momentum"), tmp_path, saving())
-
-
-def test_the_error_names_the_last_good_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"After update 3: table\.weight is not finite.*update-00000002"):
-        fit(Task(), tmp_path, saving())
-
-
-def test_a_run_without_checkpoints_exports_nothing(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"table\.weight is not finite"):
-        fit(Task(), tmp_path)
-    assert not (tmp_path / "weights.safetensors").exists()
 
 
 def test_an_average_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:

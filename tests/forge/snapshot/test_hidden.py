@@ -237,33 +237,6 @@ def test_generators_of_prefetched_data_go_on(tmp_path: Path) -> None:
     check_resume(tmp_path, lambda: Ahead(Loader(Augmented(Jitter()), 8, shuffle=True)))
 
 
-def albumented() -> Callable[[torch.Tensor], torch.Tensor]:
-    package = pytest.importorskip("albumentations")
-    compose = package.Compose([package.HorizontalFlip(p=0.5), package.RandomBrightnessContrast(p=0.9)], seed=7)
-
-    def transform(x: torch.Tensor) -> torch.Tensor:
-        image = np.tile(x.abs().clamp(0, 1).numpy()[None, :, None], (6, 1, 3))
-        return torch.from_numpy(compose(image=image)["image"][0, :, 0].copy())
-
-    return transform
-
-
-def monai_made() -> Callable[[torch.Tensor], torch.Tensor]:
-    package = pytest.importorskip("monai.transforms")
-    compose = package.Compose([package.RandFlip(0.5, spatial_axis=0), package.RandGaussianNoise(0.9)])
-    compose.set_random_state(7)
-    return lambda x: torch.as_tensor(np.asarray(compose(x[None])))[0]
-
-
-@pytest.mark.parametrize("make", [albumented, monai_made])
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_transforms_of_packages_go_on(
-    tmp_path: Path, make: Any, workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_resume(tmp_path, lambda: Loader(Augmented(make()), 8, shuffle=True, num_workers=workers))
-    assert "changes during training" not in caplog.text
-
-
 # -- resuming with others ---------------------------------------------------------------------------------------------
 
 

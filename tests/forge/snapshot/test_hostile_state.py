@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -147,36 +148,35 @@ def test_an_interval_is_finite() -> None:
 LONG = "n" * 300
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["plan", f"{LONG}.yaml"],
-        ["fit", LONG],
-        ["fit", "quickstart", "--run-dir", LONG],
-        ["fit", "quickstart", f"trainer.run_dir={LONG}"],
-        ["fit", "quickstart", 'trainer.run_dir="a\\0b"'],
-        ["fit", f"{LONG}.py:Task"],
-        ["runs", LONG],
-        ["report", LONG],
-        ["ckpt", "show", LONG],
-        ["new", "task", LONG],
-        ["new", "plugin", LONG],
-        ["predict", "quickstart", "--weights", LONG],
-        ["fit", "quickstart", "trainer.seed=18446744073709551616"],
-        ["fit", "quickstart", "trainer.seed=1e400"],
-        ["fit", "quickstart", "trainer.validate_every=" + "9" * 400 + " updates"],
-        ["fit", "quickstart", f"-p=clip@{LONG}", f"clip@{LONG}.max_norm=x"],
-    ],
-    ids=lambda words: " ".join(words)[:40],
-)
-def test_a_name_or_number_that_cannot_be_is_refused_in_a_line(words: list[str], tmp_path: Path) -> None:
-    done = limited.call(partial(_in_folder, tmp_path, words))
-    assert done.returncode == 2, done.stderr
+COMMANDS = [
+    ["plan", f"{LONG}.yaml"],
+    ["fit", LONG],
+    ["fit", "quickstart", "--run-dir", LONG],
+    ["fit", "quickstart", f"trainer.run_dir={LONG}"],
+    ["fit", "quickstart", 'trainer.run_dir="a\\0b"'],
+    ["fit", f"{LONG}.py:Task"],
+    ["runs", LONG],
+    ["report", LONG],
+    ["ckpt", "show", LONG],
+    ["new", "task", LONG],
+    ["new", "plugin", LONG],
+    ["predict", "quickstart", "--weights", LONG],
+    ["fit", "quickstart", "trainer.seed=18446744073709551616"],
+    ["fit", "quickstart", "trainer.seed=1e400"],
+    ["fit", "quickstart", "trainer.validate_every=" + "9" * 400 + " updates"],
+    ["fit", "quickstart", f"-p=clip@{LONG}", f"clip@{LONG}.max_norm=x"],
+]
+
+
+def test_a_name_or_number_that_cannot_be_is_refused_in_a_line(tmp_path: Path) -> None:
+    done = limited.call(partial(_in_folder, tmp_path))
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
 
 
-def _in_folder(folder: Path, words: list[str]) -> int:
-    import os
-
+def _in_folder(folder: Path) -> int:
     os.chdir(folder)
-    return main(words)
+    for words in COMMANDS:
+        code = main(words)
+        assert code == 2, words
+    return 0

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import forge
 from forge.report.page import page
@@ -18,7 +17,7 @@ from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, assert_same, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.forge.snapshot.test_resume import die, live, log_of, resumes
-from tests.support.tasks import fit, make_batches
+from tests.support.tasks import fit, make_batches, noting
 
 
 class Built(TinyTask):
@@ -34,14 +33,15 @@ class Built(TinyTask):
 
 def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options: Any) -> Any:
     """The resumed task, after it was held equal to one that ran straight."""
-    saver = Checkpoint(every="1 update")
-    straight, expected = live(folder / "straight", [saver, JSONL()], task=make(), **options)
-    die(folder / "cut", [Checkpoint(every="1 update"), JSONL()], cut, task=make(), **options)
-    resumed, result = live(folder / "cut", [Checkpoint(every="1 update"), JSONL()], task=make(), **options)
-    assert_same(resumed, straight)
-    assert result.metrics == expected.metrics
+    made: list[Any] = []
+
+    def given() -> dict[str, Any]:
+        made.append(make())
+        return {"task": made[-1], **options}
+
+    resumes(folder, given, lambda updates: [cut], plugins=lambda: [JSONL()])
     assert log_of(folder / "cut") == log_of(folder / "straight")
-    return resumed
+    return made[-1]
 
 
 class Finer(torch.optim.SGD):
@@ -55,25 +55,6 @@ class Finer(torch.optim.SGD):
                     kept[0] += p.grad.double() / 3
                     kept[1] += 1
                     p.data -= (0.1 * kept[0] / kept[1]).float()
-
-
-class Image(forge.TaskModule):
-    """Convolutions in channels-last, with a fused optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-            self.net.to(memory_format=torch.channels_last)
-
-    def training_step(self, batch: Any) -> Any:
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    validation_step = training_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -108,16 +89,6 @@ def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
 )
 def test_optimizers_go_on_where_they_were(tmp_path: Path, make: Callable[[Any], Any]) -> None:
     ends_the_same(tmp_path, lambda: Built(make))
-
-
-@pytest.mark.slow
-def test_optimizer_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(4, 3, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(5)
-    ]
-    make = lambda: {"task": Image(), "train": batches, "validate_every": None}  # noqa: E731
-    resumes(tmp_path, make, lambda updates: [4])
 
 
 class Thaws(TinyTask):
@@ -240,12 +211,8 @@ class Odd(torch.optim.SGD):
 
 
 def test_unsavable_optimizer_state_is_refused_at_once(tmp_path: Path) -> None:
-    seen: list[int] = []
 
-    @forge.on("boundary")
-    def count(trainer: forge.Trainer) -> None:
-        seen.append(trainer.progress.update)
-
+    count, seen = noting("boundary", lambda trainer: trainer.progress.update)
     with pytest.raises(forge.CheckpointError, match=r"seen.*is a set"):
         live(tmp_path, [Checkpoint(), count], task=Built(lambda p: Odd(p, lr=0.1)))
     assert seen == [1]

@@ -276,22 +276,6 @@ def test_the_list_and_the_report_show_the_share(
     assert "90%" in page
 
 
-def test_the_loggers_get_the_account_once_a_minute(watch: Clock, tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Listens(forge.Plugin):
-        @forge.hookimpl
-        def forge_log(self, metrics: dict[str, Any]) -> None:
-            told.extend(metrics[name].text for name in metrics if name == "goodput")
-
-    plugins = [Spans(), Listens(), Checkpoint(every="1 updates")]
-    trainer = forge.Trainer(plugins=plugins, max_updates=9, run_dir=tmp_path, seed=0, validate_every=None)
-    trainer.fit(Paced(watch, more=dict.fromkeys(range(9), 29.0)), tiny_batches())
-    assert len(told) == 3  # nine updates of half a minute
-    assert "waiting" not in told[0]
-    assert "updates that count" in told[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"hooks": True, "rates": True}])
+@pytest.mark.parametrize("options", [{}, {"hooks": True, "rates": True, "file": True}])
 def test_it_is_a_pure_observer(options: dict[str, bool]) -> None:
     check_plugin(lambda: Spans(**options))

@@ -17,7 +17,9 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.spans.rates import StepClock, TimedUpdate
+from forge.spans.device import DeviceTimes
+from forge.spans.goodput import TimeAccount
+from forge.spans.record import HookTimes
 from forge_plugins import Accumulate, Guard, Spans
 from forge_plugins.spans.flops import Counting
 from forge_plugins.spans.peaks import as_computed, peak_of
@@ -46,11 +48,6 @@ class Slow(Classifier):
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------
-
-
-def test_samples_per_second_are_over_the_time_of_the_steps(clock: Clock) -> None:
-    logs = logged(Slow(clock), train=make_batches(6, size=4))
-    assert logs[6]["rates/samples_per_s"] == pytest.approx(4 / 0.010)
 
 
 def test_logs_validations_and_checkpoints_are_no_time_of_a_step(clock: Clock, tmp_path: Path) -> None:
@@ -130,24 +127,59 @@ class Event:
 
 def stepped(clock: Clock, *, host: float, device: float, wait: float = 0.0, pause: float = 0.0) -> list[float]:
     """How many ms four of five steps took, given what host and device need for one; a pause is before the fourth."""
-    queue = Device(clock)
-    steps = StepClock(queue.event)
+    queue, times, found = Device(clock), DeviceTimes(), []
+    times.make_event = queue.event
+    times.start(None)
+    times.lap()
     for index in range(5):
-        if index == 3:
-            clock.spend(pause)
-        steps.begin()
+        times.pause()
+        clock.spend(pause * (index == 3))
+        times.go_on()
         clock.spend(wait)
         queue.launch(device)
         clock.spend(host)
-        steps.end(TimedUpdate(1, waited=wait / 1e3))
+        found.append(times.lap())
     clock.spend(1e6)
-    return [round(1e3 * done.seconds, 3) for done in steps.take()][1:]
+    return [round(1e3 * times.seconds(parts), 3) for parts in found][1:]
 
 
 def test_a_step_takes_as_long_as_the_slower_of_host_and_device(clock: Clock) -> None:
     assert stepped(clock, host=2, device=10) == [10] * 4
     assert stepped(clock, host=10, device=2) == [10] * 4
     assert stepped(clock, host=10, device=2, wait=5, pause=500) == [15] * 4
+
+
+def test_the_first_update_and_validations_are_no_time_of_a_phase_on_the_device(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    queue, device = Device(clock), DeviceTimes()
+    device.make_event = queue.event
+    device.start(None)
+
+    class Launches(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            assert self.trainer is not None
+            queue.launch(10.0 if self.trainer.progress.update else 9000.0)
+            return super().training_step(batch)
+
+        def validation_step(self, batch: Any) -> Any:
+            queue.launch(5000)
+            clock.spend(20_000)  # as it reads its metrics, the device has ended all
+            return super().training_step(batch)
+
+    account = TimeAccount(device=device)
+    times = HookTimes(account)
+
+    @forge.on("boundary")
+    def count(step: forge.Step) -> None:
+        account.update(step)
+        times.update(step.index)
+
+    trainer = forge.Trainer(plugins=[count], max_updates=5, run_dir=False, validate_every="1 updates")
+    trainer.instrument = times.instrument
+    trainer.fit(Launches(), make_batches(5), make_batches(1))
+    assert times.phases(on_device=True)["forward"] == pytest.approx(0.010)
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -232,8 +264,7 @@ def test_values_that_the_step_reads_are_counted_by_line_and_what_plugins_read_is
 
     spans = Spans(rates=True)
     forge.Trainer(plugins=[spans, Guard()], max_updates=3, run_dir=False).fit(Reads(6, 3), [torch.ones(5, 6)] * 3)
-    assert spans._rates is not None
-    (where, count), *others = spans._rates.flops.reads.items()
+    (where, count), *others = spans._flops.reads.items()
     assert (count, others) == (6, [])
     assert "test_rates.py" in where
 
@@ -266,24 +297,14 @@ def test_the_peak_and_the_formula_are_named(caplog: pytest.LogCaptureFixture) ->
     ("device", "dtype", "peak"),
     [
         ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA H200", "tf32", 494.7),
         ("NVIDIA H100 80GB HBM3", "fp32", 66.9),
         ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA A100-SXM4-80GB", "fp16", 312),
         ("NVIDIA A10", "bf16", 125),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
-        ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-16GB", "fp16", 125),
         ("Tesla V100-PCIE-16GB", "fp16", 112),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("AMD Instinct MI300X", "bf16", 1307.4),
-        ("NVIDIA B200", "bf16", 2250),
         ("Something New", "bf16", None),
-        ("CPU", "fp32", None),
     ],
 )
 def test_peaks_are_found_by_the_words_of_a_devices_name(device: str, dtype: str, peak: float | None) -> None:

@@ -40,9 +40,6 @@ def test_every_run_has_a_folder_of_its_own_and_can_go_on_in_it(forge_run) -> Non
     assert_same(again.task, forge_run(max_updates=6).task)
 
 
-# -- tiny_task --------------------------------------------------------------------------------------------------------
-
-
 # -- event_trace ------------------------------------------------------------------------------------------------------
 
 
@@ -54,7 +51,6 @@ def test_a_trace_has_every_call_in_order_by_plugin(event_trace) -> None:
     assert inside[: len(once)] == once
     assert event_trace.count("forge_edit_grads", plugin="clip") == 2
     assert event_trace.count("forge_backward", plugin="core") == 2
-    assert str(event_trace.of("clip")[0]) == "update 0: clip.forge_edit_grads"
 
 
 def test_a_trace_changes_nothing(event_trace) -> None:
@@ -76,22 +72,17 @@ def test_a_trace_sees_hooks_that_are_called_plugin_by_plugin(event_trace) -> Non
     with pytest.raises(ZeroDivisionError):
         fit_tiny([Closing(), event_trace])
     event_trace.assert_order("forge_edit_grads", "forge_exception", "forge_end")
-    event_trace.assert_not_called("forge_optimizer_step")
+    assert event_trace.count("forge_optimizer_step") == 0
 
 
 def test_a_trace_says_what_was_called_instead(event_trace) -> None:
     fit_tiny([Clip(0.1), event_trace], max_updates=1)
-    event_trace.assert_called("forge_edit_grads", times=1)
-    with pytest.raises(AssertionError, match="forge_edit_grads of 'clip' was called 1 times instead of 2 times"):
-        event_trace.assert_called("forge_edit_grads", times=2, plugin="clip")
     with pytest.raises(AssertionError, match="forge_edit_grads was not called after forge_optimizer_step; called were"):
         event_trace.assert_order("forge_optimizer_step", "forge_edit_grads")
     with pytest.raises(AssertionError, match="forge_save was not called at all"):
         event_trace.assert_order("forge_save")
     with pytest.raises(AssertionError, match="'forge_edit_gradients' is no hook"):
         event_trace.count("forge_edit_gradients")
-    event_trace.clear()
-    assert not event_trace.events
 
 
 def test_a_trace_stands_beside_who_times_hooks_too() -> None:
@@ -115,7 +106,7 @@ USING = """
 def test_the_fixtures_are_there(forge_run, tiny_task, event_trace):
     run = forge_run([event_trace], task=tiny_task(), max_updates=1)
     assert run.trace is event_trace
-    event_trace.assert_called("forge_backward", times=1)
+    assert event_trace.count("forge_backward") == 1
 """
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import forge
 from forge.cli import main, tune_workers
-from forge.tuning import WorkersProbe, WorkersReport, step_timer, workers, workers_range
-from tests.support.profiles import some
+from forge.tuning import WorkersReport, step_timer, workers, workers_range
 
 TASK = """
 import torch
@@ -38,14 +37,8 @@ class Task(forge.TaskModule):
 def data(num_workers: int = 0):
     return Splits(train=DataLoader(ROWS, 8, shuffle=True, num_workers=num_workers))
 
-def torchs():
-    return Splits(train=DataLoader(ROWS, 8))
-
-def forges():
+def fixed():
     return Splits(train=Loader(ROWS, 8))
-
-def listed():
-    return Splits(train=[(torch.randn(8, 4), torch.randint(2, (8,)))] * 3)
 """
 
 
@@ -86,34 +79,32 @@ class Line(forge.TaskModule):
 
 
 def report(need: float, *speeds: float) -> WorkersReport:
-    probes = [WorkersProbe(count, speed) for count, speed in zip((0, 1, 2, 4), speeds, strict=False)]
-    return WorkersReport(probes, need, 10.0, 16)
+    return WorkersReport(dict(zip((0, 1, 2, 4), speeds, strict=False)), need, 10.0, 16)
 
 
 def test_the_fewest_workers_that_feed_the_step_are_recommended() -> None:
     enough = report(100, 50, 90, 130, 200)
-    assert (enough.recommended.workers, enough.limit) == (2, "compute")
-    assert tune_workers.verdict(enough)[0].startswith("Compute is the limit")
+    assert (enough.recommended, enough.limit) == (2, "compute")
+    assert tune_workers.verdict(enough).startswith("Compute is the limit")
     never = report(1000, 50, 90, 196, 200)
-    assert (never.recommended.workers, never.limit) == (2, "data")
-    assert "Data are the limit" in tune_workers.verdict(never)[0]
-    assert "20 % of it" in tune_workers.verdict(never)[0]
+    assert (never.recommended, never.limit) == (2, "data")
+    assert "Data are the limit" in tune_workers.verdict(never)
+    assert "20 % of it" in tune_workers.verdict(never)
 
 
 @pytest.mark.slow
 def test_the_need_is_the_speed_of_the_step_alone() -> None:
-    data, measured = Made(), []
-    found = workers_range(
-        Line,
-        lambda count: DataLoader(data, 8),
-        counts=[0],
-        seconds=0.05,
-        tell=lambda probe: measured.append(data.count),
-        device="cpu",
-    )
+    data, begun = Made(), []
+
+    class Counted(Line):
+        def configure_optimizers(self) -> Any:
+            begun.append(data.count)
+            return super().configure_optimizers()
+
+    found = workers_range(Counted, lambda count: DataLoader(data, 8), counts=[0], seconds=0.05, device="cpu")
     assert found.samples == 8
     assert found.need == pytest.approx(1000 * 8 / found.step_ms)
-    assert [data.count] == measured  # no sample is made for it
+    assert [data.count] == begun  # no sample is made for it
 
 
 @pytest.mark.parametrize("cores", [1, 2, 6, 16])
@@ -124,41 +115,16 @@ def test_numbers_of_workers_go_up_to_the_cores(cores: int) -> None:
     assert all(count <= cores for count in counts)
 
 
-def test_a_loader_is_made_again_with_the_same_batches() -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(torch.arange(5))
-
-    rows = torch.arange(10)
-    for loader in (DataLoader(rows, 3, drop_last=True), DataLoader(rows, None), DataLoader(Stream(), 2)):  # type: ignore[arg-type]
-        again = workers.with_workers(loader, 0)
-        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
-    assert workers.with_workers([rows], 2) is None
-
-
-@pytest.mark.parametrize(
-    ("data", "last"),
-    some(
-        [
-            ("data", "recipe      data: {num_workers: "),
-            ("listed", "recipe      nothing to change"),
-            ("torchs", "code        DataLoader(..., num_workers="),
-        ],
-        quick=1,
-    ),
-)
-def test_it_ends_with_the_line_to_write_down(
-    file: str, data: str, last: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", "workers", f"{file}:Task", "--data", f"{file}:{data}", "trainer.device=cpu"]) == 0
+def test_it_ends_with_the_line_to_write_down(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "workers", f"{file}:Task", "trainer.device=cpu"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith(last)
+    assert out.splitlines()[-1].startswith("recipe      data: {num_workers: ")
     assert "is the limit" in out or "are the limit" in out
     assert not Path("runs").exists()
 
 
-def test_a_loader_of_forge_needs_the_option(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "workers", f"{file}:Task", "--data", f"{file}:forges"]) == 2
+def test_data_without_the_option_are_told_how_to_take_it(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "workers", f"{file}:Task", "--data", f"{file}:fixed"]) == 2
     assert "def data(num_workers: int = 0)" in capsys.readouterr().err
     assert main(["tune", "workers", f"{file}:Task", "--exact"]) == 2
     assert "--exact goes with `forge tune batch`" in capsys.readouterr().err

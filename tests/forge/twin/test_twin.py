@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from forge.errors import ForgeError
-from forge.testing import RecordFit, TinyTask, assert_same, first_difference, fit_tiny, tiny_batches, twin
+from forge.testing import assert_same, first_difference, twin
 from forge.twin.compare import differences, tensor_difference
 from forge.twin.record import Record
 
@@ -89,19 +89,6 @@ def test_a_tolerance_lets_small_differences_pass() -> None:
     assert twin(loop(larger), loop(), tolerance=0.001) is not None
 
 
-def test_a_record_in_a_file_is_compared_later(tmp_path: Path) -> None:
-    path = tmp_path / "yesterday.jsonl"
-    torch.manual_seed(1)
-    record = Record(path)
-    loop()(record)
-    record.close()
-    torch.manual_seed(1)
-    assert twin(path, loop()) is None
-    found = twin(path, loop(larger))
-    assert found is not None
-    assert found.update == 3
-
-
 def test_a_command_writes_its_record(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -131,27 +118,6 @@ def test_a_fork_changes_nothing_here() -> None:
     numbers: list[int] = []
     assert twin(lambda record: numbers.append(1), lambda record: None, start="fork") is None
     assert numbers == []
-
-
-def test_a_loop_by_hand_is_the_same_as_a_fit() -> None:
-    def by_hand(record: Record) -> None:
-        task = copy.deepcopy(begun)
-        optimizer = task.configure_optimizers()
-        record.watch(task.net, optimizer)
-        for _ in range(2):
-            for batch in batches:
-                optimizer.zero_grad()
-                task.training_step(batch)["loss"].backward()
-                optimizer.step()
-
-    def by_trainer(record: Record) -> None:
-        task = copy.deepcopy(begun)
-        fit_tiny([RecordFit(record, task.net)], task=task, train=batches, val=None)
-
-    torch.manual_seed(0)
-    begun, batches = TinyTask(), [*tiny_batches()]
-    torch.manual_seed(0)
-    assert twin(by_hand, by_trainer) is None
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -203,6 +169,13 @@ def test_a_value_aside_is_the_cause_of_what_differs_after_it() -> None:
         ("count", True),
     ]
     assert first_difference(record_of((2, "batch", 1), (2, "loss", 1.0)), right) is None
+
+
+def test_what_two_of_the_same_have_differently_is_not_compared() -> None:
+    records = [record_of((1, "time", time), (1, "x", x)) for time, x in ((1, 1.0), (2, 1.0), (3, 2.0))]
+    noise = [*differences(records[0].marks, records[1].marks)]
+    assert first_difference(records[0], records[1], noise=noise) is None
+    assert str(first_difference(records[0], records[2], noise=noise)) == "at update 1, in x: 1.0 against 2.0"
 
 
 def test_kept_values_have_an_exact_size() -> None:
