@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -37,7 +37,7 @@ VERBS = {
     "verify-resume": ("check", "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run."),
     "determinism": ("check", "Run a recipe twice, in fresh processes, and name the first tensor that differs."),
     "env": ("check", "Print versions, devices and what is installed, for bug reports."),
-    "recipes": ("extend", "List recipes, show one, or copy one to start from."),
+    "recipes": ("extend", "List recipes, or show one to start from."),
     "plugins": ("extend", "List installed plugins, or show one's options and hooks."),
     "new": ("extend", "Start a task or a plugin package from a working template."),
 }
@@ -190,28 +190,16 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _nearest(word: str) -> str:
-    """Suggest verbs that are spelt alike, commands that take the word, or else verbs that say it in their description:
-    `train` is said by `fit`."""
+    """Suggest verbs that are spelt alike, or else verbs that say the word in their description: `train` is said by
+    `fit`."""
     texts = {verb: text.lower() for verb, text in verbs().items()}
-    near = [*get_close_matches(word, texts, n=1, cutoff=0.6), *_that_take(word)]
+    near = get_close_matches(word, texts, n=1, cutoff=0.6)
     stem = re.escape(re.sub(r"(ing|ed|e|s)$", "", word.lower()))
     for pattern in (rf"\b{re.escape(word.lower())}\b", rf"\b{stem}" if len(stem) > 2 else "$^"):
         near = near or [verb for verb in texts if re.search(pattern, texts[verb])]
     if not near:
         return " `forge --help` lists all verbs."
     return f" Did you mean {' or '.join(f'`forge {command}`' for command in dict.fromkeys(near[:3]))}?"
-
-
-def _that_take(word: str) -> Iterator[str]:
-    """Yield the commands that have the word behind a verb: one that a package adds, an argument, an option."""
-    for verb in verbs():
-        yield from (name for name in additions(verb) if name.partition(" ")[2].lstrip("-") == word)
-        with suppress(ForgeError):  # a package that cannot be imported says so when its verb is used
-            for action in module_of(verb).parser()._actions:
-                if f"--{word}" in action.option_strings:
-                    yield f"{verb} --{word}"
-                elif not action.option_strings and word in (action.choices or ()):
-                    yield f"{verb} {word}"
 
 
 def _group(group: str, verbs: dict[str, str]) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.errors import CheckpointError, ForgeError
-from forge.runs.wording import counted
+from forge.runs.wording import counted, short_moment
 from forge.util import show
 from forge.util.text import few, format_bytes
 
@@ -55,7 +53,7 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    paths = [_shorter(Path(path)) for path in args.paths]
+    paths = [show.near(Path(path)) for path in args.paths]
     match args.action, paths:
         case "show", [path]:
             return _show(path, args.json)
@@ -112,7 +110,7 @@ def _show_run(path: Path, folder: Checkpoints, as_json: bool) -> int:
         epoch = row["progress"].get("epoch")
         cells = [row["name"], "" if epoch is None else str(epoch)]
         cells += [show.number(value) if isinstance(value, (int, float)) else ""] if monitor else []
-        grid.add_row(*cells, format_bytes(row["bytes"]), age(row["saved"]), _state(row))
+        grid.add_row(*cells, format_bytes(row["bytes"]), short_moment(row["saved"]), _state(row))
     console.print(Text.assemble((str(path), "bold"), f"  {counted(len(rows), 'checkpoint')}"), soft_wrap=True)
     console.print()
     console.print(grid)
@@ -148,7 +146,7 @@ def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
 
 
 def _state(row: Mapping[str, Any]) -> Text:
-    problem = (row["error"] or "").replace(f"{row['path']}/", "").replace(f"{row['path']} ", "").rstrip(".")
+    problem = _problem(row["error"] or "", row["path"])
     return Text.assemble((problem, "red") if problem else ("valid", "green"), *(f", {mark}" for mark in row["marks"]))
 
 
@@ -233,27 +231,33 @@ def _as_json(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> dict[str,
 
 
 def _verify(paths: list[Path]) -> int:
-    from forge.cli.ckpt_files import file_states
+    from forge.checkpoint import StoredCheckpoint
 
     found: list[Path] = []
     for path in paths:
         folder = _folder(path)
         found += folder.all() if folder is not None else [_find(path).path]
-    grid = show.table("checkpoint", "file", "size", "state", wrap=["state"])
-    _align_right(grid, "size")
+    grid = show.table("checkpoint", "state", wrap=["state"])
     bad = 0
     for path in found:
-        states = file_states(path)
-        bad += any(problem for _, _, problem in states)
-        for i, (name, length, problem) in enumerate(states):
-            state = Text(problem, "red") if problem else Text("ok", "green")
-            grid.add_row("" if i else _run_and_name(path), name, "" if length is None else format_bytes(length), state)
+        try:
+            StoredCheckpoint(path).verify()
+            state = Text("whole", "green")
+        except CheckpointError as error:
+            state = Text(_problem(str(error), path), "red")
+            bad += 1
+        grid.add_row(_run_and_name(path), state)
     console = show.console()
     console.print(grid)
     console.print()
     verified = f"{counted(len(found), 'checkpoint')} verified: "
     console.print(Text(verified + (f"{bad} damaged" if bad else "all whole"), "bold red" if bad else "bold"))
     return 1 if bad else 0
+
+
+def _problem(error: str, path: Path | str) -> str:
+    """Return what is wrong with a checkpoint, whose path stands beside it."""
+    return error.replace(f"{path}/", "").replace(f"{path} ", "").rstrip(".")
 
 
 # -- diff -------------------------------------------------------------------------------------------------------------
@@ -315,8 +319,9 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
     count = write_weights(weights, out)
     kind = "" if weights.average is None else f", averaged by {weights.average}"
     when = "" if weights.update is None else f" after {counted(weights.update, 'update')}"
+    source = weights.path if isinstance(weights.path, str) else show.near(weights.path)
     what = f"{counted(count, 'tensor')}{kind}, {format_bytes(out.stat().st_size)}"
-    show.console().print(f"Wrote {out}: {what}, from {_as_given(weights.path, path)}{when}.", soft_wrap=True)
+    show.console().print(f"Wrote {out}: {what}, from {source}{when}.", soft_wrap=True)
     return 0
 
 
@@ -324,25 +329,10 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
 
 
 def _find(path: Path) -> StoredCheckpoint:
-    """Find the checkpoint of a path; its own path begins like the one that the user gave."""
+    """Find the checkpoint of a path, and show it by a short one."""
     from forge.checkpoint import StoredCheckpoint
 
-    return StoredCheckpoint(_as_given(StoredCheckpoint.find(path).path, path))
-
-
-def _as_given(found: Path | str, given: Path) -> Path | str:
-    """Rewrite a resolved path so that it begins like the path that the user gave; a URL stays as it is."""
-    if isinstance(found, str):
-        return found
-    for start in (given.parent, given) if given.is_symlink() else (given, given.parent):
-        if found.is_relative_to(start.resolve()):
-            return _shorter(start / found.relative_to(start.resolve()))
-    return _shorter(found)
-
-
-def _shorter(path: Path) -> Path:
-    """Return the path unchanged, or relative to the working directory if that is shorter."""
-    return Path(min(str(path), os.path.relpath(path), key=len))
+    return StoredCheckpoint(show.near(StoredCheckpoint.find(path).path))
 
 
 def _tensors(tree: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
@@ -370,16 +360,6 @@ def _run_and_name(path: Path) -> str:
     """Name a checkpoint by its run: RUN/update-00000010."""
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return f"{run.name}/{path.name}" if run.name else path.name
-
-
-def age(then: float) -> str:
-    """Return how long ago a time was, in the largest unit that gives a whole number."""
-    seconds = max(0, int(time.time() - then))
-    for length, unit in ((86400, "day"), (3600, "hour"), (60, "min")):
-        if seconds >= length:
-            count = seconds // length
-            return f"{count} {unit}{'s' if count > 1 and unit != 'min' else ''} ago"
-    return "just now"
 
 
 def _print_json(content: Any) -> None:

@@ -66,7 +66,6 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     die_with_parent()
-    group.take_folder(args)
     if group.is_asked(args):
         return group.run(args)
     recipe = target.load(args, to_train=True)

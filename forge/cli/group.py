@@ -33,15 +33,6 @@ def is_asked(args: Namespace) -> bool:
     return continued or args.seeds is not None or args.folds is not None
 
 
-def take_folder(args: Namespace) -> None:
-    """Read `--resume FOLDER` as `--run-dir FOLDER --resume`: an override has an equals sign, a folder is there."""
-    if args.resume and args.run_dir is None:
-        folders = [word for word in args.overrides if "=" not in word and Path(word).is_dir()]
-        if len(folders) == 1:
-            args.run_dir = folders[0]
-            args.overrides = [word for word in args.overrides if word != folders[0]]
-
-
 def run(args: Namespace) -> int:
     """Train the runs of a group that are not finished, each by `forge fit` in a process of its own."""
     from forge.engine import repeat

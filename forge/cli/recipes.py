@@ -1,47 +1,33 @@
-"""`forge recipes`: list recipes, show one with the origin of every value, or copy one."""
+"""`forge recipes`: list recipes, or show one with the origin of every value."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.syntax import Syntax
 
 from forge.config import Recipe, list_recipes, read_recipe
-from forge.config.files import locate
 from forge.config.guard import omegaconf
-from forge.errors import ForgeError
 from forge.util import show
 
 EXAMPLES = """\
 examples:
   forge recipes                               list installed recipes
   forge recipes quickstart                    show one, merged, with the origin of every value
-  forge recipes copy quickstart mine.yaml     then: forge fit mine.yaml
+  forge recipes quickstart > mine.yaml        a recipe of your own; then: forge fit mine.yaml
 """
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("recipes", "List recipes, show one, or copy one to start from.", EXAMPLES)
-    parser.add_argument("words", metavar="NAME | copy NAME FILE", nargs="*", help="a recipe; or copy one to a file")
-    parser.add_argument("--force", action="store_true", help="let copy overwrite FILE")
+    parser = show.new_parser("recipes", "List recipes, or show one to start from.", EXAMPLES)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a recipe to show")
     return parser
 
 
 def run(args: Namespace) -> int:
-    match args.words:
-        case []:
-            return _list()
-        case ["copy", name, file]:
-            return _copy(name, Path(file), args.force)
-        case ["copy", *_]:
-            raise ForgeError("Write: forge recipes copy NAME FILE")
-        case [name]:
-            return _show(name)
-        case words:
-            raise ForgeError(f"forge recipes takes one name, or copy NAME FILE; got {' '.join(words)!r}.")
+    return _show(args.name) if args.name else _list()
 
 
 def _list() -> int:
@@ -61,21 +47,6 @@ def _show(name: str) -> int:
         console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
         print(text, end="")  # unchanged: `forge recipes NAME > mine.yaml` is a recipe
-    return 0
-
-
-def _copy(name: str, file: Path, force: bool) -> int:
-    source = locate(name)
-    file = file / f"{source.stem}.yaml" if file.is_dir() else file
-    if file.suffix not in (".yaml", ".yml"):
-        raise ForgeError(f"{str(file)!r} is no name of a recipe file: it must end in .yaml.")
-    if file.exists() and not force:
-        raise ForgeError(f"{str(file)!r} exists. Choose another name, or overwrite it with --force.")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    has_task = "task" in read_recipe(file).config
-    command = f"forge fit {file}" if has_task else f"forge fit FILE.py:Task --recipe {file}"
-    show.console().print(f"Wrote {file}. Run it with: {command}", soft_wrap=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`forge runs`: list runs with their results; show what differs between some; give them tags and notes."""
+"""`forge runs`: list runs with their results, or show what differs between some."""
 
 from __future__ import annotations
 
@@ -18,55 +18,46 @@ from rich.text import Text
 
 from forge.cli.runs_spans import spans_of
 from forge.errors import ForgeError, did_you_mean
-from forge.runs import compare, notes, wording
+from forge.runs import compare, wording
 from forge.runs.directions import mode_of, told_once
 from forge.runs.find import RUNS, label, locate, rows_in
 from forge.runs.folder import RunFolder, is_group
 from forge.runs.group import RunGroup
 from forge.runs.spread import Spread
 from forge.runs.summary import group_summary
-from forge.runs.where import chosen
 from forge.spans import goodput
 from forge.util import show
 
 EXAMPLES = """\
 RUN is a run folder, a folder of runs (its newest), or a unique part of a run's name. Runs of one command (--seeds,
---folds) are one row: mean ± standard deviation of those that are finished. A condition compares an option or a metric:
-=, !=, <, <=, > or >=.
+--folds) are one row: mean ± standard deviation of those that are finished.
 
 examples:
   forge runs                                      every run under runs/, newest first
   forge runs --all                                the single runs of groups too
-  forge runs runs/quickstart/GROUP                one group: mean, deviation, interval, the worst, and its runs
+  forge runs runs/quickstart/GROUP                one group: mean, deviation, the worst, and its runs
   forge runs runs/quickstart --sort val/accuracy  the runs of one recipe, the best first
-  forge runs --tag baseline --where task.lr=0.1 --where 'val/loss<0.3'
   forge runs compare RUN_A RUN_B                  differences in recipe, result and environment
-  forge runs tag RUN baseline paper               add tags; untag removes them
-  forge runs note RUN "the rate was too high"     set a note; without a text, print it
   forge runs spans RUN                            where its time went, the cost of each plugin, and what limits it
   forge runs spans RUN --perfetto trace.json      its spans as a picture, all ranks in one
-  forge runs --json | jq '.[0].metrics'           for programs
+  forge runs --json | jq '.[] | select(.options["task.lr"] == 0.1) | .path'
 """
 STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
 SHORTER = "shorter"
-DISPENSABLE = ("goodput", "resume", "tags", "recipe", "task", "duration", "started", SHORTER, "updates")
+DISPENSABLE = ("goodput", "resume", "recipe", "task", "duration", "started", SHORTER, "updates")
 """Columns dropped on a narrow terminal, in this order; at `SHORTER` runs lose the name of their group."""
 MOST_METRICS = 6
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("runs", "List runs with their results, compare some, or give them tags.", EXAMPLES)
+    parser = show.new_parser("runs", "List runs with their results, or compare some.", EXAMPLES)
     parser.add_argument(
         "words",
-        metavar="FOLDER | compare RUN RUN ... | spans RUN | tag RUN TAG ... | note RUN TEXT",
+        metavar="FOLDER | compare RUN RUN ... | spans RUN",
         nargs="*",
         help=f"folder to list (default: {RUNS})",
     )
     parser.add_argument("--all", action="store_true", help="list the single runs of groups too")
-    parser.add_argument("--tag", metavar="TAG", action="append", default=[], help="only runs with this tag; repeatable")
-    parser.add_argument(
-        "--where", metavar="CONDITION", action="append", default=[], help="only runs for which it holds; repeatable"
-    )
     parser.add_argument("--sort", metavar="METRIC", help="list the best value first, as in --sort val/accuracy")
     parser.add_argument("--perfetto", metavar="FILE", help="with spans: write a trace for https://ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -75,40 +66,22 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     match args.words:
-        case [("compare" | "tag" | "untag" | "note") as word, *_] if args.sort or args.tag or args.where or args.all:
-            raise ForgeError(f"--sort, --tag, --where and --all are for the list of runs, not for forge runs {word}.")
+        case ["compare", *_] if args.sort or args.all:
+            raise ForgeError("--sort and --all are for the list of runs, not for forge runs compare.")
         case ["compare", one, other, *more]:
             return _compare([locate(name) for name in (one, other, *more)], args.json)
         case ["compare", *_]:
             raise ForgeError("forge runs compare takes two runs or more. Write: forge runs compare RUN RUN")
-        case [("tag" | "untag") as word, name, _, *_]:
-            return _tag(locate(name), word, args.words[2:])
         case ["spans", name]:
             return spans_of(locate(name), args.perfetto, args.json)
-        case ["note", name, *text]:
-            return _note(locate(name), text)
-        case [("tag" | "untag" | "note" | "spans") as word, *_]:
-            more = {"note": " TEXT", "spans": ""}.get(word, " TAG ...")
-            raise ForgeError(f"Write: forge runs {word} RUN{more}")
+        case ["spans", *_]:
+            raise ForgeError("Write: forge runs spans RUN")
         case [] | [_]:
             return _list(args.words[0] if args.words else RUNS, args)
         case several:
             raise ForgeError(
                 f"forge runs lists one folder, and got {', '.join(several)}. To compare: forge runs compare"
             )
-
-
-def _tag(run: RunFolder, word: str, tags: Sequence[str]) -> int:
-    left = notes.tag(run, tags) if word == "tag" else notes.untag(run, tags)
-    show.console().print(Text(f"{label(run)}: {', '.join(left) or 'no tags'}"), soft_wrap=True)
-    return 0
-
-
-def _note(run: RunFolder, words: Sequence[str]) -> int:
-    if words:
-        notes.note(run, " ".join(words))
-    show.console().print(Text(f"{label(run)}: {RunFolder(run.path).note or 'no note'}"), soft_wrap=True)
-    return 0
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------
@@ -118,16 +91,14 @@ def _list(folder: str, args: Namespace) -> int:
     if not Path(folder).is_dir() and folder != RUNS:
         known = [str(path) for path in Path(RUNS).glob("*") if path.is_dir()]
         raise ForgeError(f"No folder {folder!r}.{did_you_mean(folder, known)}")
-    runs = chosen(rows_in(folder), args.tag, args.where)
+    runs = rows_in(folder)
     if args.sort:
         runs = _sorted(runs, args.sort)
     if args.json:
         print(json.dumps([run_as_json(run) for run in runs], indent=2, allow_nan=False))
         return 0
     if not runs:
-        asked = args.tag or args.where
-        none = "No run has all of these." if asked else f"No runs in {folder} yet: train with forge fit quickstart."
-        show.message(none, "dim")
+        show.message(f"No runs in {folder} yet: train with forge fit quickstart.", "dim")
         return 0
     console = show.console()
     if is_group(Path(folder)) and isinstance(runs[0], RunGroup):
@@ -174,7 +145,6 @@ def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> T
         "updates": _updates,
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
-        **({"tags": lambda run: ", ".join(run.tags)} if any(run.tags for run in runs) else {}),
         **({"goodput": lambda run: f"{spent[run.path].share:.0%}" if run.path in spent else ""} if spent else {}),
         **({"resume": lambda run: (run.resume or "").partition(":")[0]} if any(run.resume for run in runs) else {}),
         **{
@@ -238,8 +208,7 @@ def run_as_json(run: RunFolder) -> dict[str, Any]:
         "metrics": {name: _number(value) for name, value in run.final.items()},
         "best": vars(run.best) if run.best else None,
         "resume": run.resume,
-        "tags": run.tags,
-        "note": run.note or None,
+        "options": compare.settings(run),
     }
     if not isinstance(run, RunGroup):
         return found
@@ -250,7 +219,7 @@ def run_as_json(run: RunFolder) -> dict[str, Any]:
 
 def _spread_as_json(value: Spread) -> dict[str, Any]:
     worst = None if value.worst is None else {"run": value.worst[0], "value": _number(value.worst[1])}
-    return {"std": _number(value.std), "interval": value.interval, "n": value.n, "worst": worst}
+    return {"std": _number(value.std), "n": value.n, "worst": worst}
 
 
 def _number(value: float) -> float | None:

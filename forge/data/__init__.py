@@ -14,7 +14,6 @@ from forge.data.prefetch import DevicePrefetch
 from forge.data.replay import Replay
 from forge.data.splits import Splits
 from forge.data.tensor import TensorLoader
-from forge.data.token_files import tokenize_to_memmap
 from forge.data.tokens import TokenStream
 
 __all__ = [
@@ -37,5 +36,4 @@ __all__ = [
     "length_of",
     "pad_collate",
     "resumable_reason",
-    "tokenize_to_memmap",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +13,11 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     IterDataPipe,
     MapDataPipe,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from forge.data.accumulation_windows import batch_size, holds_dataloader, is_stateful, length_of, set_epoch
@@ -30,7 +26,7 @@ from forge.data.iterable import StreamLoader
 from forge.data.known_streams import leaves_out_samples
 from forge.data.limited import Limited
 from forge.data.loader import Loader
-from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, checksum, epoch_generator, epoch_order
+from forge.data.order import Order, Sequential, Shuffled
 from forge.data.prefetch import DevicePrefetch
 from forge.data.protocols import is_seekable
 from forge.data.sample_rng import OwnSeed
@@ -212,85 +208,14 @@ def _options(given: DataLoader[Any]) -> dict[str, Any]:
 
 
 def order_of(sampler: Any) -> Order | None:
-    """Return the equivalent order of one of torch's own samplers; None for any other, subclasses too."""
+    """Return the equivalent order of torch's samplers that use every sample once; None for any other, subclasses too:
+    those are drawn whole when an epoch begins."""
     kind = type(sampler)
     if kind is SequentialSampler:
         return Sequential(len(sampler))
-    if kind is RandomSampler:
-        size = len(sampler.data_source)
-        if not sampler.replacement and sampler.num_samples == size:
-            return Shuffled(size)
-        return Drawn(size, sampler.num_samples, sampler.replacement)
-    if kind is WeightedRandomSampler:
-        return _Reweighted(sampler.weights, sampler.num_samples, sampler.replacement)
-    if kind is SubsetRandomSampler:
-        return Chosen(sampler.indices)
-    if kind is DistributedSampler:
-        return Distributed(sampler)
+    if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return Shuffled(len(sampler))
     return None
-
-
-class Drawn(Order):
-    """torch's RandomSampler: `samples` out of `size`, with replacement, or one permutation after the other."""
-
-    kind = "drawn"
-
-    def __init__(self, size: int, samples: int, replacement: bool):
-        self.size, self.samples, self.replacement = size, samples, replacement
-        self.repeats = replacement or samples > size
-
-    def indices(self, seed: int, epoch: int) -> Indices:
-        generator = epoch_generator(seed, epoch)
-        if self.replacement:
-            return torch.randint(self.size, (self.samples,), generator=generator)
-        rounds = -(-self.samples // self.size)
-        return torch.cat([torch.randperm(self.size, generator=generator) for _ in range(rounds)])[: self.samples]
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "of": self.size, "replacement": self.replacement}
-
-
-class _Reweighted(Weighted):
-    """torch's WeightedRandomSampler, whose weights may be fewer than the dataset's samples."""
-
-    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
-        pass
-
-
-class Chosen(Order):
-    """torch's SubsetRandomSampler: these indices, shuffled."""
-
-    kind = "chosen"
-
-    def __init__(self, indices: Sequence[int]):
-        self.chosen = torch.as_tensor(indices, dtype=torch.int64)
-        self.samples = len(self.chosen)
-        self.repeats = len(self.chosen.unique()) < self.samples
-
-    def indices(self, seed: int, epoch: int) -> Indices:
-        return self.chosen[epoch_order(self.samples, seed, epoch)]
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "chosen": checksum(self.chosen)}
-
-
-class Distributed(Order):
-    """torch's DistributedSampler, whose order is a function of its own seed and the epoch already."""
-
-    kind = "distributed"
-    repeats = True  # it pads with earlier samples
-
-    def __init__(self, sampler: DistributedSampler[Any]):
-        self.sampler, self.samples = copy.copy(sampler), len(sampler)
-
-    def indices(self, seed: int, epoch: int) -> Indices:
-        self.sampler.set_epoch(epoch)
-        return torch.tensor(list(self.sampler), dtype=torch.int64)
-
-    def describe(self) -> dict[str, Any]:
-        given = self.sampler
-        own = {"replicas": given.num_replicas, "shuffle": given.shuffle, "sampler_seed": given.seed}
-        return {**super().describe(), **own}
 
 
 class BatchList:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from forge.data.iterable import StreamLoader
-from forge.data.order import Order, OrderPlan, Sequential, Shuffled, batch_ranges, occurrences
+from forge.data.order import Indices, Order, Sequential, Shuffled, batch_ranges, occurrences
 from forge.data.sample_rng import OwnSeed
 from forge.data.sample_seeding import Draw, Seeded
 from forge.data.sharding import Portion, rank_portions
@@ -101,7 +101,7 @@ class Loader(OwnSeed):
 
     def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
         """Return the dataset's indices at these positions of an epoch."""
-        return list(_listed(self.order.plan(self.seed, epoch, self._step).indices[start:stop]))
+        return list(_listed(self.order.plan(self.seed, epoch, self._step)[start:stop]))
 
     def peek(self, places: Sequence[int]) -> Iterator[Any]:
         """Yield the samples at these places of the first epoch, each as a batch of one."""
@@ -109,8 +109,7 @@ class Loader(OwnSeed):
 
     def position(self, epoch: int, batches: int) -> int:
         """Return how many samples the first `batches` batches of an epoch hold, before collate_fn."""
-        cuts = self.order.plan(self.seed, epoch, self._step).cuts if self.order.varies else None
-        return cuts[batches] if cuts is not None else min(batches * self._step, self.order.samples)
+        return min(batches * self._step, self.order.samples)
 
     def __len__(self) -> int:
         return self.order.batches(self._step, self.drop_last)
@@ -125,24 +124,24 @@ class Loader(OwnSeed):
                 f"forge.data.Loader with batch_size=None yields samples of {type(self.dataset).__name__}, which forge "
                 "cannot divide among ranks. Pass a batch_size, or a list of batches."
             )
-        plan, ranges = self._begin()
-        return rank_portions(partial(self._fetch, plan), ranges, data_rank, data_world)
+        indices, ranges = self._begin()
+        return rank_portions(partial(self._fetch, indices), ranges, data_rank, data_world)
 
-    def _begin(self) -> tuple[OrderPlan, Iterator[tuple[int, int]]]:
-        """Return the epoch's plan, and the ranges of its batches from the position on."""
+    def _begin(self) -> tuple[Indices, Iterator[tuple[int, int]]]:
+        """Return the epoch's indices, and the ranges of its batches from the position on."""
         start, self._position = self._position, 0
-        plan = self.order.plan(self.seed, self._epoch, self._step)
-        return plan, batch_ranges(plan, self.order.samples, start, self._step, self.drop_last)
+        indices = self.order.plan(self.seed, self._epoch, self._step)
+        return indices, batch_ranges(self.order.samples, start, self._step, self.drop_last)
 
-    def _fetch(self, plan: OrderPlan, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
+    def _fetch(self, indices: Indices, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
         seed, epoch = self.seed, self._epoch
-        repeats = occurrences(plan.indices) if self.order.repeats else None  # pyright: ignore[reportArgumentType]
-        return self._pool.run(_draws(plan, ranges, repeats, seed, epoch), seed + epoch)
+        repeats = occurrences(indices) if self.order.repeats else None  # pyright: ignore[reportArgumentType]
+        return self._pool.run(_draws(indices, ranges, repeats, seed, epoch), seed + epoch)
 
     def _check_sizes(self, name: str) -> None:
         if not self.order.samples:
             raise DataError(f"forge.data.Loader: the dataset {name} is empty.")
-        self.order.check(_length(self.dataset), self._step, self.drop_last)
+        self.order.check(_length(self.dataset))
         if self.drop_last and self.order.samples < self._step:
             raise DataError(
                 f"forge.data.Loader: {name} has {self.order.samples} samples, less than one batch of {self._step}, and "
@@ -160,12 +159,12 @@ def _sampled(dataset: Any, *arguments: Any, seed: int | None = None, data_timeou
 
 
 def _draws(
-    plan: OrderPlan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
+    indices: Indices, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
 ) -> Iterator[Draw]:
     """Yield one draw per batch. Not a method: torch keeps it, and a cycle with the loader would delay its shutdown."""
     for begin, end in ranges:
         again = None if repeats is None else _listed(repeats[begin:end])
-        yield Draw(seed, epoch, _listed(plan.indices[begin:end]), again)
+        yield Draw(seed, epoch, _listed(indices[begin:end]), again)
 
 
 def _chosen_order(dataset: Any, shuffle: bool, sampler: Any) -> Order:

@@ -1,16 +1,15 @@
 """The order of an epoch: a pure function of (seed, epoch), drawn from a private generator.
 
-An `Order` defines which samples an epoch holds, in which order, and where its batches end, so a loader can start
-anywhere by slicing. To write your own, subclass it: set `kind` and `samples`, and return indices.
+An `Order` defines which samples an epoch holds, and in which order, so a loader can start anywhere by slicing. To write
+your own, subclass it: set `kind` and `samples`, and return indices.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,13 +28,6 @@ def epoch_order(length: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(length, generator=epoch_generator(seed, epoch))
 
 
-class OrderPlan(NamedTuple):
-    """The samples of one epoch in order, and where batches end unless they are all of one size."""
-
-    indices: Indices
-    cuts: list[int] | None = None
-
-
 class Order:
     """Which samples an epoch holds, and in which order: a pure function of (seed, epoch)."""
 
@@ -45,23 +37,21 @@ class Order:
     "How many samples an epoch has."
     repeats: bool = False
     "Whether a sample can occur more than once in an epoch; each time it is then augmented differently."
-    varies: bool = False
-    "Whether batches differ in size; `plan` then returns where they end."
 
     def indices(self, seed: int, epoch: int) -> Indices:
         """Return the dataset's indices in the order of this epoch: `samples` of them."""
         raise NotImplementedError
 
-    def plan(self, seed: int, epoch: int, batch_size: int) -> OrderPlan:
+    def plan(self, seed: int, epoch: int, batch_size: int) -> Indices:
         """Return the whole epoch. Orders that group samples into batches override this."""
-        return OrderPlan(self.indices(seed, epoch))
+        return self.indices(seed, epoch)
 
     def batches(self, batch_size: int, drop_last: bool) -> int:
         """Return how many batches an epoch has; the same number in every epoch."""
         return self.samples // batch_size if drop_last else math.ceil(self.samples / batch_size)
 
-    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
-        """Refuse a dataset or a batch size that this order does not fit."""
+    def check(self, length: int | None) -> None:
+        """Refuse a dataset that this order does not fit."""
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal for two orders to be the same, as plain data."""
@@ -127,7 +117,7 @@ class Weighted(Order):
                 f"Set samples={positive} or less, or replacement=True."
             )
 
-    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
+    def check(self, length: int | None) -> None:
         if length is not None and length != len(self.weights):
             raise DataError(f"Weighted has {len(self.weights)} weights, but the dataset has {length} samples.")
 
@@ -150,77 +140,38 @@ class Bucketed(Order):
 
     Every sample occurs exactly once. Batches have the loader's size: the epoch is shuffled, sorted by length within
     pools of `pool` batches, cut, and the batches are shuffled; a random rest that does not fill a batch comes last.
-
-    With `max_tokens` a batch takes as many samples as fit (number × longest, padding included), and at most the
-    loader's batch size. All samples are then sorted, so that every epoch has the same number of batches; samples of
-    equal length and whole batches are shuffled.
     """
 
     kind = "bucketed"
 
-    def __init__(self, lengths: Sequence[int] | torch.Tensor, max_tokens: int | None = None, pool: int = 100) -> None:
+    def __init__(self, lengths: Sequence[int] | torch.Tensor, pool: int = 100) -> None:
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
-        self.samples, self.max_tokens, self.pool = len(self.lengths), max_tokens, pool
-        self.varies = max_tokens is not None
+        self.samples, self.pool = len(self.lengths), pool
         if self.lengths.ndim != 1 or not self.samples:
             raise DataError(f"Bucketed needs one length per sample; got the shape {tuple(self.lengths.shape)}.")
         if pool < 1:
             raise DataError(f"Bucketed: pool={pool}; it must be at least 1 batch.")
-        longest = int(self.lengths.argmax())
-        if max_tokens is not None and int(self.lengths[longest]) > max_tokens:
-            raise DataError(
-                f"Bucketed: sample {longest} is {int(self.lengths[longest])} long and does not fit into "
-                f"max_tokens={max_tokens}. Raise max_tokens, or cut or remove longer samples."
-            )
 
-    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
+    def check(self, length: int | None) -> None:
         if length is not None and length != self.samples:
             raise DataError(f"Bucketed has {self.samples} lengths, but the dataset has {length} samples.")
-        if drop_last and self.max_tokens is not None:
-            raise DataError("drop_last has no meaning with Bucketed(max_tokens=...): batches differ in size anyway.")
 
-    def plan(self, seed: int, epoch: int, batch_size: int) -> OrderPlan:
+    def plan(self, seed: int, epoch: int, batch_size: int) -> Indices:
         generator = epoch_generator(seed, epoch)
         shuffled = torch.randperm(self.samples, generator=generator)
-        if self.max_tokens is not None:
-            return self._plan_by_tokens(shuffled, batch_size, generator)
         full = self.samples // batch_size
         filled, rest = shuffled[: full * batch_size], shuffled[full * batch_size :]
         pools = [self._sorted(part) for part in filled.split(self.pool * batch_size)]
         if not pools:
-            return OrderPlan(rest)
+            return rest
         batches = torch.cat(pools).view(full, batch_size)[torch.randperm(full, generator=generator)]
-        return OrderPlan(torch.cat([batches.view(-1), rest]))
-
-    def batches(self, batch_size: int, drop_last: bool) -> int:
-        if self.max_tokens is None:
-            return super().batches(batch_size, drop_last)
-        return len(self._sizes(batch_size))
+        return torch.cat([batches.view(-1), rest])
 
     def describe(self) -> dict[str, Any]:
-        options = {"max_tokens": self.max_tokens, "pool": self.pool, "lengths": checksum(self.lengths)}
-        return {**super().describe(), **options}
+        return {**super().describe(), "pool": self.pool, "lengths": checksum(self.lengths)}
 
     def _sorted(self, indices: torch.Tensor) -> torch.Tensor:
         return indices[self.lengths[indices].argsort(stable=True)]
-
-    def _plan_by_tokens(self, shuffled: torch.Tensor, batch_size: int, generator: torch.Generator) -> OrderPlan:
-        sizes = self._sizes(batch_size)
-        batches = self._sorted(shuffled).split(sizes)
-        turn = torch.randperm(len(sizes), generator=generator).tolist()
-        cuts = list(itertools.accumulate((sizes[number] for number in turn), initial=0))
-        return OrderPlan(torch.cat([batches[number] for number in turn]), cuts)
-
-    def _sizes(self, batch_size: int) -> list[int]:
-        """Return the batch sizes over the sorted lengths, which are the same in every epoch."""
-        assert self.max_tokens is not None
-        sizes, size = [], 0
-        for length in self.lengths.sort().values.tolist():  # ascending: each is the longest so far
-            if size and (size == batch_size or (size + 1) * length > self.max_tokens):
-                sizes.append(size)
-                size = 0
-            size += 1
-        return [*sizes, size]
 
 
 def occurrences(indices: torch.Tensor) -> torch.Tensor:
@@ -232,26 +183,15 @@ def occurrences(indices: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def batch_ranges(
-    plan: OrderPlan, samples: int, start: int, batch_size: int, drop_last: bool
-) -> Iterator[tuple[int, int]]:
+def batch_ranges(samples: int, start: int, batch_size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
     """Return the range of each batch from the position `start` on, which must be the beginning of one."""
-    if plan.cuts is not None:
-        edges = plan.cuts
-        if start not in edges:
-            _refuse_position(start, samples, "these batches differ in size")
-        return itertools.pairwise(edges[edges.index(start) :])
     if (start % batch_size and start != samples) or not 0 <= start <= samples:
-        _refuse_position(start, samples, f"batches have {batch_size} samples")
+        raise DataError(
+            f"seek: no batch begins at sample {start} of an epoch of {samples} (batches have {batch_size} samples). "
+            "Use the batch size that the run began with."
+        )
     end = samples - samples % batch_size if drop_last else samples
     return ((begin, min(begin + batch_size, end)) for begin in range(start, end, batch_size))
-
-
-def _refuse_position(start: int, samples: int, why: str) -> None:
-    raise DataError(
-        f"seek: no batch begins at sample {start} of an epoch of {samples} ({why}). Use the batch size that the run "
-        "began with."
-    )
 
 
 def checksum(values: torch.Tensor) -> str:

@@ -171,10 +171,9 @@ def part_of(value: Any, place: Cut, size: int) -> Any:
 
 def _refuse_divided(loader: Any, stage: str, world: int) -> None:
     """Refuse a loader that divides its data among ranks itself: it would be divided twice."""
-    order = getattr(loader, "order", None)
     inner = getattr(loader, "loader", loader)
-    sampler = getattr(inner, "sampler", None) if isinstance(inner, DataLoader) else None
-    if isinstance(sampler, DistributedSampler) or getattr(order, "kind", None) == "distributed":
+    samplers = [*getattr(loader, "samplers", ()), inner.sampler if isinstance(inner, DataLoader) else None]
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise DataError(
             f"The {stage} loader has a DistributedSampler, but forge divides every batch among the ranks itself. Leave "
             "the sampler out (pass shuffle=True if it shuffled), and use the global batch size."

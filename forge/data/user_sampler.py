@@ -31,7 +31,7 @@ class SampledLoader:
         self.dataset, self.batch_size = given.dataset, given.batch_size
         self._batched = given.batch_sampler is not None
         self._sampler: Any = given.batch_sampler if self._batched else given.sampler
-        self._generators = {id(g): (g, g.initial_seed()) for part in self._parts() if (g := _generator_of(part))}
+        self._generators = {id(g): (g, g.initial_seed()) for part in self.samplers if (g := _generator_of(part))}
         source = Seeded(given.dataset, given.collate_fn, None, self._batched)
         self._pool = Pool(source, type(given.dataset).__name__, given.num_workers, data_timeout, **options)
         self.loader = self._pool.loader
@@ -116,14 +116,14 @@ class SampledLoader:
             yield batch
 
     def _draw(self, epoch: int) -> list[list[Any]]:
-        before = [copy.deepcopy(part.state_dict()) if is_stateful(part) else None for part in self._parts()]
+        before = [copy.deepcopy(part.state_dict()) if is_stateful(part) else None for part in self.samplers]
         indices = self._indices(epoch)
         self._drawn = {"epoch": epoch, "order": _checksum(indices), "samplers": before}
         return indices
 
     def _draw_again(self, resume: Mapping[str, Any]) -> list[list[Any]]:
         """Return the order of a saved epoch; refuse another one than was saved."""
-        for part, state in zip(self._parts(), resume["samplers"], strict=False):
+        for part, state in zip(self.samplers, resume["samplers"], strict=False):
             if state is not None and is_stateful(part):
                 part.load_state_dict(state)
         indices = self._draw(resume["epoch"])
@@ -143,13 +143,14 @@ class SampledLoader:
             seed_generators(word)
             for generator, own in self._generators.values():
                 generator.manual_seed(fold(word, own) >> 1)
-            for part in self._parts():
+            for part in self.samplers:
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
             return [list(batch) if self._batched else [batch] for batch in self._sampler]
 
-    def _parts(self) -> list[Any]:
-        """Return the sampler, and the one inside a batch sampler."""
+    @property
+    def samplers(self) -> list[Any]:
+        """The sampler, and the one inside a batch sampler."""
         inner = getattr(self._sampler, "sampler", None)
         return [self._sampler] if inner is None else [self._sampler, inner]
 

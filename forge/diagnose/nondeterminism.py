@@ -6,12 +6,10 @@ In a run with `deterministic=True` torch raises an error that names only a kerne
 from __future__ import annotations
 
 import re
-import traceback
 
 from forge.contract.run import Run
 from forge.diagnose.again import forward_line, is_in_backward
-from forge.util.frames import folder_of, is_library
-from forge.util.text import short_path
+from forge.diagnose.scene import scene_of
 
 RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
 
@@ -60,19 +58,11 @@ def explanation(trainer: Run, error: BaseException) -> str:
 
 def _called_at(trainer: Run, error: BaseException) -> str:
     """Name the innermost line of the user's code that forge called, and its module."""
-    line, module = "", ""
-    names = {id(part): name for name, part in trainer.task.named_modules() if name}
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        file, me = frame.f_code.co_filename, frame.f_locals.get("self")
-        if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
-            continue  # it is between the caller and the operation
-        if not is_library(file):
-            line = f"{short_path(file)}:{number}"
-        elif file.startswith(folder_of("forge")) or frame.f_code.co_name == "backward":
-            line = ""  # earlier frames only called the Trainer, or began the backward pass
-        if id(me) in names:
-            module = f", in the module {names[id(me)]} ({type(me).__name__})"
-    return f"It was called at {line}{module}." if line else ""
+    scene = None if is_in_backward(error) else scene_of(trainer.task, error)
+    if scene is None:
+        return ""
+    module = f", in the module {scene.name} ({type(scene.module).__name__})" if scene.module is not None else ""
+    return f"It was called at {scene.line}{module}."
 
 
 def _called_before_backward(trainer: Run, error: BaseException) -> str:

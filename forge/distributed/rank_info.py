@@ -26,8 +26,6 @@ class RankInfo:
     address: str | None = None
     "The host of rank 0; None for one process without a launcher."
     port: int = 0
-    restarts: int = 0
-    "How often the launcher has restarted this job."
     by_task: bool = False
     "Whether SLURM started this process as a task, so that it may have bound a GPU to it."
 
@@ -54,7 +52,6 @@ class RankInfo:
             _number(environment, "LOCAL_RANK"),
             environment["MASTER_ADDR"],
             _number(environment, "MASTER_PORT"),
-            _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
         )
 
     @classmethod
@@ -70,7 +67,6 @@ class RankInfo:
             _number(environment, "SLURM_LOCALID"),
             environment.get("MASTER_ADDR") or first_host(nodes),
             _number(environment, "MASTER_PORT", PORTS[job % len(PORTS)]),
-            _number(environment, "SLURM_RESTART_COUNT", 0),
             by_task=True,
         )
 

@@ -22,7 +22,6 @@ from forge.contract.step import Step
 from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.distributed.divided_norms import warn_of_divided_batches
-from forge.distributed.loss_over_ranks import tell_of_other_means
 from forge.distributed.same_samples import refuse_different_samples, tell_different_weights
 from forge.errors import RecipeError, StackError, TaskError
 from forge.optim.sharded import divided_along
@@ -87,7 +86,7 @@ class Replicated(Plugin):
         self._model: Synchronised | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        self._finds_unused = self._failed = self._compared = False
+        self._finds_unused = self._failed = False
 
     # -- build --------------------------------------------------------------------------------------------------------
 
@@ -162,11 +161,7 @@ class Replicated(Plugin):
 
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
-        """Compare the loss of the first update with its mean over ranks. Rebuild the wrapper if parameters were frozen
-        or thawed: it would not average new ones."""
-        if not self._compared and self._inner is not None and step.trainer.env.data_world > 1:
-            self._compared = True
-            tell_of_other_means(step, self._inner, self.name)
+        """Rebuild the wrapper if parameters were frozen or thawed: it would not average new ones."""
         if [p.requires_grad for p in self._parameters] != self._trained:
             logger.info("%s: the set of trained parameters has changed, so the wrapper is rebuilt.", self.name)
             step.trainer.replace_model(self.wrapped(step.trainer.task))

@@ -20,42 +20,20 @@ HOW_TO_RETURN = (
 
 @dataclass(slots=True)
 class ScheduledLR:
-    """A learning-rate schedule and when it steps: per update, per interval, or by a metric after validation.
-
-    timm's schedules are given the number of epochs or updates: `step(epoch)` at the end of each epoch (or at the
-    interval), `step_update(updates)` after each update; which of them sets the rate, they know themselves.
-    """
+    """A learning-rate schedule and when it steps: per update, per interval, or by a metric after validation."""
 
     schedule: Any
     every: Interval | None = None
     monitor: str | None = None
     moved: bool = False
     "Whether its optimizer has stepped since this schedule last did."
-    counts: bool = False
-    "Whether it is one of timm's, which are given numbers."
-    steps: int = 0
-    "Updates, or validations, of which such a schedule has been given the number."
 
     def advance(self, updated: bool, position: Position) -> None:
         """Step after an update, if the schedule is due and its optimizer has stepped since."""
         self.moved |= updated
-        if self.counts:
-            self._count(updated, position)
-        elif self.monitor is None and self.moved and (self.every is None or self.every.due(position)):
+        if self.monitor is None and self.moved and (self.every is None or self.every.due(position)):
             self.schedule.step()
             self.moved = False
-
-    def _count(self, updated: bool, position: Position) -> None:
-        if self.monitor is not None:
-            return
-        if updated and self.every is None:
-            self.steps += 1
-            self.schedule.step_update(self.steps)
-        if self.every is None and position.ends_epoch:
-            self.schedule.step(position.epoch + 1)
-        elif self.every is not None and self.moved and self.every.due(position):
-            self.steps, self.moved = self.steps + 1, False
-            self.schedule.step(self.steps)
 
     def after_validation(self, metrics: Mapping[str, Any]) -> None:
         """Step a schedule that watches a metric."""
@@ -66,11 +44,7 @@ class ScheduledLR:
                 f"A ReduceLROnPlateau watches {self.monitor!r}, but validation gave "
                 f"{', '.join(sorted(metrics)) or 'nothing'}. Return (optimizer, schedule, metric)."
             )
-        if self.counts:
-            self.steps += 1
-            self.schedule.step(self.steps, metrics[self.monitor])
-        else:
-            self.schedule.step(metrics[self.monitor])
+        self.schedule.step(metrics[self.monitor])
 
 
 def scheduled(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> ScheduledLR:
@@ -83,7 +57,9 @@ def scheduled(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> Sch
         raise TaskError(f"{where}: the {type(schedule).__name__} drives another optimizer than the one beside it.")
     if isinstance(schedule, ReduceLROnPlateau):
         return ScheduledLR(schedule, monitor=str(when or "val/loss"))
-    counts = callable(getattr(schedule, "step_update", None))
-    if counts and isinstance(getattr(schedule, "lr_scheduler", None), ReduceLROnPlateau):
-        return ScheduledLR(schedule, monitor=str(when or "val/loss"), counts=True)
-    return ScheduledLR(schedule, every=None if when is None else Interval(when), counts=counts)
+    if callable(getattr(schedule, "step_update", None)):
+        raise TaskError(
+            f"{where} returned {type(schedule).__name__}, which must be told how far the run is, as timm's schedules. "
+            "Take one of torch.optim.lr_scheduler: SequentialLR joins a warm-up and what follows."
+        )
+    return ScheduledLR(schedule, every=None if when is None else Interval(when))

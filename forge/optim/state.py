@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from forge.checkpoint import sharding
 from forge.checkpoint.strides import row_major, strides_to_note, with_strides
@@ -362,29 +362,12 @@ def kept_options(kind: str, now: Iterable[Mapping[str, Any]], then: Iterable[Map
 
 
 def _saved_schedule(item: ScheduledLR) -> dict[str, Any]:
-    saved = {"class": type(item.schedule).__name__, "state": _plain(item.schedule.state_dict()), "moved": item.moved}
-    return saved | {"steps": item.steps, "own": _own_state(item.schedule)} if item.counts else saved
+    return {"class": type(item.schedule).__name__, "state": _plain(item.schedule.state_dict()), "moved": item.moved}
 
 
 def _load_schedule(item: ScheduledLR, kept: Mapping[str, Any]) -> None:
     item.schedule.load_state_dict(_for_this_length(item.schedule, _counted(kept["state"])))
-    item.moved, item.steps = kept["moved"], kept.get("steps", 0)
-    own = kept.get("own", {})
-    for name, state in own.get("inner", {}).items():
-        getattr(item.schedule, name).load_state_dict(state)
-    vars(item.schedule).update(own.get("values", {}))
-
-
-def _own_state(schedule: Any) -> dict[str, Any]:
-    """Return what a schedule of another library keeps beside its `state_dict`: numbers, and torch's schedules in it."""
-    listed, attributes = schedule.state_dict(), vars(schedule)
-    inner = {name: _plain(value.state_dict()) for name, value in attributes.items() if isinstance(value, LRScheduler)}
-    values = {name: value for name, value in attributes.items() if name not in listed and _is_plain(value)}
-    return {"inner": inner, "values": values}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float) or (type(value) is list and all(map(_is_plain, value)))
+    item.moved = kept["moved"]
 
 
 def _plain(state: Any) -> Any:

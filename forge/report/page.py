@@ -203,8 +203,6 @@ def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
         "parameters": f"{count:,}" if type(count := task.get("parameters")) is int else "",
         "optimizer": ", ".join(map(str, as_dict(card.get("optimizers")).values())),
         "seed": wording.value_text(card.get("seed")) if card.get("seed") is not None else None,
-        "tags": ", ".join(run.tags),
-        "note": run.note,
         "device": card.get("device"),
         "ranks": card.get("world"),
         "job": card.get("job"),

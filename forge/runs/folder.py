@@ -34,8 +34,6 @@ FORMAT = {"format": "forge-run", "version": 1}
 """In the card: the version of the whole folder, so of metrics.jsonl, end.json and the other files beside it too."""
 GROUP = "group.json"
 """In a folder of runs that belong together: see forge/runs/group.py."""
-NOTES = "notes.json"
-"""Tags and a note, which the user gave a run: see forge/runs/notes.py."""
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
 """The largest file that is read as a whole."""
@@ -117,16 +115,6 @@ class RunFolder:
     @cached_property
     def recipe_text(self) -> str:
         return _read_text(self.path / "config.yaml")
-
-    @property
-    def tags(self) -> list[str]:
-        """The words that the user gave the run."""
-        found = _list(read_object(self.path / NOTES).get("tags"))
-        return [tag for tag in found if isinstance(tag, str)]
-
-    @property
-    def note(self) -> str:
-        return _word(read_object(self.path / NOTES).get("note"))
 
     # -- what ran -----------------------------------------------------------------------------------------------------
 

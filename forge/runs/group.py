@@ -152,11 +152,6 @@ class RunGroup(RunFolder):
     def checkpoints(self) -> list[ListedCheckpoint]:
         return []
 
-    @property
-    def tags(self) -> list[str]:
-        """Its own tags, and those of its runs."""
-        return list(dict.fromkeys([*super().tags, *(tag for run in self.runs for tag in run.tags)]))
-
 
 def spreads(by_run: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return each metric of some runs as a `Spread`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-CONFIDENCE = 0.95
-
 
 class Spread(float):
     """The mean of a metric over runs: a number, which also knows how far the runs are apart."""
@@ -34,37 +32,6 @@ class Spread(float):
     @property
     def n(self) -> int:
         return len(self.values)
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Where the mean of many such runs is, with 95 % confidence, by Student's t; None of one run."""
-        if not math.isfinite(self.std):
-            return None
-        half = student_t(self.n - 1) * self.std / math.sqrt(self.n)
-        return float(self) - half, float(self) + half
-
-
-def student_t(degrees: int) -> float:
-    """Return t such that |T| < t with a probability of CONFIDENCE, for Student's T with some degrees of freedom."""
-    low, high = 0.0, 1.0
-    while _within(high, degrees) < CONFIDENCE:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < CONFIDENCE else (low, middle)
-    return high
-
-
-def _within(t: float, degrees: int) -> float:
-    """Return P(|T| < t) for whole degrees of freedom: a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(degrees))
-    term = math.cos(angle) if degrees % 2 else 1.0
-    total = term if degrees > 1 else 0.0
-    for k in range(3 if degrees % 2 else 2, degrees - 1, 2):
-        term *= (k - 1) / k * math.cos(angle) ** 2
-        total += term
-    part = math.sin(angle) * total
-    return 2 / math.pi * (angle + part) if degrees % 2 else part
 
 
 Point = tuple[float, float]

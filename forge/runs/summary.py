@@ -15,7 +15,7 @@ from forge.runs.compare import metrics_of
 from forge.runs.directions import metric_rank, told_once
 from forge.runs.folder import RunFolder
 from forge.runs.group import RunGroup
-from forge.runs.spread import CONFIDENCE, Spread
+from forge.runs.spread import Spread
 from forge.util.text import command, short_path
 
 
@@ -45,9 +45,9 @@ def summary(
 
 
 def group_summary(group: RunGroup) -> Group:
-    """Show every metric of a group of runs: mean, deviation, interval and the worst run; then where the runs are."""
+    """Show every metric of a group of runs: mean, deviation and the worst run; then where the runs are."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    heads = ("metric", "mean ± std", f"{CONFIDENCE:.0%} interval", "worst", "run", "n")
+    heads = ("metric", "mean ± std", "worst", "run", "n")
     for column in heads:
         grid.add_column(column, justify="left" if column in ("metric", "run") else "right", no_wrap=column != "metric")
     for row in group_rows(group):
@@ -59,15 +59,14 @@ def group_summary(group: RunGroup) -> Group:
 
 
 def group_rows(group: RunGroup) -> list[list[str]]:
-    """Return (metric, mean ± deviation, interval, worst value, its run, number of runs) of every metric."""
+    """Return (metric, mean ± deviation, worst value, its run, number of runs) of every metric."""
     rows = []
     for name in metrics_of(group):
         value = group.final[name]
         if isinstance(value, Spread):
             run, worst = value.worst or ("", None)
             shown = "" if worst is None else wording.number(worst)
-            within = wording.interval(*value.interval) if value.interval else ""
-            rows.append([name, wording.number(value), within, shown, run, str(value.n)])
+            rows.append([name, wording.number(value), shown, run, str(value.n)])
     return rows
 
 

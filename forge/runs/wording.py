@@ -31,12 +31,6 @@ def deviating(mean: float, std: float) -> str:
     return f"{mean:.{max(0, decimals)}f} ± {std:.{max(0, decimals)}f}"
 
 
-def interval(low: float, high: float) -> str:
-    """ "0.9635 to 0.9789": two digits of their distance."""
-    decimals = max(0, 2 - math.floor(math.log10(high - low))) if high > low else 0
-    return f"{number(low)} to {number(high)}" if not 0 < decimals <= 6 else f"{low:.{decimals}f} to {high:.{decimals}f}"
-
-
 def count(value: Any) -> str:
     """ "85,002", "10.8 million", "1.3 billion"; empty for other values."""
     if type(value) is not int or value >= 2**63:

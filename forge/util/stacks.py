@@ -15,11 +15,6 @@ FORGE = str(Path(forge.__file__).parent)
 STDLIB = sysconfig.get_path("stdlib")
 
 
-def main_stack() -> list[str]:
-    """Return the main thread's stack now, one line per frame, the innermost last."""
-    return lines(sys._current_frames().get(threading.main_thread().ident or 0))
-
-
 def place() -> str:
     """Return the main thread's innermost frame that is neither torch's nor Python's, as one line."""
     # the stack is read at once, because that thread runs on: a frame of Python 3.11 must not be read when it has ended

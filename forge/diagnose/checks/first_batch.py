@@ -24,7 +24,7 @@ def first_forward(step: Step, batch: Any) -> Any:
     where = f"{type(task).__name__}.{STAGE_METHODS[step.stage]}"
     before = dict(task.named_parameters()) if step.stage == "train" else {}
     look = task.check_first_batch and not is_compiled(step.trainer.model)
-    with saying(step.trainer.said), LossWatch() if look else nullcontext():
+    with saying(step.trainer.said), LossWatch(_is_averaged(step)) if look else nullcontext():
         output = hooks.forge_forward(step, batch)
     if step.stage == "train":
         check_training_output(output, task)
@@ -33,6 +33,13 @@ def first_forward(step: Step, batch: Any) -> Any:
     elif step.stage != "predict" and not (output is None and gives_metrics_later(task)):
         check_metrics(output, where)
     return output
+
+
+def _is_averaged(step: Step) -> bool:
+    """Whether the loss is one of several ranks', each weighed by its number of samples."""
+    trainer = step.trainer
+    many = trainer.env.data_world > 1 and not trainer.env.divides_samples
+    return step.stage == "train" and many and not trainer.task_defines_num_items
 
 
 def gives_metrics_later(task: TaskModule) -> bool:

@@ -22,7 +22,14 @@ logger = logging.getLogger("forge")
 
 
 class LossWatch(TorchFunctionMode):
-    """Checks the arguments of torch's own losses while it is entered."""
+    """Checks the arguments of torch's own losses while it is entered.
+
+    `averaged` says that the loss is one of several ranks', which are averaged by their numbers of samples.
+    """
+
+    def __init__(self, averaged: bool = False):
+        super().__init__()
+        self._averaged = averaged
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,6 +47,8 @@ class LossWatch(TorchFunctionMode):
         try:
             with torch.no_grad():
                 _WATCHED[func](given.arguments)
+                if self._averaged and func in (F.cross_entropy, F.nll_loss):
+                    _look_at_divisor(func.__name__, given.arguments)
         except (TaskError, UserWarning):  # filters may turn warnings into errors
             raise
         except Exception as error:  # values may be unreadable, as under vmap: a check itself must not fail
@@ -62,6 +71,19 @@ def _look_at_cross_entropy(given: dict[str, Any]) -> None:
             "cross_entropy got probabilities (every row sums to 1), but it applies softmax itself. Pass it the raw "
             "logits: remove the softmax before it.",
             "activation_before_loss",
+        )
+
+
+def _look_at_divisor(loss: str, given: dict[str, Any]) -> None:
+    """Warn of a mean over something else than samples: each rank divides by its own count."""
+    target, ignored = given["target"], not given["target"].is_floating_point()
+    left_out = ignored and bool((target == given["ignore_index"]).any())
+    if given["reduction"] == "mean" and (given["weight"] is not None or left_out):
+        over = "weights of classes" if given["weight"] is not None else "the targets that ignore_index leaves"
+        warn(
+            f"{loss} averages over {over}, and not over samples. Each rank divides by its own count, so the mean over "
+            "ranks, by their numbers of samples, is not that of one process. Define num_items(batch) on the task, "
+            "which returns what the loss divides by, as in `return (labels != -100).sum()`."
         )
 
 

@@ -18,7 +18,6 @@ from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.distributed.agreed_use import AgreedUse
 from forge.distributed.divided_norms import warn_of_divided_batches
-from forge.distributed.loss_over_ranks import tell_of_other_means
 from forge.distributed.replicated import check_positive
 from forge.distributed.same_samples import refuse_different_samples, tell_different_weights
 from forge.distributed.shards import Shards, refuse_unshardable
@@ -148,7 +147,6 @@ class FSDP(forge.Plugin):
         self._shards: Shards | None = None
         self._error: BaseException | None = None
         self._reduces = True
-        self._compared = False
         cure = "Set fsdp.find_unused=true" if COUNTS_UNUSED else "Use ddp with ddp.find_unused=true"
         self._use = AgreedUse(self.name, f"{cure}, or freeze them.")
 
@@ -303,16 +301,6 @@ class FSDP(forge.Plugin):
             if parameter.requires_grad and id(parameter) not in used:
                 parameter.grad = None  # as in one process, where torch gave zeros
         sum_gradients([s for s in scalars if id(s) in used], env.along(env.mean_axes).get_group(), 1 / env.mean_world)
-
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
-        """Compare the loss of the first update with its mean over ranks."""
-        if not self._compared and step.trainer.env.data_world > 1:
-            self._compared = True
-            assert self._shards is not None
-            tell_of_other_means(step, step.trainer.model, self.name)
-            self._shards.reshard()
-            self._shards.called.clear()
 
     def _after_forward(self, *_: Any) -> None:
         """Reshard after a forward without a backward: nothing else frees the gathered parameters."""

@@ -90,8 +90,8 @@ def samplers() -> dict[str, Any]:
 
 
 class TestDataLoader:
-    @pytest.mark.parametrize("name", samplers())
-    def test_torchs_own_samplers_become_orders_that_can_be_sought(self, name: str) -> None:
+    @pytest.mark.parametrize("name", ["sequential", "random"])
+    def test_every_sample_once_becomes_an_order_that_can_be_sought(self, name: str) -> None:
         given_ = DataLoader(DATA, 3, sampler=samplers()[name])
         loader = adopt(given_, "train")
         assert isinstance(loader, Loader)
@@ -102,6 +102,18 @@ class TestDataLoader:
         assert [len(batch) for batch in straight] == [len(batch) for batch in batches(given_)]
         loader.seek(2, 3)
         assert batches(loader) == straight[1:]
+
+    @pytest.mark.parametrize("name", list(samplers())[2:])
+    def test_others_are_drawn_when_an_epoch_begins(self, name: str) -> None:
+        first, second = (adopt(DataLoader(DATA, 3, sampler=samplers()[name]), "train") for _ in range(2))
+        assert resumable_reason(first) is None
+        first.set_epoch(2)
+        straight = batches(first)
+        first.set_epoch(2)
+        taken = iter(first)
+        next(taken)
+        second.load_state_dict(first.state_dict())
+        assert batches(second) == straight[1:]
 
     def test_they_draw_what_torchs_samplers_draw(self) -> None:
         drawn = {

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import forge
 from forge.data import Bucketed, Loader, Order, Weighted
-from forge.data.order import Indices, OrderPlan, batch_ranges, occurrences
+from forge.data.order import Indices, batch_ranges, occurrences
 
 seeds = st.integers(0, 2**40)
 epochs = st.integers(0, 1000)
@@ -88,23 +88,9 @@ class TestBucketed:
         assert all(len(batch) == size for batch in given_[:-1])
         assert len(given_) == len(loader)
 
-    @given(lengths=lengths, size=st.integers(1, 9), tokens=st.integers(30, 90), seed=seeds, epoch=epochs)
-    def test_max_tokens_holds_with_padding_in_every_epoch(
-        self, lengths: list[int], size: int, tokens: int, seed: int, epoch: int
-    ) -> None:
-        loader = Loader(numbers(len(lengths)), size, sampler=Bucketed(lengths, max_tokens=tokens), seed=seed)
-        loader.set_epoch(epoch)
-        given_ = batches(loader)
-        assert sorted(itertools.chain(*given_)) == list(range(len(lengths)))
-        assert all(len(batch) <= size for batch in given_)
-        assert all(len(batch) * max(lengths[index] for index in batch) <= tokens for batch in given_)
-        assert len(given_) == len(loader)
-
-    @given(lengths=lengths, size=st.integers(1, 5), tokens=st.none() | st.just(40), data=st.data())
-    def test_any_batch_boundary_can_be_sought(
-        self, lengths: list[int], size: int, tokens: int | None, data: st.DataObject
-    ) -> None:
-        loader = Loader(numbers(len(lengths)), size, sampler=Bucketed(lengths, max_tokens=tokens), seed=1)
+    @given(lengths=lengths, size=st.integers(1, 5), data=st.data())
+    def test_any_batch_boundary_can_be_sought(self, lengths: list[int], size: int, data: st.DataObject) -> None:
+        loader = Loader(numbers(len(lengths)), size, sampler=Bucketed(lengths), seed=1)
         loader.set_epoch(3)
         straight = batches(loader)
         done = data.draw(st.integers(0, len(straight)))
@@ -112,20 +98,15 @@ class TestBucketed:
         loader.seek(3, loader.position(3, done))
         assert batches(loader) == straight[done:]
 
-    @pytest.mark.parametrize("tokens", [None, 300])
-    def test_epochs_differ(self, tokens: int | None) -> None:
-        loader = Loader(numbers(40), 4, sampler=Bucketed([1, 5] * 20, max_tokens=tokens), seed=1)
+    def test_epochs_differ(self) -> None:
+        loader = Loader(numbers(40), 4, sampler=Bucketed([1, 5] * 20), seed=1)
         first = batches(loader)
         loader.set_epoch(1)
         assert batches(loader) != first
 
     def test_what_cannot_work_is_refused(self) -> None:
-        with pytest.raises(forge.DataError, match=r"sample 1 is 9 long and does not fit into max_tokens=8"):
-            Bucketed([1, 9], max_tokens=8)
         with pytest.raises(forge.DataError, match="3 lengths, but the dataset has 4"):
             Loader(numbers(4), 2, sampler=Bucketed([1, 1, 1]))
-        with pytest.raises(forge.DataError, match="drop_last has no meaning"):
-            Loader(numbers(2), 2, sampler=Bucketed([1, 1], max_tokens=9), drop_last=True)
         with pytest.raises(forge.DataError, match="one length per sample"):
             Bucketed([])
         with pytest.raises(forge.DataError, match="at least 1 batch"):
@@ -134,9 +115,7 @@ class TestBucketed:
 
 def test_a_position_inside_a_batch_is_refused() -> None:
     with pytest.raises(forge.DataError, match="no batch begins at sample 3 of an epoch of 8"):
-        batch_ranges(OrderPlan(range(8)), 8, 3, 2, False)
-    with pytest.raises(forge.DataError, match=r"no batch begins at sample 3.*differ in size"):
-        batch_ranges(OrderPlan(range(8), [0, 2, 8]), 8, 3, 2, False)
+        batch_ranges(8, 3, 2, False)
 
 
 def test_an_order_of_ones_own_needs_no_more_than_indices() -> None:

@@ -22,9 +22,8 @@ def test_without_any_of_them_it_is_one_process() -> None:
     assert RankInfo.read({}) == RankInfo(0, 1, 0, None)
 
 
-def test_torchruns_variables_are_read_with_the_count_of_restarts() -> None:
-    setting = RankInfo.read({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert setting == RankInfo(3, 8, 1, "node1", 29400, 2)
+def test_torchruns_variables_are_read() -> None:
+    assert RankInfo.read(TORCHRUN) == RankInfo(3, 8, 1, "node1", 29400)
 
 
 def test_sruns_variables_are_read() -> None:

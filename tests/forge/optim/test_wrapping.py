@@ -1,4 +1,4 @@
-"""Optimizers of other libraries: wrapping ones, schedule-free ones, those with strides of their own; timm's schedules.
+"""Optimizers of other libraries: wrapping ones, schedule-free ones, those with strides of their own; schedules.
 
 Each mechanism has a stand-in here.
 """
@@ -24,7 +24,6 @@ from forge.testing import tiny_batches
 from forge_plugins import Checkpoint
 from tests.forge.snapshot.test_resume import die, live
 from tests.forge.snapshot.test_resume_state import Built, ends_the_same
-from tests.support.profiles import some
 from tests.support.tasks import fit
 
 # -- stand-ins --------------------------------------------------------------------------------------------------------
@@ -305,54 +304,28 @@ def test_evaluating_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
     assert torch.equal(first_weight(often), first_weight(never))
 
 
-# -- schedules of timm's kind -----------------------------------------------------------------------------------------
+# -- schedules --------------------------------------------------------------------------------------------------------
 
 
 class Numbered:
-    """timm's Scheduler: given the number of epochs or updates, and of one of them only takes notice."""
+    """timm's Scheduler: given the number of epochs or updates."""
 
-    def __init__(self, optimizer: Any, in_epochs: bool):
-        self.optimizer, self.in_epochs, self.given = optimizer, in_epochs, []
-
-    def state_dict(self) -> Any:
-        return {key: value for key, value in vars(self).items() if key != "optimizer"}
-
-    def load_state_dict(self, state: Any) -> None:
-        vars(self).update(state)
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
 
     def step(self, epoch: int, metric: Any = None) -> None:
-        self._set(epoch, self.in_epochs)
+        raise AssertionError("it is refused before")
 
-    def step_update(self, num_updates: int, metric: Any = None) -> None:
-        self._set(num_updates, not self.in_epochs)
-
-    def _set(self, number: int, counts: bool) -> None:
-        if counts:
-            self.given.append(number)
-            for group in self.optimizer.param_groups:
-                group["lr"] = 0.1 / (1 + number)
+    step_update = step
 
 
-@pytest.mark.parametrize(("in_epochs", "given"), [(False, list(range(1, 11))), (True, [1, 2])])
-def test_a_numbered_schedule_gets_its_numbers(in_epochs: bool, given: list[int]) -> None:
-    made: list[Numbered] = []
-
+def test_a_schedule_that_must_be_told_how_far_the_run_is_is_refused_with_what_to_use() -> None:
     def make(parameters: Any) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        made.append(Numbered(optimizer, in_epochs))
-        return optimizer, made[0]
+        return optimizer, Numbered(optimizer)
 
-    fit(Built(make), tiny_batches(), max_epochs=2)
-    assert made[0].given == given
-
-
-@pytest.mark.parametrize("in_epochs", some([False, True]))
-def test_a_numbered_schedule_resumes_exactly(tmp_path: Path, in_epochs: bool) -> None:
-    def make(parameters: Any) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        return optimizer, Numbered(optimizer, in_epochs)
-
-    ends_the_same(tmp_path, lambda: Built(make), cut=7, max_epochs=2)
+    with pytest.raises(forge.ForgeError, match=r"Numbered, which must be told.*torch\.optim\.lr_scheduler"):
+        fit(Built(make), tiny_batches())
 
 
 def test_a_schedule_may_drive_the_wrapped_optimizer() -> None:

@@ -439,7 +439,6 @@ class TestAGroup:
         home = write_group("mine/g", {"seed-0": 1.0, "seed-1": 2.0})
         content = {"command": HOSTILE, "job": HOSTILE, "runs": {HOSTILE: {}, "seed-0": HOSTILE}}
         (home / "group.json").write_text(json.dumps(content))
-        (home / "notes.json").write_text(json.dumps({"tags": [HOSTILE], "note": HOSTILE}))
         shown = Page(page([RunGroup(home)]))
         assert not {"script", "img"} & set(shown.tags)
         assert "alert(" in shown.text

@@ -160,7 +160,6 @@ COMMANDS = [
     ["ckpt", "show", LONG],
     ["new", "task", LONG],
     ["new", "plugin", LONG],
-    ["recipes", "copy", "quickstart", f"{LONG}.yaml"],
     ["predict", "quickstart", "--weights", LONG],
     ["fit", "quickstart", "trainer.seed=18446744073709551616"],
     ["fit", "quickstart", "trainer.seed=1e400"],
