@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from forge.distributed import worker_exit
 from forge.distributed.address import own_address
+from forge.distributed.stderr import write
 from forge.errors import ForgeError
 from forge.util.signal_waits import ECHO, NAMES
 
@@ -36,6 +37,8 @@ ROLE = "forge"
 NODE_RANK = "FORGE_NODE_RANK"
 """The environment variable by which `forge launch` numbers its nodes: the first holds the rendezvous, whatever the
 names of the hosts resolve to."""
+STOPPED_LIMIT = 20.0
+"""Seconds after a signal for a stopped worker to continue and end; then it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class Agent(LocalElasticAgent):
 
     received: signal.Signals | None = None
     _received_at = 0.0
+    _continued: set[int]
+    """Workers that were stopped, and continued so that they can end."""
 
     @property
     def spec(self) -> WorkerSpec:
@@ -136,13 +141,41 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 # a second signal kills: a worker that waits for another rank handles nothing less
                 os.kill(pid, signal.SIGKILL if again else number)
+        self._continued = set()
+        self._wake_stopped()
+
+    def _wake_stopped(self) -> None:
+        """Continue each worker that SIGSTOP or a debugger has stopped, since no other signal reaches it; kill it if it
+        is stopped when its time is over."""
+        assert self.received is not None
+        pids = self._pcontext.pids() if self._pcontext is not None else {}
+        is_late = time.monotonic() - self._received_at > STOPPED_LIMIT
+        for local, pid in pids.items():
+            if not is_stopped(pid) or (pid in self._continued and not is_late):
+                continue
+            self._continued.add(pid)
+            said = "is stopped, and is continued so that it can end"
+            if is_late:
+                said = f"is still stopped {STOPPED_LIMIT:g} s after {self.received.name}, and is killed"
+            write(f"rank {self._worker_group.workers[local].global_rank} (process {pid}) {said}.")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if is_late else signal.SIGCONT)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.received is not None:
+            self._wake_stopped()  # again: a process with many threads is seen as stopped some time after SIGSTOP
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue, reportAssignmentType]
         failed = result.state is WorkerState.FAILED
         if failed and (self.received is not None or any(f.exitcode == MISTAKE for f in result.failures.values())):
             self._remaining_restarts = 0
         return result
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger; never on systems without /proc."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def nodes(text: str) -> tuple[int, int]:

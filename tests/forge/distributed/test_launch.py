@@ -36,12 +36,14 @@ RANK, HOW = int(os.environ.get("RANK", "0")), os.environ.get("HOW", "")
 class Small(TinyTask):
     def training_step(self, batch):
         update, trouble = self.trainer.progress.update, Path("trouble")
-        if RANK == 1 and update == 7 and HOW not in ("", "forever") and not trouble.exists():
+        if RANK == 1 and update == 7 and HOW not in ("", "forever", "stubborn") and not trouble.exists():
             trouble.touch()
             if HOW == "mistake":
                 raise ValueError("made once")
             os.kill(os.getpid(), getattr(signal, HOW))
-        if HOW == "forever" and update > 1:
+        if HOW == "stubborn":
+            signal.signal(signal.SIGCONT, lambda number, frame: os.kill(os.getpid(), signal.SIGSTOP))
+        if HOW in ("forever", "stubborn"):
             Path(f"new-{RANK}").write_text(str(os.getpid()))
             os.replace(f"new-{RANK}", f"alive-{RANK}")
         return super().training_step(batch)
@@ -164,18 +166,24 @@ def test_a_signal_to_the_launcher_is_handed_on(launch: Launch, empty_folder: Pat
     assert text.count("SIGTERM: the state after update") == 1
 
 
-@pytest.mark.slow  # torch gives the workers 30 seconds to end
-def test_a_stopped_rank_does_not_keep_a_run_from_ending(launch: Launch, empty_folder: Path) -> None:
-    process = launch("trainer.max_epochs=100000", "--run-dir", "run", "ddp.watchdog=3", how="forever")
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("forever", 85, "is stopped, and is continued so that it can end."),
+        pytest.param("stubborn", 143, "is still stopped 20 s after SIGTERM, and is killed.", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_rank_does_not_keep_a_run_from_ending(
+    launch: Launch, empty_folder: Path, how: str, code: int, said: str
+) -> None:
+    process = launch("trainer.max_epochs=100000", "--run-dir", "run", how=how)
     for rank in range(2):
         await_file(empty_folder / f"alive-{rank}")
     stopped = int((empty_folder / "alive-1").read_text())
     os.kill(stopped, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143, text
-    assert f"its process {stopped}" in text
-    assert "is stopped (SIGSTOP" in text
+    assert (process.returncode, text.count(f"rank 1 (process {stopped}) {said}")) == (code, 1), text
 
 
 @pytest.mark.slow
