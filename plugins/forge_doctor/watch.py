@@ -171,7 +171,8 @@ class StepWatch(CallWatch):
 
     def settle(self) -> None:
         """Let go of every graph, and of what is not needed once the step is judged."""
-        self.losses = [LossCall(call.name, _detached(call.given), call.where) for call in self.losses]
+        for call in self.losses:  # in place: others may hold a call
+            call.given.update(_detached(call.given))
         for noted in (self.dropped, self.terms):
             noted.clear()
 

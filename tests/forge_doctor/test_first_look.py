@@ -293,3 +293,36 @@ def test_samples_are_read_from_memory_alone() -> None:
     assert torch.equal(torch.stack([sample[0] for sample in ordered]), x)
     assert {tuple(row.tolist()) for row, _ in samples(loader(x, y))} == {tuple(row.tolist()) for row in x}
     assert samples([(x, y)]) == samples(None) == []
+
+
+class Weighs(Healthy):
+    """Weighs its classes, which has the classes of the first step looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 1.0, 2.0, 1.0]))
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y, weight=self.get_buffer("weight"))
+
+
+class Energy(Healthy):
+    """Trains the slope of its answer, in which what is added at last has no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 1))
+
+    evaluation = "grad"
+
+    def training_step(self, batch: Any) -> Any:
+        x = batch[0].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return (slope + batch[0]).square().mean()
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize("task", [Weighs, Energy])
+def test_nothing_is_said_of_a_healthy_task(task: type[Healthy]) -> None:
+    assert said(task(), max_epochs=12, log_every=16) == []

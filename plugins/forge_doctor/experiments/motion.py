@@ -131,7 +131,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
     if not largest:
         return
     typical = median(largest)
-    if typical > 0.5 and not patient.shrinks:
+    if typical > 0.5 and len(largest) > 1 and not patient.shrinks:  # a linear model may take steps of any size
         text = f"One update changes half of the matrices by {typical:.2g} times their size or more."
         yield Finding("learning_rate_high", text, "configure_optimizers", {"ratio": typical})
     elif max(largest) * patient.headroom < 2e-6 and ratios and (max(largest) > 0 or _are_at_rest(patient)):

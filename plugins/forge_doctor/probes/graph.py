@@ -100,13 +100,20 @@ class Graphs:
             yield Finding("no_gradient", text, cut[0], {"parameters": cut[:8]})
         if lost:
             text = f"{len(lost)} parameters take part in forward, and no loss reaches them: {named(lost)}."
-            level = "note" if all(_is_of_a_package(self.task, name) for name in lost) else "warning"
+            spare = [_is_of_a_package(self.task, name) or self._is_added(name) for name in lost]
+            level = "note" if all(spare) else "warning"
             yield Finding("no_gradient", text, lost[0], {"parameters": lost[:8]}, level=level)
         if idle:
             spare = [_is_of_a_package(self.task, n) or _is_one_of_several(self.task, n, self.called) for n in idle]
             kind = "unused_module" if all(spare) else "unused_parameters"
             text = f"{len(idle)} trainable parameters are never used: {named(idle)}."
             yield Finding(kind, text, idle[0], {"parameters": idle[:8]})
+
+    def _is_added(self, name: str) -> bool:
+        """Whether another parameter of the same module is reached: a loss of slopes, as of an energy, has no use for
+        what is only added."""
+        module = self.task.get_submodule(name.rpartition(".")[0])
+        return any(id(p) in self.reached for p in module.parameters(recurse=False))
 
     def _lends(self, name: str) -> bool:
         """Whether the module around a parameter never runs, and another of its parameters is used: a tied weight."""
