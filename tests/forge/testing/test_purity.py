@@ -86,14 +86,14 @@ def bare() -> Record:
 
 
 def test_no_observer_is_noticed(bare: Record) -> None:
-    assert len(observers()) >= 15
+    assert len(observers()) >= 12
     assert {name: found for name in observers() if (found := noticed(name, bare=bare))} == {}
 
 
 def test_observers_are_not_noticed_together(bare: Record) -> None:
     """Those that declare files at most: other effects would hide what the rest of them does."""
     quiet = [name for name in observers() if {*registry.load("plugin", name).effects} <= {"files"}]
-    assert len(quiet) > 10
+    assert len(quiet) >= 10
     assert noticed(*quiet, bare=bare) == ""
 
 
