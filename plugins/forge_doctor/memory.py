@@ -39,7 +39,7 @@ MOST_VALUES = 20_000
 """Values that are looked through."""
 DEPTH = 3
 """Containers inside each other that are looked through for the name of what holds a graph."""
-LOOKS, SHARE = 16, 0.01
+LOOKS, SHARE = 16, 0.003
 """Looks at what is held that are made in any case, and the share of the time since then that others may take."""
 MUCH, LITTLE = 2**18, 512
 """Bytes of an update that tell within an epoch, whose end may let go of them, and after one."""

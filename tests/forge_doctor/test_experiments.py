@@ -449,3 +449,57 @@ def test_a_transformer_as_torch_makes_it_is_examined() -> None:
     report = forge.doctor(Padded(), loader(words, kind), loader(words[:32], kind[:32]))
     assert {"samples apart", "influence of weights"} <= set(report.good), report.skipped
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Passes(Healthy):
+    """Means over several passes with dropout in validation, on purpose."""
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = torch.stack([F.dropout(self(x), 0.2, training=True) for _ in range(8)]).mean(0)
+        return {"loss": F.cross_entropy(scores, y)}
+
+
+def test_dropout_in_many_passes_of_a_validation_is_a_note() -> None:
+    assert found(Passes(), stages.drawn)["random_evaluation"].level == "note"
+
+
+class InTime(Healthy):
+    """Its rows are steps of one series: what comes later depends on what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16))
+        self.rnn, self.last = nn.GRU(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rnn(self.net(x))[0])
+
+
+class Across(Healthy):
+    """Each sample gets the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("task", "is_read", "names"),
+    [(InTime, False, set()), (InTime, True, {"batch_dependence"}), (Across, False, {"batch_dependence"})],
+)
+def test_rows_of_ready_batches_may_be_steps_of_time(task: type[Healthy], is_read: bool, names: set[str]) -> None:
+    rows = DataLoader(torch.utils.data.TensorDataset(*numbers()), 16)
+    data = [rows, rows] if is_read else [list(rows), list(rows)]
+    assert set(found(task(), equivariance.samples, data=data)) == names
+
+
+class OfTheBatch(Healthy):
+    """Draws noise by a generator that the batch seeds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(x.detach().abs().sum() * 1e4))
+        return self.net(x + 0.1 * torch.randn(x.shape, generator=generator))
+
+
+def test_numbers_that_a_batch_seeds_are_others_with_another_batch() -> None:
+    assert found(OfTheBatch(), stages.same_draws) == {}

@@ -161,10 +161,13 @@ def _are_probabilities(scores: Tensor, dim: int) -> bool:
 
 
 def _is_raw(values: Tensor) -> bool:
-    """Whether an operation with a weight gave these values: they grow with it, so that no activation bounds them."""
+    """Whether a product, or an operation with a weight, gave these values: they grow with it, so that no activation
+    bounds them."""
     node = (values if values._base is None else values._base).grad_fn
     if node is None:
         return True  # nothing says what gave them; the training step has a graph
+    if node.name().startswith(("SumBackward", "MmBackward", "BmmBackward")):
+        return True
     operands = [operand for operand, _ in node.next_functions if operand is not None]
     turned = [inner for x in operands if x.name().startswith("TBackward") for inner, _ in x.next_functions]
     return any(hasattr(operand, "variable") for operand in (*operands, *turned))

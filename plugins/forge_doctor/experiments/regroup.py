@@ -28,6 +28,11 @@ class SampleGroup:
         self.size = len(items) or batch_size(batch) or 0
         self._patient, self._batch, self._items, self._collate = patient, batch, items, collate
 
+    @property
+    def is_read(self) -> bool:
+        """Whether samples were read one by one, rather than taken for the rows of a batch."""
+        return self._collate is not None
+
     def take(self, places: Sequence[int]) -> Any:
         """The batch of the samples at these places, in this order."""
         if self._collate is None:
@@ -48,7 +53,7 @@ class SampleGroup:
     def with_others(self, places: Sequence[int]) -> tuple[Any, Tensor | None]:
         """The batch with other samples at these places, and which of its rows stayed; None where that is not plain."""
         if self._collate is None:
-            batch, count = self.take([places[-1] if i in places else i for i in range(self.size)]), None
+            batch, count = self.take([places[0] if i in places else i for i in range(self.size)]), None
         else:
             items = [self._other(i, places) if i in places else item for i, item in enumerate(self._items)]
             batch = self._collated(items)

@@ -18,6 +18,8 @@ from forge_doctor.patient import SEED, Patient
 from forge_doctor.probes.graph import awake_layers
 from forge_doctor.watch import CallWatch, where
 
+PASSES = 4
+"""Calls of one dropout in a validation from which on many passes are taken on purpose."""
 OFF = 0.02
 """By how much two numbers that should be one may differ, as a share."""
 
@@ -63,13 +65,13 @@ def drawn(patient: Patient) -> Iterator[Finding]:
     """Validate one batch twice in evaluation mode, with other random numbers."""
     if not patient.can_validate:
         return
-    task, results, line = patient.clone().eval(), [], ""
+    task, results, line, passes = patient.clone().eval(), [], "", 0
     for seed in (SEED, SEED + 1):
         with torch.no_grad(), DropoutWatch() as watch, awake_layers(task) as awake:
             results.append(numbers(patient.run(task, patient.val_batches[0], "val", seed=seed)))
         if awake:  # which is a finding of its own
             return
-        line = line or watch.line
+        line, passes = line or watch.line, max(passes, watch.calls)
     if not line and draws(patient, "train", patient.batches[0]):  # a model that draws in training too, as a VAE does
         return
     first, second = results
@@ -82,20 +84,22 @@ def drawn(patient: Patient) -> Iterator[Finding]:
             f"Validating one batch twice gives {first[name]:.6g} and {second[name]:.6g} for {name}{by}.",
             line or f"{type(task).__name__}.validation_step",
             {"metric": name, "first": first[name], "second": second[name]},
-            level="warning" if line else "note",
+            level="warning" if line and passes < PASSES else "note",
         )
 
 
 class DropoutWatch(CallWatch):
-    """Remembers the line of the first dropout that is on."""
+    """Remembers the line of the first dropout that is on, and counts its calls."""
 
     line = ""
+    calls = 0
 
     def after(self, name: str, args: Any, kwargs: Any, result: Any, noted: Any) -> None:
-        if "dropout" in name and not self.line:
+        if "dropout" in name:
             rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             if rate and kwargs.get("training", args[2] if len(args) > 2 else True):
-                self.line = where()
+                self.line = self.line or where()
+                self.calls += self.line == where()
 
 
 def evaluated_twice(patient: Patient) -> Iterator[Finding]:
@@ -130,7 +134,8 @@ def _evaluate(patient: Patient, task: TaskModule) -> dict[str, float]:
 def same_draws(patient: Patient) -> Iterator[Finding]:
     """Two training steps in turn, on one task: what they draw at random must differ."""
     task = patient.clone()
-    one, other = (draws(patient, "train", patient.batches[0], seed, task) for seed in (SEED, SEED + 1))
+    first, last = patient.batches[0], patient.batches[-1]  # what a batch seeds is another with another batch
+    one, other = draws(patient, "train", first, SEED, task), draws(patient, "train", last, SEED + 1, task)
     if (
         one
         and len(one) == len(other)

@@ -314,7 +314,7 @@ def _both(patient: Patient) -> Iterator[tuple[Tensor, Tensor]]:
     train, val = (stacked(patient, samples) for samples in (patient.samples, patient.val_samples))
     yield from ((x, val.get(place, x[:0])) for place, x in train.items())
     stored = [arrays(x) if patient.reads and x is not None else {} for x in patient.loaders.values()]
-    for path in stored[0].keys() & stored[1].keys():
+    for path in (path for path in stored[0].keys() & stored[1].keys() if stored[0][path].ndim and stored[1][path].ndim):
         yield torch.as_tensor(stored[0][path])[:MOST_IDS], torch.as_tensor(stored[1][path])[:MOST_IDS]
 
 
