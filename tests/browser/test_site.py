@@ -32,7 +32,7 @@ WANTED = {
     "retrieval": ("Two-tower retrieval: a contrastive loss with in-batch negatives", 1),
     "warm restarts": ("Warm restarts: cosine annealing in cycles", 1),
     "own plugin": ("A plugin of your own: clipping that adapts", 1),
-    "vanishing_gradient": ("vanishing_gradient", 1),
+    "vanishing_gradient": ("Findings of forge doctor", 1),
 }
 """What people type, and a title that must be among so many first results: for a job or a finding of the doctor, the
 very first."""
