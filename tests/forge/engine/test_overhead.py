@@ -43,7 +43,7 @@ def calls_during(work: Callable[[], Any], inside: tuple[str, ...] = ("",)) -> in
 def calls_per_update(run: Callable[[int], Any], inside: tuple[str, ...] = ("",)) -> float:
     """The slope: what a run of any length pays once cancels out."""
     short, long = 50, 150  # both end on a log, so that a log is counted in its share
-    run(short)  # what a process pays once: imports, and names that are looked up at a first update or a first log
+    run(100)  # what a process pays once: imports, and names that are looked up at a first update or a first log
     return (calls_during(lambda: run(long), inside) - calls_during(lambda: run(short), inside)) / (long - short)
 
 
