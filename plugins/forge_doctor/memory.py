@@ -199,7 +199,7 @@ class Growth:
 
 
 def held_by(trainer: Run, before: dict[str, Held]) -> dict[str, Held]:
-    """Return what the task, its optimizers and the data hold, by path, and what a CUDA device has given out.
+    """Return what the task, its optimizers and the data hold, by path.
 
     `before` is what was returned last time: what is as long as then is not looked at again.
     """
@@ -213,7 +213,7 @@ def held_by(trainer: Run, before: dict[str, Held]) -> dict[str, Held]:
         if isinstance(x, ATOMS) or (isinstance(x, CONTAINERS) and not x) or id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, (Tensor, np.ndarray)) or (isinstance(x, CONTAINERS) and x):
+        if isinstance(x, (Tensor, np.ndarray, *CONTAINERS)):
             size = _size(x, before.get(path))
             if size is not None:
                 if size is not before.get(path):
@@ -222,8 +222,6 @@ def held_by(trainer: Run, before: dict[str, Held]) -> dict[str, Held]:
         if not isinstance(x, CONTAINERS) or len(x) <= LONG:
             for name, value in _inside(x, owner is None):
                 todo.append((path + name, value, x))
-    if trainer.env.device.type == "cuda":
-        found["the memory of the device"] = Held(torch.cuda.memory_allocated(trainer.env.device))
     return found
 
 
@@ -245,11 +243,9 @@ def _inside(x: Any, is_root: bool) -> list[tuple[str, Any]]:
     if isinstance(x, CellType):
         return [("", value) for value in gc.get_referents(x)]
     if isinstance(x, type):
-        return (
-            []
-            if _is_closed(x) or x.__module__ in sys.stdlib_module_names
-            else [(f".{name}", getattr(value, "__func__", value)) for name, value in vars(x).items()]
-        )
+        if _is_closed(x) or x.__module__ in sys.stdlib_module_names:
+            return []
+        return [(f".{name}", getattr(value, "__func__", value)) for name, value in vars(x).items()]
     if isinstance(x, nn.Module):
         held = [(f".{name}", value) for name, value in vars(x).items() if name not in ("trainer", "_parameters")]
         return [*held, (f" ({type(x).__qualname__})", type(x))]
